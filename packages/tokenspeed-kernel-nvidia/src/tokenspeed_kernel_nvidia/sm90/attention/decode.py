@@ -26,8 +26,8 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES, ROWS, Config, Work, config_of, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, traits
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
@@ -44,11 +44,19 @@ def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _program_of(
-    dtype: torch.dtype, head_dim: int, page_size: int, heads: int, kv_heads: int, q_len: int, work: Work, device: int
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    work: Work,
+    device: int,
 ) -> tuple[Callable[..., Any], int, int]:
     """The program, groups, and floats of partial results."""
     rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
-    config = config_of(DTYPES[dtype], head_dim, page_size, rows, work)
+    config = config_of(DTYPES[dtype], head_dim, page_size, rows, work, cache != dtype)
     groups = max(1, config.resident * multiprocessors(device) * config.heads // kv_heads)
     return decode_program(config), groups, 2 * groups * kv_heads * rows * (head_dim + 2)
 
@@ -89,7 +97,12 @@ def mha_decode_with_kvcache(
             work = "little" if batch * shown < LITTLE else "long" if batch <= FEW else "much"
         elif window_left >= 0 and batch * kv_heads >= MANY and kv_heads % CONSUMERS == 0:
             work = "many short"
-        launch, groups, floats = _program_of(q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
+        cache = k_cache.dtype
+        launch, groups, floats = _program_of(q.dtype, cache, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
+        k_scale, *of_keys = scales_at(k_scale)
+        v_scale, *of_values = scales_at(v_scale)
+        if cache != q.dtype:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         workspace = None  # kept until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
@@ -102,7 +115,7 @@ def mha_decode_with_kvcache(
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = partial_at, counters_at, lse_at, *its, max_seqlen_q, max_seqlen_k, window_left, groups, scale
+        others = partial_at, counters_at, lse_at, *its, max_seqlen_q, max_seqlen_k, window_left, groups, scale, *of_keys, *of_values
         out = launched(launch, q, k_cache, v_cache, out, (page_table, cache_seqlens), others)
     elif out is None:
         out = torch.empty_like(q)
@@ -118,7 +131,7 @@ for _head_dim in HEAD_DIMS:
             name=f"cutedsl_mha_decode_with_kvcache{_suffix}_{_head_dim}",
             solution="cutedsl",
             capability=CUTEDSL_HOPPER,
-            signatures=PAGED,
+            signatures=PAGED | PAGED_FP8,
             traits=traits(
                 _head_dim,
                 gqa_ratio=between(_least, _most),
@@ -126,6 +139,7 @@ for _head_dim in HEAD_DIMS:
                 page_size=set(PAGE_SIZES),
                 sliding_window=any,
                 multi_query=any,
+                scaled=any,
             ),
             priority=Priority.SPECIALIZED,
             tags={"determinism"},

@@ -32,6 +32,7 @@ class Config:
         block: keys of a tile.
         resident: CTAs that share a multiprocessor.
         heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
+        fp8: whether the caches are e4m3. Their numbers become float16 on their way to the products, and queries with them.
     """
 
     dtype: str
@@ -42,6 +43,23 @@ class Config:
     block: int
     resident: int
     heads: int = 1
+    fp8: bool = False
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a key's or value's number."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def panel(self) -> int:
+        """Columns of keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
+        return min(self.head_dim, 128 // self.kv_bytes)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of results in shared memory, so that a lane's stores go to other banks than its neighbours'. A lane
+        stores two numbers at once, four with an fp8 cache."""
+        return self.head_dim + (16 if self.fp8 else 8)
 
     @property
     def row_warps(self) -> int:
@@ -63,7 +81,7 @@ class Config:
         """Shared memory for what warps have found, where they share a key head."""
         if self.heads > 1:
             return 4  # nothing, but an array has a size, and this one's a multiple of 16 bytes
-        return self.parts * self.rows * (self.head_dim + 8)
+        return self.parts * self.rows * self.width
 
     @property
     def stage_numbers(self) -> int:
@@ -74,32 +92,33 @@ class Config:
     def stages(self) -> int:
         """Tiles on their way. A multiple of the parts, so that a warp meets every phase of the barriers that it waits for."""
         room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
-        return room // (2 * self.stage_numbers) // self.parts * self.parts
+        return room // (self.kv_bytes * self.stage_numbers) // self.parts * self.parts
 
 
-def config_of(dtype: str, head_dim: int, page_size: int, rows: int, work: Work) -> Config:
+def config_of(dtype: str, head_dim: int, page_size: int, rows: int, work: Work, fp8: bool = False) -> Config:
     """The program for some work.
 
     Figures are microseconds on an H200 of 64 query heads and 8 key heads of dimension 64, in pages of 64, in a CUDA graph with an
     ordinary kernel between calls. They compare: there were few calls in a graph, whose start is in them.
     """
-    block, resident, heads = _tile(head_dim, rows, work)
-    return Config(dtype, head_dim, min(block, page_size), rows, work not in SHORT, block, resident, heads)
+    block, resident, heads = _tile(head_dim, rows, work, fp8)
+    return Config(dtype, head_dim, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8)
 
 
-def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
-    """Keys of a tile, CTAs of a multiprocessor, and key heads of a CTA."""
+def _tile(head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
+    """Keys of a tile, CTAs of a multiprocessor, and key heads of a CTA. Figures are of caches in 16 bits."""
     if work == "many short" and rows * head_dim <= 2048:  # what registers allow
         # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
     if head_dim == 128:
         return 32, 2, 1  # what registers allow
     if work in SHORT:
-        return 16, 4 if rows == 8 else 2, 1  # 64 windows of 128: 9.4, with 32 keys 9.9
+        # 64 windows of 128: 9.4, with 32 keys 9.9. With an fp8 cache the registers are for three CTAs.
+        return 16, (3 if fp8 else 4) if rows == 8 else 2, 1
     if rows > 16 or work == "long":
         # The first is what registers allow. 1 x 2K: 6.50, with 64 keys 6.81; 1 x 8K: 9.45, 10.33; 1 x 33K: 21.0, 22.1; 1 x 131K:
         # 66.2, 70.8. A ring of all memory for one CTA, instead of half of it, is no better: 6.43, 9.42, 21.1, 67.1.
-        return 32, 2, 1
+        return (16 if fp8 and rows > 16 else 32), 2, 1
     # 64 x 1K: 42.9, with 32 keys 46.4, with three CTAs 46.7; 16 x 8K: 74.6, 74.3, 74.3. 1 x 1K: with 16 keys 6.53, with 64 6.74.
     return 16 if work == "little" else 64, 2, 1
 
@@ -107,11 +126,12 @@ def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
 def every_config() -> list[Config]:
     """All that is served."""
     some = {
-        config_of(dtype, head_dim, page_size, rows, work): None
+        config_of(dtype, head_dim, page_size, rows, work, fp8): None
         for dtype in DTYPES.values()
         for head_dim in HEAD_DIMS
         for rows in ROWS
         for work in get_args(Work)
         for page_size in PAGE_SIZES
+        for fp8 in (False, True)
     }
     return list(some)

@@ -19,12 +19,12 @@ from cutlass.cute.nvgpu import cpasync
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.decode_mma_device import Consumers
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import THREADS, Call, PageTable, Rows
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import THREADS, Call, PageTable, Rows, Scales
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import prefetch_line
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, make_tma, tokens_first
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
 
 LOAD_WARP = CONSUMERS  # the warp that loads
 PREFETCH_WARP = 0  # the warp that brings keys to the L2 cache before it computes
@@ -40,10 +40,12 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     pages, page_size = size(), size(divisibility=config.box)
-    k_cache, v_cache = (rows(config.dtype, pages, page_size, kv_heads, config.head_dim) for _ in range(2))
+    shape = pages, page_size, kv_heads, config.head_dim
+    k_cache, v_cache = (arguments.byte_rows(*shape) if config.fp8 else rows(config.dtype, *shape) for _ in range(2))
     q, out = (rows(config.dtype, tokens, heads, config.head_dim) for _ in range(2))
     page_table = ints(batch, size(), contiguous=False)
     scalars = [*(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(5)), Float32(0)]
+    scalars += [Int64(0), Int32(0)] * 2
     return q, k_cache, v_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
 
@@ -69,17 +71,22 @@ class Decode(Loader, Consumers):
         window_left: Int32,
         groups: Int32,
         scale: Float32,
+        k_scales: Int64,
+        k_apart: Int32,
+        v_scales: Int64,
+        v_apart: Int32,
         stream: cuda.CUstream,
     ):
         load = cpasync.CopyBulkTensorTileG2SOp()
-        k = make_tma(load, tokens_first(k_cache, True), (self.box, PANEL, self.heads))
-        v = make_tma(load, tokens_first(v_cache, True), (self.box, PANEL, self.heads))
+        k = make_tma(load, tokens_first(k_cache, True), (self.box, self.panel, self.heads))
+        v = make_tma(load, tokens_first(v_cache, True), (self.box, self.panel, self.heads))
         kv_heads = k_cache.shape[2]
         self.kernel(
             k, v, Rows(q.iterator.toint(), q.stride[0], q.stride[1]), Rows(out.iterator.toint(), out.stride[0], out.stride[1]),
             PageTable(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0], partial, counters, lse, Sinks(sinks, sinks_kind), q_len, q.shape[1] // kv_heads, kv_heads,
             max_seqlen_k, window_left, groups, cute.arch.popc(k_cache.shape[1] - 1), scale,
+            Scales(k_scales, k_apart), Scales(v_scales, v_apart),
         ).launch(
             grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=self.config.resident,
@@ -108,13 +115,15 @@ class Decode(Loader, Consumers):
         groups: Int32,
         page_shift: Int32,
         scale: Float32,
+        k_scales: Scales,
+        v_scales: Scales,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kv_head, group, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             q, out, page_table, cache_seqlens, batch, partial, counters, lse, sinks, q_len, gqa_ratio, kv_heads, max_seqlen_k,
-            window_left, groups, page_shift, scale, group, kv_head * self.heads, pipeline(storage.full, storage.empty),
+            window_left, groups, page_shift, scale, k_scales, v_scales, group, kv_head * self.heads, pipeline(storage.full, storage.empty),
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip

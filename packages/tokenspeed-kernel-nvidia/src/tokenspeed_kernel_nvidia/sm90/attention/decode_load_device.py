@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
 from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, swizzle
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
 
 AT_ONCE = 8  # lengths that a lane reads together
 AHEAD = 2  # sequences of a CTA whose keys are brought to the L2 cache
@@ -67,7 +67,7 @@ class Loader(Sharing, Tiles):
         k_to, k_from = self.partition(call, k, 0)
         v_to, v_from = self.partition(call, v, self.config.stage_numbers // 2)
 
-        box_bytes = 4 * self.heads * self.box * self.head_dim
+        box_bytes = 2 * self.config.kv_bytes * self.heads * self.box * self.head_dim
         index = Int32(0)  # of a tile, among all of this CTA
         next_length = self.length_of(call, sequence + step)
         begin, first, count = self.visible(call, length)
@@ -154,12 +154,13 @@ class Loader(Sharing, Tiles):
     @cute.jit
     def partition(self, call: Call, kv: Tma, first: cutlass.Constexpr[int]):
         """Boxes in the ring, whose tiles begin ``first`` elements into a stage, and boxes of this CTA's key heads in a cache."""
-        row = self.heads * PANEL
+        panel = self.panel
+        row = self.heads * panel
         layout = cute.make_layout(
-            (self.box, PANEL, self.heads, self.boxes, self.panels, self.stages),
-            stride=(PANEL, 1, self.box * PANEL, self.box * row, self.block * row, self.config.stage_numbers),
+            (self.box, panel, self.heads, self.boxes, self.panels, self.stages),
+            stride=(panel, 1, self.box * panel, self.box * row, self.block * row, self.config.stage_numbers),
         )
-        tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(), dtype=self.dtype) + first
-        source = cute.local_tile(kv.tensor, (self.box, PANEL, self.heads), (None, None, call.kv_head // self.heads, None))
+        tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(self.row_bytes), dtype=self.kv_dtype) + first
+        source = cute.local_tile(kv.tensor, (self.box, panel, self.heads), (None, None, call.kv_head // self.heads, None))
         target = cute.group_modes(cute.make_tensor(tiles, layout), 0, 3)
         return cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), target, cute.group_modes(source, 0, 3))

@@ -37,11 +37,13 @@ class Sums:
     Attributes:
         acc: ``[tile, 8 columns, element]``, see `registers_device`.
         row_max, row_sum: ``[tile, row]``; sums of this lane's columns only.
+        scale: what scores are multiplied with: softmax_scale, log2(e), and what takes q and an fp8 cache to float16. One number.
     """
 
     acc: cute.Tensor
     row_max: cute.Tensor
     row_sum: cute.Tensor
+    scale: cute.Tensor
 
 
 class Merger(Tiles):
@@ -56,17 +58,39 @@ class Merger(Tiles):
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
                 row_sum = quad_sum(sums.row_sum[tile, r])
-                factor, logarithm = self.normalise(sums.row_max[tile, r] * call.scale, row_sum, sinks[tile, r])
+                factor, logarithm = self.normalise(sums.row_max[tile, r] * self.scale(call, sums), row_sum, sinks[tile, r])
+                factor = self.times_v_scale(call, factor, kv_head)
                 row = lane // 4 + tile * 16 + r * 8
                 token = row // call.gqa_ratio
                 q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
                 if token < call.q_len:
-                    to = call.out.at(sequence * call.q_len + token, q_head) + lane % 4 * 4
-                    for column in cutlass.range_constexpr(self.head_dim // 8):
-                        even, odd = sums.acc[tile, column, 2 * r] * factor, sums.acc[tile, column, 2 * r + 1] * factor
-                        store_words(to + column * 16, [pack(self.dtype, even, odd)])
+                    to = call.out.at(sequence * call.q_len + token, q_head) + lane % 4 * (2 * self.together)
+                    for column in cutlass.range_constexpr(0, self.head_dim // 4, self.together):
+                        own = [number * factor for number in self.own_columns(sums, tile, r, column)]
+                        words = [pack(self.dtype, own[at], own[at + 1]) for at in range(0, self.together, 2)]
+                        store_words(to + column * 8, words)
                     if call.lse != 0 and lane % 4 == 0:
                         self.write_lse(call, sequence, token, q_head, logarithm)
+
+    def scale(self, call: Call, sums: Sums) -> Float32:
+        """What scores are multiplied with."""
+        return sums.scale[0] if self.fp8 else call.scale
+
+    @cute.jit
+    def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
+        """The factor of an accumulator, times the scale of values if they have one."""
+        if const_expr(self.fp8):
+            factor *= call.v_scales.of(kv_head)
+        return factor
+
+    def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
+        """The numbers of a row that a lane has side by side, of the columns from ``4 * column`` on, which four lanes have together.
+
+        With an fp8 cache a product's columns are the even or the odd ones of 16, because they come by pairs from shared memory.
+        """
+        if self.fp8:
+            return [sums.acc[tile, column // 2 + odd, 2 * r + pair] for pair in range(2) for odd in range(2)]
+        return [sums.acc[tile, column // 2, 2 * r + each] for each in range(2)]
 
     # -- of the warps of a CTA ---------------------------------------------------------------------------------------------------
 
@@ -83,11 +107,10 @@ class Merger(Tiles):
                 row_sum = quad_sum(sums.row_sum[tile, r])
                 row = first_row + tile * 16 + r * 8 + lane // 4
                 if lane % 4 == 0:
-                    store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * call.scale, row_sum])
-                to = call.results.toint() + (row * self.width + lane % 4 * 2) * 4
-                for column in cutlass.range_constexpr(self.head_dim // 8):
-                    pair = [sums.acc[tile, column, 2 * r], sums.acc[tile, column, 2 * r + 1]]
-                    store_floats("shared", to + column * 32, pair)
+                    store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums), row_sum])
+                to = call.results.toint() + (row * self.width + lane % 4 * self.together) * 4
+                for column in cutlass.range_constexpr(0, self.head_dim // 4, self.together):
+                    store_floats("shared", to + column * 16, self.own_columns(sums, tile, r, column))
 
     @cute.jit
     def merge_warps(self, call: Call):
@@ -209,6 +232,7 @@ class Merger(Tiles):
         token = row // call.gqa_ratio
         q_head = call.kv_head * call.gqa_ratio + row - token * call.gqa_ratio
         factor, logarithm = self.normalise(row_max, row_sum, call.sink_values[row])
+        factor = self.times_v_scale(call, factor, call.kv_head)
         to = call.out.at(sequence * call.q_len + token, q_head) + column * 2
         store_words(to, [pack(self.dtype, merged[at] * factor, merged[at + 1] * factor) for at in (0, 2)])
         if call.lse != 0 and column == 0:

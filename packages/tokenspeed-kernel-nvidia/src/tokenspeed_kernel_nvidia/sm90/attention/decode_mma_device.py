@@ -12,16 +12,23 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LEF
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     any_lane,
+    bits_of,
+    float_of,
     ldmatrix,
     load_word,
     mma_m16n8k16,
     opt_barrier,
     pack,
+    permute_bytes,
     quad_max,
     store_floats,
+    widen_fp8,
+    widened,
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 
+EXPONENT = 127 + 14  # of the largest query in float16, as float32 has it; 15 is the format's last
+LEAST_EXPONENT = 27  # of queries: those of smaller ones, and of zeros, would need a factor that float32 does not have
 LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 
 
@@ -37,6 +44,7 @@ class Consumers(Merger):
             cute.make_rmem_tensor((self.tiles, self.head_dim // 8, 2 * self.used), Float32),
             cute.make_rmem_tensor((self.tiles, self.used), Float32),
             cute.make_rmem_tensor((self.tiles, self.used), Float32),
+            cute.make_rmem_tensor((1,), Float32),
         )
         if const_expr(self.heads > 1):
             self.consume_heads(call, thread // 32, queries, sums)
@@ -83,7 +91,7 @@ class Consumers(Merger):
             length = self.length_of(call, sequence)
             begin, first, count = self.visible(call, length)
             self.load_queries(call, sequence, kv_head, Int32(0), queries, sums)
-            tiles_at = warp * (self.box * 128)
+            tiles_at = warp * (self.box * self.row_bytes)
             self.walk(call, tiles_at, index, index + count, first - index, length, begin, Int32(0), queries, sums)
             self.write_sums(call, sequence, kv_head, sums, sinks)
             index += count
@@ -107,10 +115,41 @@ class Consumers(Merger):
                         q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
                         source = call.q.at(sequence * call.q_len + token, q_head)
                         for each in cutlass.range_constexpr(self.head_dim // 8):
-                            queries[tile, each // 2, each % 2 * 2 + r] = load_word(source + (each * 16 + lane % 4 * 4))
+                            at = each * 16 + lane % 4 * 4
+                            if const_expr(self.fp8):  # keys come in this order
+                                at = each // 2 * 32 + lane % 4 * 8 + each % 2 * 4
+                            queries[tile, each // 2, each % 2 * 2 + r] = load_word(source + at)
             for column in cutlass.range_constexpr(self.head_dim // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
                     sums.acc[tile, column, each] = Float32(0.0)
+
+        if const_expr(self.fp8):
+            self.bring_to_float16(call, kv_head, queries, sums)
+
+    @cute.jit
+    def bring_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
+        """Rounds bfloat16 queries to float16, times a power of 2 that brings them to its range; scores are divided by it again.
+
+        Fp8 numbers become float16 by one instruction for two, and bfloat16 by several. Warps that share rows find the same power.
+        """
+        scale = call.scale * call.k_scales.of(kv_head)
+        if const_expr(self.dtype is not cutlass.Float16):
+            highest = Float32(0.0)
+            for tile in cutlass.range_constexpr(self.tiles):
+                for each in cutlass.range_constexpr(self.head_dim // 4):
+                    if const_expr(each % 2 < self.used):
+                        low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
+                        highest = cute.arch.fmax(highest, cute.arch.fmax(cute.arch.fmax(low, -low), cute.arch.fmax(high, -high)))
+            exponent = cute.arch.warp_redux_sync(bits_of(highest), "max") >> 23
+            exponent = cutlass.max(exponent, LEAST_EXPONENT)
+            factor = float_of((EXPONENT + 127 - exponent) << 23)
+            for tile in cutlass.range_constexpr(self.tiles):
+                for each in cutlass.range_constexpr(self.head_dim // 4):
+                    if const_expr(each % 2 < self.used):
+                        low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
+                        queries[tile, each // 4, each % 4] = pack(self.mma_dtype, low * factor, high * factor)
+            scale *= float_of((exponent + 127 - EXPONENT) << 23)
+        sums.scale[0] = scale
 
     @cute.jit
     def walk(
@@ -136,7 +175,7 @@ class Consumers(Merger):
         while index < end:
             at = nth_to_read(index, self.stages)
             call.pipe.wait(at)
-            tile_at = call.tiles.toint() + tiles_at + at.stage * (2 * self.config.stage_numbers)
+            tile_at = call.tiles.toint() + tiles_at + at.stage * self.stage_bytes
             self.attend(call, tile_at, (index + shift) * self.block, length, begin, first_row, queries, sums)
             cute.arch.sync_warp()
             if cute.arch.lane_idx() == 0:
@@ -158,21 +197,23 @@ class Consumers(Merger):
         sums: Sums,
     ):
         """Takes one tile of keys and values, from position ``start`` on, into a warp's sums."""
-        panel_bytes = self.heads * self.block * 128
-        values_at = tile_at + panel_bytes * self.panels
+        values_at = tile_at + self.panel_bytes * self.panels
         # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
         if start < begin or start + self.block > length:
             self.clear_values(values_at, start, length, begin)
-        scores = self.qk_mma(tile_at, queries)
+        scores = self.qk_mma_fp8(tile_at, queries) if const_expr(self.fp8) else self.qk_mma(tile_at, queries)
         windowed = call.window_left >= 0
         if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
             self.mask(call, scores, start, length, first_row, windowed)
         probs = self.softmax_step(call, scores, sums)
-        self.pv_mma(values_at, probs, sums)
+        if const_expr(self.fp8):
+            self.pv_mma_fp8(values_at, probs, sums)
+        else:
+            self.pv_mma(values_at, probs, sums)
 
     def row_at(self, row: int | Int32) -> int | Int32:
         """Where a row of a tile is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
-        return row // self.box * (self.heads * self.box * 128) + row % self.box * 128
+        return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
@@ -182,8 +223,8 @@ class Consumers(Merger):
             row = each * 32 + lane
             position = start + row % self.block
             if row < self.block * self.panels and (position < begin or position >= length):
-                for piece in cutlass.range_constexpr(8):
-                    at = row // self.block * (self.heads * self.block * 128) + self.row_at(row % self.block)
+                for piece in cutlass.range_constexpr(self.row_bytes // 16):
+                    at = row // self.block * self.panel_bytes + self.row_at(row % self.block)
                     store_floats("shared", values_at + at + piece * 16, [Float32(0.0)] * 4)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -201,7 +242,7 @@ class Consumers(Merger):
             for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
                 b = ldmatrix(
                     tile_at + lane_row * 128 + ((lane_matrix ^ lane_row) * 16 ^ (chunk % 8 * 16))
-                    + (self.row_at(key * 8) + chunk // 8 * (self.heads * self.block * 128)),
+                    + (self.row_at(key * 8) + chunk // 8 * self.panel_bytes),
                     False,
                 )  # fmt: skip
                 for tile in cutlass.range_constexpr(self.tiles):
@@ -212,6 +253,41 @@ class Consumers(Merger):
                 for each in cutlass.range_constexpr(4):
                     scores[tile, key, each] = products[tile][each]
         return scores
+
+    @cute.jit
+    def swizzled(self, lane_row: Int32, piece: Int32):
+        """Where 16 bytes of one of 8 rows lie, of the pieces of 16 bytes that rows begin with."""
+        turned = lane_row if const_expr(self.row_bytes == 128) else lane_row // 2
+        return lane_row * self.row_bytes + (piece ^ turned) * 16
+
+    @cute.jit
+    def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):
+        """`qk_mma` of fp8 keys: a lane has four neighbours of a key, which are two pairs for the product."""
+        lane = cute.arch.lane_idx()
+        at = tile_at + self.swizzled(lane % 8, lane // 8)
+        keys, chunks = self.block // 8, self.head_dim // 16
+        scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
+        for key in cutlass.range_constexpr(keys):
+            products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            for chunk in cutlass.range_constexpr(0, chunks, 4):
+                words = ldmatrix((at ^ self.piece_in_row(chunk)) + (self.row_at(key * 8) + self.panel_at(chunk)), False)
+                for each in cutlass.range_constexpr(4):
+                    b = widen_fp8(self.mma_dtype, words[each])
+                    for tile in cutlass.range_constexpr(self.tiles):
+                        a = [queries[tile, chunk + each, place] for place in range(4)]
+                        products[tile] = mma_m16n8k16(self.mma_dtype, products[tile], a, b)
+            for tile in cutlass.range_constexpr(self.tiles):
+                for each in cutlass.range_constexpr(4):
+                    scores[tile, key, each] = products[tile][each]
+        return scores
+
+    def piece_in_row(self, chunk: int) -> int:
+        """Which bits of an address a chunk of 16 bytes changes within its panel."""
+        return chunk % (self.row_bytes // 16) * 16
+
+    def panel_at(self, chunk: int) -> int:
+        """Where the panel of a chunk of 16 bytes begins."""
+        return chunk // (self.row_bytes // 16) * self.panel_bytes
 
     @cute.jit
     def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, first_row: Int32, windowed: cutlass.Boolean):
@@ -237,18 +313,19 @@ class Consumers(Merger):
         keys = self.block // 8
         highest = cute.make_rmem_tensor((self.tiles, self.used), Float32)
         rise = Float32(0.0)
+        scale = self.scale(call, sums)
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
                 own = cute.arch.fmax(scores[tile, 0, 2 * r], scores[tile, 0, 2 * r + 1])
                 for key in cutlass.range_constexpr(1, keys):
                     own = cute.arch.fmax(own, cute.arch.fmax(scores[tile, key, 2 * r], scores[tile, key, 2 * r + 1]))
                 highest[tile, r] = own
-                rise = cute.arch.fmax(rise, (own - sums.row_max[tile, r]) * call.scale)
+                rise = cute.arch.fmax(rise, (own - sums.row_max[tile, r]) * scale)
         if any_lane(rise > LAZY):
             for tile in cutlass.range_constexpr(self.tiles):
                 for r in cutlass.range_constexpr(self.used):
                     own = quad_max(cute.arch.fmax(highest[tile, r], sums.row_max[tile, r]))
-                    decay = exp2((sums.row_max[tile, r] - own) * call.scale)
+                    decay = exp2((sums.row_max[tile, r] - own) * scale)
                     sums.row_max[tile, r] = own
                     sums.row_sum[tile, r] *= decay
                     for column in cutlass.range_constexpr(self.head_dim // 8):
@@ -259,13 +336,13 @@ class Consumers(Merger):
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(2):
                 if const_expr(r < self.used):
-                    shift = sums.row_max[tile, r] * call.scale
+                    shift = sums.row_max[tile, r] * scale
                     some = Float32(0.0)
                     for key in cutlass.range_constexpr(keys):
-                        even = exp2(scores[tile, key, 2 * r] * call.scale - shift)
-                        odd = exp2(scores[tile, key, 2 * r + 1] * call.scale - shift)
+                        even = exp2(scores[tile, key, 2 * r] * scale - shift)
+                        odd = exp2(scores[tile, key, 2 * r + 1] * scale - shift)
                         some += even + odd
-                        probs[tile, key, r] = pack(self.dtype, even, odd)
+                        probs[tile, key, r] = pack(self.mma_dtype, even, odd)
                     sums.row_sum[tile, r] += some
                 else:
                     for key in cutlass.range_constexpr(keys):
@@ -286,7 +363,7 @@ class Consumers(Merger):
                     for each in cutlass.range_constexpr(2 * self.used):
                         acc[tile][half][each] = sums.acc[tile, chunk + half, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                place = self.row_at(key * 8) + chunk // 8 * (self.heads * self.block * 128)
+                place = self.row_at(key * 8) + chunk // 8 * self.panel_bytes
                 b = ldmatrix((matrix_at ^ (chunk % 8 * 16)) + place, True)
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
@@ -296,3 +373,28 @@ class Consumers(Merger):
                 for half in cutlass.range_constexpr(2):
                     for each in cutlass.range_constexpr(2 * self.used):
                         sums.acc[tile, chunk + half, each] = acc[tile][half][each]
+
+    @cute.jit
+    def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
+        """`pv_mma` of fp8 values. Matrices are transposed by pairs of numbers, so a product has every other column."""
+        lane = cute.arch.lane_idx()
+        matrix_at = values_at + self.swizzled(lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.row_bytes)
+        for chunk in cutlass.range_constexpr(0, self.head_dim // 16, 2):
+            acc = [[[Float32(0.0)] * 4 for _ in range(4)] for _ in range(self.tiles)]
+            for tile in cutlass.range_constexpr(self.tiles):
+                for part in cutlass.range_constexpr(4):
+                    for each in cutlass.range_constexpr(2 * self.used):
+                        acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
+            for key in cutlass.range_constexpr(0, self.block // 8, 2):
+                words = ldmatrix((matrix_at ^ self.piece_in_row(chunk)) + (self.row_at(key * 8) + self.panel_at(chunk)), True)
+                # Two keys' numbers of two columns each: a pair of the even column, and one of the odd.
+                pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
+                for tile in cutlass.range_constexpr(self.tiles):
+                    a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
+                    for part in cutlass.range_constexpr(4):
+                        b = [pairs[part // 2 * 2][part % 2], pairs[part // 2 * 2 + 1][part % 2]]
+                        acc[tile][part] = mma_m16n8k16(self.mma_dtype, acc[tile][part], a, b)
+            for tile in cutlass.range_constexpr(self.tiles):
+                for part in cutlass.range_constexpr(4):
+                    for each in cutlass.range_constexpr(2 * self.used):
+                        sums.acc[tile, 2 * chunk + part, each] = acc[tile][part][each]

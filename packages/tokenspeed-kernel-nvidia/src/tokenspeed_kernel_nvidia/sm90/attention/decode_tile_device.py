@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_floats, load_int
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 
 THREADS = 32 * (CONSUMERS + 1)
@@ -44,6 +44,23 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """The scales of an fp8 cache: the address of the first, or 0 where there is none, and how many bytes further the next key
+    head's is."""
+
+    address: Int64
+    apart: Int32
+
+    @cute.jit
+    def of(self, kv_head: Int32) -> Float32:
+        """The scale of a key head."""
+        scale = Float32(1.0)
+        if self.address != 0:
+            scale = load_floats("global", self.address + Int64(kv_head * self.apart), 1)
+        return scale
+
+
+@dataclass(frozen=True)
 class Call:
     """What a CTA is asked for, and its shared memory. What is far away is given by its address.
 
@@ -63,6 +80,7 @@ class Call:
         groups: that share the work; each has CTAs for all key heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e).
+        k_scales, v_scales: of an fp8 cache.
         group, kv_head: this CTA's group, and its first key head.
         pipe: the barriers of the ring of tiles.
         plan: where the CTA is: see SEQUENCE.
@@ -88,6 +106,8 @@ class Call:
     groups: Int32
     page_shift: Int32
     scale: Float32
+    k_scales: Scales
+    v_scales: Scales
     group: Int32
     kv_head: Int32
     pipe: Pipeline
@@ -104,22 +124,30 @@ class Tiles:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
+        self.fp8 = config.fp8
+        self.kv_dtype = cutlass.Uint8 if config.fp8 else self.dtype
+        self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of products
         self.head_dim = config.head_dim
         self.block = config.block
         self.box = config.box
         self.boxes = config.block // config.box
-        self.panels = config.head_dim // 64
+        self.panel = config.panel
+        self.panels = config.head_dim // config.panel
+        self.row_bytes = config.panel * config.kv_bytes
+        self.panel_bytes = config.heads * config.block * self.row_bytes
+        self.stage_bytes = config.kv_bytes * config.stage_numbers
         self.stages = config.stages
         self.rows = config.rows
         self.parts = config.parts
         self.heads = config.heads
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
         self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
+        self.together = 4 if config.fp8 else 2  # columns of a product's row that a lane has side by side
         self.fours = config.head_dim // 4  # lanes of a row, where each has 4 numbers
-        self.width = config.head_dim + 8  # of a row of results: a lane's stores go to other banks than its neighbours'
+        self.width = config.width
 
     def storage(self) -> Any:
-        config, dtype = self.config, self.dtype
+        config, dtype = self.config, self.kv_dtype
 
         @cute.struct
         class Storage:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenspeed_kernel_base.signature import format_signatures
+import torch
+
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 # Of keys and values alike. One kernel is declared for each, because values must be as wide as keys, and traits are constrained one
@@ -18,6 +20,8 @@ GQA_RATIOS = (1, 2, 4, 8, 16)
 # Keys in a row, and in a paged cache.
 RAGGED = format_signatures(("q", "k", "v"), "dense", DTYPES)
 PAGED = format_signatures(("q", "k_cache", "v_cache"), "dense", DTYPES)
+_E4M3 = dense_tensor_format(torch.float8_e4m3fn)
+PAGED_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), k_cache=_E4M3, v_cache=_E4M3) for dtype in DTYPES)
 
 
 def traits(head_dim: int, **others: Any) -> dict[str, Any]:

@@ -31,6 +31,15 @@ def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
     return sinks, sinks.data_ptr(), kind
 
 
+def scales_at(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """A scale as programs get it: the tensor, which must live until the launch, its address, and the bytes from one key head's
+    to the next; 0 where there is one for all, or none."""
+    if scale is None:
+        return None, 0, 0
+    scale = scale.contiguous()
+    return scale, scale.data_ptr(), 0 if scale.numel() == 1 else scale.element_size()
+
+
 def launched(
     program: Callable[..., Any],
     q: Tensor,

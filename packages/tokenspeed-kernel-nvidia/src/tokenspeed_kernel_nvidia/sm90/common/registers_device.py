@@ -108,6 +108,34 @@ def widened(dtype: type[Numeric], word: Uint32) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
 
 
+def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
+    """Converts four e4m3 numbers to two pairs."""
+    halves = (
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }"
+        if dtype is cutlass.Float16
+        else "{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q; .reg .f32 e, f, g, i; mov.b32 {l, h}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h; mov.b32 {a, b}, p; mov.b32 {c, d}, q; "
+        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 i, d; "
+        "cvt.rn.bf16x2.f32 {$w0}, f, e; cvt.rn.bf16x2.f32 {$w1}, i, g; }"
+    )
+    return cute.arch.inline_ptx(halves, write_only_types=[Uint32] * 2, read_only_args=[word])
+
+
+def permute_bytes(x: Any, y: Any, order: int) -> Any:
+    """Puts four of the bytes of two words together; the digits of ``order`` say which."""
+    return cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def bits_of(x: Float32) -> Int32:
+    """Returns the bits of a number."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def float_of(bits: Int32) -> Float32:
+    """Returns the number that has these bits."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
 def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
     """``c + a @ b``, of 16 x 16 and 16 x 8 numbers."""
     kind = _ptx_type(dtype)

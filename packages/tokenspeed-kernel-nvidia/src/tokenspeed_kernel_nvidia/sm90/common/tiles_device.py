@@ -18,9 +18,9 @@ from cutlass.cute.nvgpu import cpasync
 PANEL = 64  # columns of a panel: 128 bytes
 
 
-def swizzle():
-    """The 128-byte swizzle, in terms of bytes."""
-    return cute.make_swizzle(3, 4, 3)
+def swizzle(row_bytes: int = 128):
+    """The swizzle of rows of 128 or 64 bytes, in terms of bytes."""
+    return cute.make_swizzle({128: 3, 64: 2}[row_bytes], 4, 3)
 
 
 # -- global memory -------------------------------------------------------------------------------------------------------------
@@ -44,15 +44,16 @@ def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
 
     Args:
         operation: the direction.
-        box: the shape of a box: rows, then columns, and possibly heads; the rows may be a pair of heads and tokens. Rows of 64
-            columns lie one after another, then those of the next head.
+        box: the shape of a box: rows, then columns of 128 or 64 bytes, and possibly heads; the rows may be a pair of heads and
+            tokens. The rows of a head lie one after another, then those of the next head.
     """
-    rows, _, *heads = box
-    row_stride, row_count = PANEL, rows
+    rows, columns, *heads = box
+    row_stride, row_count = columns, rows
     if isinstance(rows, tuple):
-        row_stride, row_count = (PANEL, PANEL * rows[0]), rows[0] * rows[1]
-    stride = (row_stride, 1, *(row_count * PANEL for _ in heads))
-    layout = cute.make_composed_layout(swizzle(), 0, cute.make_layout(box, stride=stride))
+        row_stride, row_count = (columns, columns * rows[0]), rows[0] * rows[1]
+    stride = (row_stride, 1, *(row_count * columns for _ in heads))
+    swizzled = swizzle(columns * tensor.element_type.width // 8)
+    layout = cute.make_composed_layout(swizzled, 0, cute.make_layout(box, stride=stride))
     return Tma(*cpasync.make_tiled_tma_atom(operation, tensor, layout, box))
 
 

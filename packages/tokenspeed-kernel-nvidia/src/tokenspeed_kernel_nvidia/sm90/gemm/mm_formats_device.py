@@ -14,7 +14,13 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, bulk_load_to_pair, load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    load_floats,
+    mma_m16n8k16,
+    permute_bytes,
+    store_floats,
+    widen_fp8,
+)
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
@@ -28,19 +34,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
 
 COMPUTING = 2  # the barrier of warps that compute
 TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
-
-
-def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
-    """Converts four e4m3 numbers to two pairs."""
-    halves = (
-        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }"
-        if dtype is cutlass.Float16
-        else "{ .reg .b16 l, h, a, b, c, d; .reg .b32 p, q; .reg .f32 e, f, g, i; mov.b32 {l, h}, {$r0}; "
-        "cvt.rn.f16x2.e4m3x2 p, l; cvt.rn.f16x2.e4m3x2 q, h; mov.b32 {a, b}, p; mov.b32 {c, d}, q; "
-        "cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 i, d; "
-        "cvt.rn.bf16x2.f32 {$w0}, f, e; cvt.rn.bf16x2.f32 {$w1}, i, g; }"
-    )
-    return cute.arch.inline_ptx(halves, write_only_types=[Uint32] * 2, read_only_args=[word])
 
 
 def wait_after(addresses: list[Int64]) -> None:
@@ -63,11 +56,6 @@ def scaled_pair(bits: Any, scale: Any) -> Any:
         write_only_types=[Uint32],
         read_only_args=[bits, scale],
     )
-
-
-def permute_bytes(x: Any, y: Any, order: int) -> Any:
-    """Puts four of the bytes of two words together; the digits of ``order`` say which."""
-    return cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
