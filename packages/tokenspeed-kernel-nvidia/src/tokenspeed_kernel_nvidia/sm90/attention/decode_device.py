@@ -19,10 +19,11 @@ from cutlass.cute.nvgpu import cpasync
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.decode_mma_device import Consumers
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import THREADS, Call, PageTable, Rows, Scales
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import THREADS, Call, PageTable, Rows
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import prefetch_line
+from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
 

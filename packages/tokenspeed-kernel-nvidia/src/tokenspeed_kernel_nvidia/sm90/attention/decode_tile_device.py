@@ -10,7 +10,8 @@ from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_floats, load_int
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 
 THREADS = 32 * (CONSUMERS + 1)
@@ -41,23 +42,6 @@ class PageTable:
     address: Int64
     sequence: Int64
     page: Int64
-
-
-@dataclass(frozen=True)
-class Scales:
-    """The scales of an fp8 cache: the address of the first, or 0 where there is none, and how many bytes further the next key
-    head's is."""
-
-    address: Int64
-    apart: Int32
-
-    @cute.jit
-    def of(self, kv_head: Int32) -> Float32:
-        """The scale of a key head."""
-        scale = Float32(1.0)
-        if self.address != 0:
-            scale = load_floats("global", self.address + Int64(kv_head * self.apart), 1)
-        return scale
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
@@ -26,8 +27,8 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_ALL_FP8, RAGGED, RAGGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -42,7 +43,9 @@ def _program_of(
     dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, device: int
 ) -> tuple[Callable[..., Any], int]:
     """The program, and the most CTAs that run at once."""
-    return prefill_program(Config(DTYPES[dtype], head_dim, heads // kv_heads, page_size)), multiprocessors(device)
+    fp8 = dtype not in DTYPES
+    config = Config("bfloat16" if fp8 else DTYPES[dtype], head_dim, heads // kv_heads, page_size, fp8=fp8)
+    return prefill_program(config), multiprocessors(device)
 
 
 def mha_prefill(
@@ -63,7 +66,9 @@ def mha_prefill(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches full causal attention of whole sequences. Arguments are checked, and there is no window and no logit_cap."""
-    return _launch(q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, sinks, return_lse, softmax_scale, out)
+    return _launch(
+        q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, sinks, return_lse, softmax_scale, q_scale, k_scale, v_scale, out
+    )
 
 
 def mha_extend_with_kvcache(
@@ -94,7 +99,7 @@ def mha_extend_with_kvcache(
         page_table = page_table.new_zeros(page_table.shape[0], 1)
     return _launch(
         q, k_cache, v_cache, kv_heads, page_size, cu_seqlens_q, cache_seqlens, page_table, is_causal, sinks, return_lse,
-        softmax_scale, out,
+        softmax_scale, q_scale, k_scale, v_scale, out,
     )  # fmt: skip
 
 
@@ -111,6 +116,9 @@ def _launch(
     sinks: Tensor | None,
     return_lse: bool,
     softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     tokens, heads, head_dim = q.shape
@@ -121,10 +129,17 @@ def _launch(
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        others = workspace.counters_at, 0 if lse is None else lse.data_ptr(), *its, scale, causal, processors
+        q_scale, *of_q = scales_at(q_scale)
+        k_scale, *of_k = scales_at(k_scale)
+        v_scale, *of_v = scales_at(v_scale)
+        lse_at = 0 if lse is None else lse.data_ptr()
+        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v
+        if q.dtype not in DTYPES:
+            q, k, v = (x.view(torch.uint8) for x in (q, k, v))
+            out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
         out = launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others)
     elif out is None:
-        out = torch.empty_like(q)
+        out = torch.empty_like(q, dtype=output_dtype(q))
     return out if lse is None else (out, lse)
 
 
@@ -135,8 +150,8 @@ for _head_dim in HEAD_DIMS:
         name=f"cutedsl_mha_prefill_{_head_dim}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
-        signatures=RAGGED,
-        traits=traits(_head_dim),
+        signatures=RAGGED | RAGGED_FP8,
+        traits=traits(_head_dim, scaled=any),
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(mha_prefill)
@@ -146,8 +161,8 @@ for _head_dim in HEAD_DIMS:
         name=f"cutedsl_mha_extend_with_kvcache_{_head_dim}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
-        signatures=PAGED,
-        traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=any),
+        signatures=PAGED | PAGED_ALL_FP8,
+        traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=any, scaled=any),
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(mha_extend_with_kvcache)

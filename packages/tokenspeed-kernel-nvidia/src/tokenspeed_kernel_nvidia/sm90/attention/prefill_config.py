@@ -19,7 +19,7 @@ class Config:
     with head_dim 128).
 
     Attributes:
-        dtype: of q, k, v and the output.
+        dtype: of q, k, v and the output; of the output alone where those are fp8.
         head_dim: 64 or 128.
         gqa_ratio: query heads a key head. They are rows of the same tile.
         page_size: tokens of a page; 0 where the keys of a sequence lie in a row.
@@ -27,6 +27,7 @@ class Config:
             there are fewer heads at once: 524 instead of 537 at 8192 x 4.
         lazy: how far, as a power of 2, exponentials may exceed 1 before sums are rescaled. The shift of the exponents need not be
             their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
+        fp8: whether q, keys and values are e4m3. Weights are rounded to e4m3 too, for the product with values.
     """
 
     dtype: str
@@ -35,6 +36,33 @@ class Config:
     page_size: int = 0
     section_mib: int = 24
     lazy: float = 8.0
+    fp8: bool = False
+
+    @property
+    def lift(self) -> float:
+        """The largest exponential of a tile's first block, as a power of 2. That of an e4m3 is 448, and the least 2^-9: exponentials
+        are up to 2^8, wherever the shift is between its least and its largest."""
+        return 8.0 - self.fp8_lazy if self.fp8 else 0.0
+
+    @property
+    def fp8_lazy(self) -> float:
+        """`lazy` of weights that are rounded to e4m3."""
+        return 4.0
+
+    @property
+    def slack(self) -> float:
+        """How far, as a power of 2, exponentials may exceed those of the first block before sums are rescaled."""
+        return self.fp8_lazy if self.fp8 else self.lazy
+
+    @property
+    def bytes(self) -> int:
+        """Of a number of q, keys and values."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def panel(self) -> int:
+        """Columns of q, keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
+        return min(self.head_dim, 128 // self.bytes)
 
     @property
     def block_m(self) -> int:
@@ -68,7 +96,12 @@ class Config:
     @property
     def kv_stages(self) -> int:
         """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
-        return 4 if self.head_dim == 64 else 2
+        return 4 if self.head_dim == 64 else 3 if self.fp8 else 2
+
+    @property
+    def raw_stages(self) -> int:
+        """Blocks of fp8 values on their way to be transposed; none of others, but an array has a size."""
+        return 3 if self.fp8 else 1
 
     @property
     def paged(self) -> bool:
@@ -83,12 +116,12 @@ class Config:
     @property
     def q_bytes(self) -> int:
         """Of a tile of queries."""
-        return self.gqa_ratio * self.positions * self.head_dim * 2
+        return self.gqa_ratio * self.positions * self.head_dim * self.bytes
 
     @property
     def kv_bytes(self) -> int:
         """Of a block of keys, or of values."""
-        return self.block_n * self.head_dim * 2
+        return self.block_n * self.head_dim * self.bytes
 
     @property
     def store_by_tma(self) -> bool:
@@ -98,19 +131,23 @@ class Config:
     @property
     def consumer_registers(self) -> int:
         """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
+        if self.fp8:  # three warps of the producer's transpose
+            return 152 if self.head_dim == 64 else 224
         return 160 if self.head_dim == 64 else 232
 
     @property
     def producer_registers(self) -> int:
         """At head_dim 128 and pages of 16, 24 would spill."""
+        if self.fp8:
+            return 56 if self.head_dim == 64 else 64
         return 32 if self.head_dim == 64 else 40
 
 
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        Config(dtype, head_dim, gqa_ratio, page_size)
-        for dtype in DTYPES.values()
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8)
+        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
         for head_dim in HEAD_DIMS
         for gqa_ratio in GQA_RATIOS
         for page_size in (0, *PAGE_SIZES)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Optional
 
@@ -15,9 +16,11 @@ from cutlass.cute.nvgpu import cpasync
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_mma_device import Consumers, Mmas, Output
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Sequences, Shared
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_turn_device import TURNING_WARPS, Turners
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
@@ -30,18 +33,19 @@ def host(config: Config):
 
 def fake_arguments(config: Config):
     """Stand-ins for what `host` takes."""
-    size, rows, ints = arguments.size, arguments.rows, arguments.ints
+    size, ints = arguments.size, arguments.ints
+    rows = arguments.byte_rows if config.fp8 else functools.partial(arguments.rows, config.dtype)
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
-    q, out = (rows(config.dtype, tokens, heads, config.head_dim) for _ in range(2))
+    q, out = rows(tokens, heads, config.head_dim), arguments.rows(config.dtype, tokens, heads, config.head_dim)
     if config.paged:
         pages = size()
-        k, v = (rows(config.dtype, pages, config.page_size, kv_heads, config.head_dim) for _ in range(2))
+        k, v = (rows(pages, config.page_size, kv_heads, config.head_dim) for _ in range(2))
         paging = ints(batch), ints(batch, size())
     else:
         kv_tokens = size()
-        k, v = (rows(config.dtype, kv_tokens, kv_heads, config.head_dim) for _ in range(2))
+        k, v = (rows(kv_tokens, kv_heads, config.head_dim) for _ in range(2))
         paging = None, None
-    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0))
+    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0), *([Int64(0), Int32(0)] * 3))
     return q, k, v, out, ints(size()), *paging, *scalars, arguments.stream()
 
 
@@ -62,7 +66,7 @@ class Keys:
     kv_head: Int32
 
 
-class Prefill(Consumers):
+class Prefill(Turners, Consumers):
     """The kernel of one configuration."""
 
     @cute.jit
@@ -82,20 +86,26 @@ class Prefill(Consumers):
         scale: Float32,
         causal: Int32,
         processors: Int32,
+        q_scales: Int64,
+        q_apart: Int32,
+        k_scales: Int64,
+        k_apart: Int32,
+        v_scales: Int64,
+        v_apart: Int32,
         stream: cuda.CUstream,
     ):
         c = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_tma = make_tma(load, gqa_packed(q), ((c.gqa_ratio, c.positions), PANEL))
-        k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, PANEL))
-        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, PANEL))
+        q_tma = make_tma(load, gqa_packed(q), ((c.gqa_ratio, c.positions), c.panel))
+        k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, c.panel))
+        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, c.panel))
         out_tma = None
         if const_expr(c.store_by_tma):
             out_tma = make_tma(store, gqa_packed(out), ((c.gqa_ratio, 64 // c.gqa_ratio), PANEL))
         mmas = Mmas(
-            make_qk_mma(self.dtype, c.block_n, c.warpgroups),
-            make_qk_mma(self.dtype, c.block_n // 2, c.warpgroups),
-            make_pv_mma(self.dtype, c.head_dim, c.warpgroups),
+            make_qk_mma(self.mma_dtype, c.block_n, c.warpgroups),
+            make_qk_mma(self.mma_dtype, c.block_n // 2, c.warpgroups),
+            make_pv_mma(self.mma_dtype, c.head_dim, c.warpgroups),
         )
         kv_heads = k.shape[2] if const_expr(c.paged) else k.shape[1]
         counter = cute.make_tensor(cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(2))
@@ -104,6 +114,7 @@ class Prefill(Consumers):
         self.kernel(
             q_tma, k_tma, v_tma, out_tma, out, Sequences(cu_seqlens, cache_seqlens, page_table), counter, lse,
             Sinks(sinks, sinks_kind), scale, causal, kv_heads, mmas,
+            (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)),
         ).launch(
             grid=(cutlass.min(most, processors), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
@@ -124,6 +135,7 @@ class Prefill(Consumers):
         causal: Int32,
         kv_heads: Int32,
         mmas: Mmas,
+        scales: tuple,
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = Shared(utils.SmemAllocator().allocate(self.storage()))
@@ -139,6 +151,11 @@ class Prefill(Consumers):
                 for stage in cutlass.range_constexpr(self.config.kv_stages):
                     shared.k_pipe.init(stage, 4 * self.config.warpgroups)
                     shared.v_pipe.init(stage, 4 * self.config.warpgroups)
+                    if const_expr(self.config.fp8):
+                        shared.v_pipe.full.init(stage, TURNING_WARPS)
+                if const_expr(self.config.fp8):
+                    for stage in cutlass.range_constexpr(self.config.raw_stages):
+                        shared.raw_pipe.init(stage, TURNING_WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run.
@@ -147,7 +164,9 @@ class Prefill(Consumers):
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp_index == 0:
-                self.produce(shared, q, k, v, sequences, counter, causal, kv_heads)
+                self.produce(shared, q, k, v, sequences, counter, causal, kv_heads, scales)
+            elif const_expr(self.config.fp8):
+                self.turn_values(shared, warp_index - 1, causal)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, mmas)
@@ -197,6 +216,7 @@ class Prefill(Consumers):
         counter: cute.Tensor,
         causal: Int32,
         kv_heads: Int32,
+        scales: tuple,
     ):
         """Finds the tiles of this CTA one after another, and loads what they need, as far ahead as there is room."""
         c = self.config
@@ -266,8 +286,14 @@ class Prefill(Consumers):
                 if lane == 0:
                     fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
 
+                if const_expr(c.fp8):
+                    q_scales, k_scales, v_scales = scales
+                    qk_scale, v_scale = q_scales.of(kv_head) * k_scales.of(kv_head), v_scales.of(kv_head)
+                    of_tile = registers.bits_of(qk_scale), registers.bits_of(v_scale)
+                else:
+                    of_tile = ()
                 if lane == 0:
-                    shared.record(q_at).write(t_start, t_q_len, t_kv_len, position, kv_head)
+                    shared.record(q_at).write(t_start, t_q_len, t_kv_len, position, kv_head, *of_tile)
                 cute.arch.sync_warp()
                 blocks = (self.keys_seen(t_q_len, t_kv_len, position, causal) + (c.block_n - 1)) // c.block_n
 
@@ -278,11 +304,18 @@ class Prefill(Consumers):
                 # From the last block down; values follow a block behind the keys.
                 for i in cutlass.range(blocks + 1, unroll=1):
                     if i < blocks:
-                        self.load_kv(shared.storage.k, shared.k_pipe, k, k_at, blocks - 1 - i, keys, sequences.page_table)
+                        k_boxes = self.kv_ring.boxes(shared.storage.k, c.box)
+                        self.load_kv(k_boxes, shared.k_pipe, k, k_at, blocks - 1 - i, keys, sequences.page_table)
                         k_at = advance(k_at, c.kv_stages)
                     if i > 0:
-                        self.load_kv(shared.storage.v, shared.v_pipe, v, v_at, blocks - i, keys, sequences.page_table)
-                        v_at = advance(v_at, c.kv_stages)
+                        if const_expr(c.fp8):
+                            v_boxes = self.raw_ring.boxes(shared.storage.raw, c.box)
+                            self.load_kv(v_boxes, shared.raw_pipe, v, v_at, blocks - i, keys, sequences.page_table)
+                            v_at = advance(v_at, c.raw_stages)
+                        else:
+                            v_boxes = self.kv_ring.boxes(shared.storage.v, c.box)
+                            self.load_kv(v_boxes, shared.v_pipe, v, v_at, blocks - i, keys, sequences.page_table)
+                            v_at = advance(v_at, c.kv_stages)
 
                 order = grid + cute.arch.shuffle_sync(fetched, offset=0)
             else:
@@ -307,16 +340,16 @@ class Prefill(Consumers):
     def load_q(self, shared: Shared, q: Tma, at: Cursor, token: Int32, kv_head: Int32):
         """Loads the queries of a tile: all query heads of a key head, from a token on."""
         c = self.config
-        box = ((c.gqa_ratio, c.positions), PANEL)
+        box = ((c.gqa_ratio, c.positions), c.panel)
         tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.positions)
         for panel in cutlass.range_constexpr(self.q_ring.panels):
-            source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * PANEL), q.tensor)
+            source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * c.panel), q.tensor)
             tma_load(q.atom, source, box, tiles[None, None, panel, 0, at.stage], shared.q_pipe.full.of(at))
 
     @cute.jit
     def load_kv(
         self,
-        memory,
+        boxes: cute.Tensor,
         pipe: Pipeline,
         kv: Tma,
         at: Cursor,
@@ -324,25 +357,24 @@ class Prefill(Consumers):
         keys: Keys,
         page_table: Optional[cute.Tensor],
     ):
-        """Loads a block of a sequence's keys, or of its values, when there is room."""
+        """Loads a block of a sequence's keys, or of its values, when there is room. ``boxes``: see `Ring.boxes`."""
         c = self.config
         pipe.acquire(at)
-        tiles = self.kv_ring.boxes(memory, c.box)
         with cute.arch.elect_one():
             pipe.commit(at, c.kv_bytes)
         full = pipe.full.of(at)
         if const_expr(c.paged):
             # A lane holds a page. Pages beyond the sequence may have any number; its last page stands in for them.
-            boxes = c.block_n // c.box
+            pages = c.block_n // c.box
             lane = cute.arch.lane_idx()
             last = cutlass.max(keys.kv_len - 1, 0) // c.page_size
-            page = page_table[keys.sequence, cutlass.min(block * boxes + lane % boxes, last)]
-            for i in cutlass.range(boxes, unroll=2):
+            page = page_table[keys.sequence, cutlass.min(block * pages + lane % pages, last)]
+            for i in cutlass.range(pages, unroll=2):
                 one = cute.arch.shuffle_sync(page, offset=i)
                 for panel in cutlass.range_constexpr(self.kv_ring.panels):
-                    source = cute.domain_offset((0, panel * PANEL), kv.tensor[None, None, keys.kv_head, one])
-                    tma_load(kv.atom, source, (c.box, PANEL), tiles[None, None, i, panel, at.stage], full)
+                    source = cute.domain_offset((0, panel * c.panel), kv.tensor[None, None, keys.kv_head, one])
+                    tma_load(kv.atom, source, (c.box, c.panel), boxes[None, None, i, panel, at.stage], full)
         else:
             for panel in cutlass.range_constexpr(self.kv_ring.panels):
-                source = cute.domain_offset((keys.first + block * c.block_n, panel * PANEL), kv.tensor[None, None, keys.kv_head])
-                tma_load(kv.atom, source, (c.box, PANEL), tiles[None, None, 0, panel, at.stage], full)
+                source = cute.domain_offset((keys.first + block * c.block_n, panel * c.panel), kv.tensor[None, None, keys.kv_head])
+                tma_load(kv.atom, source, (c.box, c.panel), boxes[None, None, 0, panel, at.stage], full)

@@ -81,8 +81,13 @@ class Consumers(Tiles):
         thread -= 128
         wg = cute.arch.make_warp_uniform(thread // 128)
         n = c.block_n
-        s_q, s_k = self.q_ring.tiles(shared.storage.q), self.kv_ring.tiles(shared.storage.k)
-        s_half, s_v = self.kv_ring.tiles(shared.storage.k, n // 2), self.kv_ring.transposed(shared.storage.v)
+        kind = self.mma_dtype
+        s_q, s_k = self.q_ring.tiles(shared.storage.q, dtype=kind), self.kv_ring.tiles(shared.storage.k, dtype=kind)
+        s_half = self.kv_ring.tiles(shared.storage.k, n // 2, kind)
+        if const_expr(c.fp8):
+            s_v = self.turned_ring.tiles(shared.storage.v, dtype=kind)
+        else:
+            s_v = self.kv_ring.transposed(shared.storage.v)
         qk, half, pv = (mma.get_slice(wg * 128) for mma in (mmas.qk, mmas.qk_half, mmas.pv))
         ops = Operands(
             qk.make_fragment_A(qk.partition_A(s_q)),
@@ -103,6 +108,7 @@ class Consumers(Tiles):
             sums = Sums(acc, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
             # The first block of the first tile has no product with values to go together with.
             block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(shared, q_at, wg, causal)
+            tile_scale = self.scale_of(shared, q_at, scale)
             scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
             shared.k_pipe.wait(k_at)
             self.take_turn(wg)
@@ -112,23 +118,24 @@ class Consumers(Tiles):
             shared.k_pipe.release(k_at)
             k_at = advance(k_at, c.kv_stages)
             self.mask(scores, (hidden_0, hidden_1), block * n)
-            softmax.softmax_first(scores, sums.row_max, sums.row_sum, scale)
-            registers.round_to(scores, ops.probs)
+            softmax.softmax_first(scores, sums.row_max, sums.row_sum, tile_scale, c.lift)
+            self.round_weights(scores, ops.probs)
             acc.fill(0.0)
             while working:
                 # The first block's probabilities are there. Those of slots beyond the sequence are 0, but values there may be NaN.
-                if kv_len < (block + 1) * n:
-                    shared.v_pipe.wait(v_at)
-                    self.clear_beyond(shared, v_at, kv_len - block * n, wg)
+                if const_expr(not c.fp8):  # those have been cleared
+                    if kv_len < (block + 1) * n:
+                        shared.v_pipe.wait(v_at)
+                        self.clear_beyond(shared, v_at, kv_len - block * n, wg)
                 while block > open_blocks:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared, mmas, ops, sums, scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, True
+                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, True
                     )
                 while block > 0:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared, mmas, ops, sums, scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, False
+                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, False
                     )
 
                 # The last product with values goes together with the first one with keys of the next tile.
@@ -138,14 +145,15 @@ class Consumers(Tiles):
                 if working:
                     block, open_blocks, kv_len, hidden_0, hidden_1, narrow = self.view(shared, next_at, wg, causal)
                     first_key, hidden_from = block * n, (hidden_0, hidden_1)
+                    tile_scale = self.scale_of(shared, next_at, scale)
                     if narrow:
                         self.next_tile(
-                            shared, output, scale, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at, k_at, v_at, wg,
+                            shared, output, tile_scale, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at, k_at, v_at, wg,
                             hidden_from, first_key, n // 2,
                         )  # fmt: skip
                     else:
                         self.next_tile(
-                            shared, output, scale, mmas.qk, mmas.pv, ops, ops.k, sums, q_at, next_at, k_at, v_at, wg,
+                            shared, output, tile_scale, mmas.qk, mmas.pv, ops, ops.k, sums, q_at, next_at, k_at, v_at, wg,
                             hidden_from, first_key, n,
                         )  # fmt: skip
                     k_at, v_at = advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
@@ -230,10 +238,10 @@ class Consumers(Tiles):
         shared.k_pipe.release(k_at)
         if const_expr(masked):
             self.mask(scores, hidden_from, first_key)
-        grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.lazy)
+        grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.slack, c.lift)
         self.finish_pv(sums.acc, grown, factor, of_block)
         shared.v_pipe.release(v_at)
-        registers.round_to(scores, ops.probs)
+        self.round_weights(scores, ops.probs)
         return advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
 
     @cute.jit
@@ -275,20 +283,41 @@ class Consumers(Tiles):
         shared.k_pipe.release(k_at)
         next_max, next_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         self.mask(scores, hidden_from, first_key)
-        softmax.softmax_first(scores, next_max, next_sum, scale)
+        softmax.softmax_first(scores, next_max, next_sum, scale, c.lift)
         self.finish_pv(sums.acc, Boolean(False), next_sum, next_sum)
         shared.v_pipe.release(v_at)
-        if const_expr(columns < c.block_n):
-            part = cute.make_tensor(ops.probs.iterator, cute.make_layout(cute.size(scores)))
-            registers.round_to(scores, part)
-            for i in cutlass.range_constexpr(cute.size(scores), cute.size(ops.probs)):
-                ops.probs[i] = self.dtype(0.0)
-        else:
-            registers.round_to(scores, ops.probs)
+        self.round_weights(scores, ops.probs)
         self.store(shared, output, pv, sums, q_at, wg)
         for r in cutlass.range_constexpr(2):
             sums.row_max[r], sums.row_sum[r] = next_max[r], next_sum[r]
         sums.acc.fill(0.0)
+
+    @cute.jit
+    def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32) -> Float32:
+        """What a tile's scores are multiplied with."""
+        if const_expr(self.config.fp8):
+            scale *= shared.record(q_at).qk_scale
+        return scale
+
+    @cute.jit
+    def round_weights(self, weights: cute.Tensor, probs: cute.Tensor):
+        """Rounds weights to the operand of the product with values; where they are those of half a block, the rest becomes 0."""
+        if const_expr(self.config.fp8):
+            words = cute.recast_tensor(probs, cutlass.Uint32)
+            for i in cutlass.range_constexpr(cute.size(words)):
+                # Word r + 2 h + 4 s has row r of the places 16 h to 16 h + 15 of 32 keys s, see `prefill_turn_device`.
+                first = 4 * (i // 4 * 4 + i // 2 % 2 * 2) + i % 2 * 2
+                if const_expr(first < cute.size(weights)):
+                    words[i] = registers.pack_fp8(*(weights[first + at] for at in (0, 1, 4, 5)))
+                else:
+                    words[i] = cutlass.Uint32(0)
+        elif const_expr(cute.size(weights) < cute.size(probs)):
+            part = cute.make_tensor(probs.iterator, cute.make_layout(cute.size(weights)))
+            registers.round_to(weights, part)
+            for i in cutlass.range_constexpr(cute.size(weights), cute.size(probs)):
+                probs[i] = self.dtype(0.0)
+        else:
+            registers.round_to(weights, probs)
 
     @cute.jit
     def take_turn(self, wg: Int32):
@@ -352,6 +381,7 @@ class Consumers(Tiles):
         thread, row = self.place(wg)
         record = shared.record(q_at)
         start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
+        v_scale = record.v_scale if const_expr(c.fp8) else Float32(1.0)
         shared.q_pipe.release(q_at)
         for r in cutlass.range_constexpr(2):
             place = position + (row + 8 * r) // c.gqa_ratio
@@ -359,7 +389,8 @@ class Consumers(Tiles):
             sink = output.sinks.load(q_head)
             highest, factor = softmax.raise_to(sums.row_max[r], sink)
             total = registers.quad_sum(sums.row_sum[r]) * factor + softmax.exp2(sink - highest)
-            registers.scale_row(sums.acc, r, Float32(0.0) if total == 0.0 else factor / total)
+            factor = Float32(0.0) if total == 0.0 else factor / total
+            registers.scale_row(sums.acc, r, factor * v_scale if const_expr(c.fp8) else factor)
             if output.lse != 0:
                 if place < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
                     value = (highest + cute.math.log2(total, fastmath=True)) * softmax.LN2

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, float_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
 
 RECORD = 8  # numbers of a tile's record
@@ -68,6 +68,16 @@ class Record:
     def kv_head(self) -> Int32:
         return self.at[5]
 
+    @property
+    def qk_scale(self) -> Float32:
+        """What scores of fp8 queries and keys are multiplied with."""
+        return float_of(self.at[6])
+
+    @property
+    def v_scale(self) -> Float32:
+        """What outputs of fp8 values are multiplied with."""
+        return float_of(self.at[7])
+
     def write(self, *numbers: Int32) -> None:
         for index, number in enumerate((Int32(1), *numbers)):
             self.at[index] = number
@@ -98,6 +108,11 @@ class Shared:
     def v_pipe(self) -> Pipeline:
         return pipeline(self.storage.v_full, self.storage.v_empty)
 
+    @property
+    def raw_pipe(self) -> Pipeline:
+        """Of fp8 values that are to be transposed."""
+        return pipeline(self.storage.raw_full, self.storage.raw_empty)
+
     def record(self, q_at: Cursor) -> Record:
         """Of the tile in a stage of q."""
         return Record(self.storage.records.data_ptr() + q_at.stage * RECORD)
@@ -109,12 +124,18 @@ class Tiles:
     def __init__(self, config: Config):
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.q_ring = Ring(config.block_m, config.head_dim, config.q_stages)
-        self.kv_ring = Ring(config.block_n, config.head_dim, config.kv_stages)
+        self.mma_dtype = cutlass.Float8E4M3FN if config.fp8 else self.dtype
+        panel = config.panel, config.panel * config.bytes
+        self.q_ring = Ring(config.block_m, config.head_dim, config.q_stages, *panel)
+        self.kv_ring = Ring(config.block_n, config.head_dim, config.kv_stages, *panel)
+        self.raw_ring = Ring(config.block_n, config.head_dim, config.raw_stages, *panel)  # of fp8 values
+        self.turned_ring = Ring(config.head_dim, config.block_n, config.kv_stages, 128)  # the same, transposed
         self.out_ring = Ring(config.block_m, config.head_dim, 1)
 
     def storage(self) -> Any:
-        config, dtype = self.config, self.dtype
+        config = self.config
+        dtype = cutlass.Uint8 if config.fp8 else self.dtype
+        raw_bytes = self.raw_ring.size if config.fp8 else 16
 
         @cute.struct
         class Storage:
@@ -124,11 +145,14 @@ class Tiles:
             k_empty: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
             v_full: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
             v_empty: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
+            raw_full: cute.struct.MemRange[cutlass.Int64, config.raw_stages]
+            raw_empty: cute.struct.MemRange[cutlass.Int64, config.raw_stages]
             records: cute.struct.MemRange[Int32, config.q_stages * RECORD]
             q: cute.struct.Align[cute.struct.MemRange[dtype, self.q_ring.size], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[dtype, self.out_ring.size], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, self.out_ring.size], 1024]
+            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, raw_bytes], 1024 if config.fp8 else 16]
 
         return Storage
 

@@ -20,7 +20,12 @@ GQA_RATIOS = (1, 2, 4, 8, 16)
 # Keys in a row, and in a paged cache.
 RAGGED = format_signatures(("q", "k", "v"), "dense", DTYPES)
 PAGED = format_signatures(("q", "k_cache", "v_cache"), "dense", DTYPES)
-_E4M3 = dense_tensor_format(torch.float8_e4m3fn)
+FP8 = torch.float8_e4m3fn
+# All of them fp8.
+RAGGED_FP8 = format_signatures(("q", "k", "v"), "dense", {FP8})
+PAGED_ALL_FP8 = format_signatures(("q", "k_cache", "v_cache"), "dense", {FP8})
+# The cache alone.
+_E4M3 = dense_tensor_format(FP8)
 PAGED_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), k_cache=_E4M3, v_cache=_E4M3) for dtype in DTYPES)
 
 

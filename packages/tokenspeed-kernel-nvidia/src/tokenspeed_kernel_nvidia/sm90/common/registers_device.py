@@ -126,6 +126,23 @@ def permute_bytes(x: Any, y: Any, order: int) -> Any:
     return cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
+def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Uint32:
+    """Four numbers, rounded to e4m3, in one register. What is too large becomes the largest."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};"
+        " mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=[first, second, third, fourth],
+    )
+
+
+def stmatrix(address: Any, words: Sequence[Any]) -> None:
+    """Stores four 8 x 8 matrices of 16-bit numbers to shared memory; each lane gives the address of a row. As `ldmatrix`."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
 def bits_of(x: Float32) -> Int32:
     """Returns the bits of a number."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])

@@ -74,26 +74,40 @@ def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float3
 
 
 @cute.jit
-def softmax_first(scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32) -> None:
-    """The exponentials of a tile's first block of keys: begins the running maxima and sums of this thread's two rows."""
+def softmax_first(
+    scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32, lift: cutlass.Constexpr[float] = 0.0
+) -> None:
+    """The exponentials of a tile's first block of keys: begins the running maxima and sums of this thread's two rows.
+
+    Args:
+        lift: the largest exponential, as a power of 2.
+    """
     seen = lane_maxima(scores)
     for r in cutlass.range_constexpr(2):
-        row_max[r] = cute.arch.fmax(quad_max(seen[r]) * scale, LOWEST)
+        row_max[r] = cute.arch.fmax(quad_max(seen[r]) * scale - lift, LOWEST)
         row_sum[r] = exponentials(scores, r, scale, row_max[r])
 
 
 @cute.jit
-def softmax_step(scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32, lazy: cutlass.Constexpr[float]):
+def softmax_step(
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    scale: Float32,
+    lazy: cutlass.Constexpr[float],
+    lift: cutlass.Constexpr[float] = 0.0,
+):
     """The exponentials of a further block of keys (online softmax).
 
     Args:
-        lazy: how far, as a power of 2, they may exceed 1 before the maxima are raised.
+        lazy: how far, as a power of 2, they may exceed ``2**lift`` before the maxima are raised.
+        lift: as of `softmax_first`.
 
     Returns:
         whether this thread's maxima rose by more; what each row's earlier sums are to be multiplied by; this thread's sums.
     """
     maxima = lane_maxima(scores)
-    seen = (maxima[0] * scale, maxima[1] * scale)
+    seen = (maxima[0] * scale - lift, maxima[1] * scale - lift)
     grown = (seen[0] > row_max[0] + lazy) | (seen[1] > row_max[1] + lazy)
     factor = cute.make_rmem_tensor(2, Float32)
     factor.fill(1.0)

@@ -1,8 +1,8 @@
 """Tiles in shared memory, and the bulk copies (TMA) that bring and store them.
 
-A tile of q, keys, values or output has rows of head_dim numbers of 16 bits. It lies in shared memory as panels of 64 columns, one
-after another, each with rows of 128 bytes in the 128-byte swizzle. The swizzle's pattern repeats every 8 rows. A ring of tiles has
-them one after another, one a stage.
+A tile of q, keys, values or output has rows of head_dim numbers. It lies in shared memory as panels of 64 columns of 16 bits, or of
+128 or 64 columns of 8 bits, one after another, each with rows of 128 (or 64) bytes in the 128-byte (64-byte) swizzle. The swizzle's
+pattern repeats every 8 rows. A ring of tiles has them one after another, one a stage.
 """
 
 # mypy: ignore-errors
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import cute
+from cutlass import Numeric, cute
 from cutlass.cute.nvgpu import cpasync
 
 PANEL = 64  # columns of a panel: 128 bytes
@@ -98,34 +98,40 @@ class Ring:
 
     Attributes:
         rows: of a tile, 64 or more.
-        head_dim: a multiple of 64.
+        head_dim: a multiple of a panel's columns.
         stages: tiles.
+        columns: of a panel, of 128 or 64 bytes.
+        row_bytes: those.
     """
 
     rows: int
     head_dim: int
     stages: int
+    columns: int = PANEL
+    row_bytes: int = 128
 
     @property
     def panels(self) -> int:
-        return self.head_dim // PANEL
+        return self.head_dim // self.columns
 
     @property
     def size(self) -> int:
         """Numbers of all tiles."""
         return self.stages * self.rows * self.head_dim
 
-    def _tensor(self, memory, shape: tuple, stride: tuple) -> cute.Tensor:
-        return memory.get_tensor(cute.make_layout(shape, stride=stride), swizzle=swizzle())
+    def _tensor(self, memory, shape: tuple, stride: tuple, dtype: type[Numeric] | None = None) -> cute.Tensor:
+        return memory.get_tensor(cute.make_layout(shape, stride=stride), swizzle=swizzle(self.row_bytes), dtype=dtype)
 
-    def tiles(self, memory, rows: int = 0) -> cute.Tensor:
+    def tiles(self, memory, rows: int = 0, dtype: type[Numeric] | None = None) -> cute.Tensor:
         """``(rows, head_dim, stage)``, as a left operand, a right operand of q @ k.T, or output.
 
         Args:
             rows: how many of each tile; all if 0.
+            dtype: of the numbers, where the memory is declared as bytes.
         """
-        shape = (rows or self.rows, (PANEL, self.panels), self.stages)
-        return self._tensor(memory, shape, (PANEL, (1, self.rows * PANEL), self.rows * self.head_dim))
+        columns = self.columns
+        shape = (rows or self.rows, (columns, self.panels), self.stages)
+        return self._tensor(memory, shape, (columns, (1, self.rows * columns), self.rows * self.head_dim), dtype)
 
     def transposed(self, memory) -> cute.Tensor:
         """``(head_dim, rows, stage)``, as the right operand of p @ v."""
@@ -146,8 +152,9 @@ class Ring:
 
     def boxes(self, memory, box: int) -> cute.Tensor:
         """``(rows of a box, 64, box, panel, stage)``, as bulk copies of some rows each fill them."""
-        shape = (box, PANEL, self.rows // box, self.panels, self.stages)
-        return self._tensor(memory, shape, (PANEL, 1, box * PANEL, self.rows * PANEL, self.rows * self.head_dim))
+        columns = self.columns
+        shape = (box, columns, self.rows // box, self.panels, self.stages)
+        return self._tensor(memory, shape, (columns, 1, box * columns, self.rows * columns, self.rows * self.head_dim))
 
     def packed_boxes(self, memory, heads: int, tokens: int, count: int = 1) -> cute.Tensor:
         """``((heads, tokens), 64, panel, box, stage)``: boxes of rows that are some heads of some tokens.
@@ -155,8 +162,9 @@ class Ring:
         Args:
             count: boxes of a tile.
         """
-        shape = ((heads, tokens), PANEL, self.panels, count, self.stages)
-        stride = ((PANEL, PANEL * heads), 1, self.rows * PANEL, heads * tokens * PANEL, self.rows * self.head_dim)
+        columns = self.columns
+        shape = ((heads, tokens), columns, self.panels, count, self.stages)
+        stride = ((columns, columns * heads), 1, self.rows * columns, heads * tokens * columns, self.rows * self.head_dim)
         return self._tensor(memory, shape, stride)
 
     def chunks(self, memory) -> cute.Tensor:

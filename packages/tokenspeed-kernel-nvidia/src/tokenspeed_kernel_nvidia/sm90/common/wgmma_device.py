@@ -12,14 +12,22 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 def make_qk_mma(dtype: type[Numeric], keys: int, warpgroups: int = 1) -> cute.TiledMma:
     """``q @ k.T`` of 64 rows for each warpgroup, and some keys. Both operands lie in shared memory."""
     operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, keys, 16), *operands)
+    if dtype.width == 8:
+        op = warpgroup.MmaF8Op(dtype, dtype, Float32, (64, keys, 32), *operands)
+    else:
+        op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, keys, 16), *operands)
     return cute.make_tiled_mma(op, cute.make_layout((warpgroups, 1, 1)))
 
 
 def make_pv_mma(dtype: type[Numeric], head_dim: int, warpgroups: int = 1) -> cute.TiledMma:
-    """``p @ v`` of 64 rows for each warpgroup. The probabilities p are in registers, the values in shared memory."""
-    operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, head_dim, 16), *operands)
+    """``p @ v`` of 64 rows for each warpgroup. The probabilities p are in registers, the values in shared memory; those of 8 bits
+    lie transposed there."""
+    if dtype.width == 8:
+        operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
+        op = warpgroup.MmaF8Op(dtype, dtype, Float32, (64, head_dim, 32), *operands)
+    else:
+        operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN
+        op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, head_dim, 16), *operands)
     return cute.make_tiled_mma(op, cute.make_layout((warpgroups, 1, 1)))
 
 

@@ -1,0 +1,28 @@
+"""The scales of fp8 queries, keys and values."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of an fp8 tensor: the address of the first, or 0 where there is none, and how many bytes further the next key
+    head's is."""
+
+    address: Int64
+    apart: Int32
+
+    @cute.jit
+    def of(self, kv_head: Int32) -> Float32:
+        """The scale of a key head."""
+        scale = Float32(1.0)
+        if self.address != 0:
+            scale = load_floats("global", self.address + Int64(kv_head * self.apart), 1)
+        return scale
