@@ -27,7 +27,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_ALL_FP8, RAGGED, RAGGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_ALL_FP8, PAGED_FP8, RAGGED, RAGGED_FP8, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
 
 
@@ -40,11 +40,12 @@ def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
 
 @functools.cache
 def _program_of(
-    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, device: int
+    dtype: torch.dtype, cache: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, device: int
 ) -> tuple[Callable[..., Any], int]:
     """The program, and the most CTAs that run at once."""
     fp8 = dtype not in DTYPES
-    config = Config("bfloat16" if fp8 else DTYPES[dtype], head_dim, heads // kv_heads, page_size, fp8=fp8)
+    name = "bfloat16" if fp8 else DTYPES[dtype]
+    config = Config(name, head_dim, heads // kv_heads, page_size, fp8=fp8, fp8_cache=cache != dtype)
     return prefill_program(config), multiprocessors(device)
 
 
@@ -125,7 +126,7 @@ def _launch(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         device = q.get_device()
-        launch, processors = _program_of(q.dtype, head_dim, heads, kv_heads, page_size, device)
+        launch, processors = _program_of(q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, device)
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
@@ -134,8 +135,10 @@ def _launch(
         v_scale, *of_v = scales_at(v_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
         others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v
+        if k.dtype not in DTYPES:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
         if q.dtype not in DTYPES:
-            q, k, v = (x.view(torch.uint8) for x in (q, k, v))
+            q = q.view(torch.uint8)
             out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
         out = launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others)
     elif out is None:
@@ -161,7 +164,7 @@ for _head_dim in HEAD_DIMS:
         name=f"cutedsl_mha_extend_with_kvcache_{_head_dim}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
-        signatures=PAGED | PAGED_ALL_FP8,
+        signatures=PAGED | PAGED_FP8 | PAGED_ALL_FP8,
         traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=any, scaled=any),
         priority=Priority.SPECIALIZED,
         tags={"determinism"},

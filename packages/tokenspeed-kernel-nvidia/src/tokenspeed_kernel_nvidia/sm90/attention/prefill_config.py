@@ -28,6 +28,7 @@ class Config:
         lazy: how far, as a power of 2, exponentials may exceed 1 before sums are rescaled. The shift of the exponents need not be
             their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Weights are rounded to e4m3 too, for the product with values.
+        fp8_cache: whether keys and values alone are. They become ``dtype`` on their way to the products.
     """
 
     dtype: str
@@ -37,6 +38,12 @@ class Config:
     section_mib: int = 24
     lazy: float = 8.0
     fp8: bool = False
+    fp8_cache: bool = False
+
+    @property
+    def converts(self) -> bool:
+        """Whether three warps of the producer's convert what is loaded."""
+        return self.fp8 or self.fp8_cache
 
     @property
     def lift(self) -> float:
@@ -56,7 +63,7 @@ class Config:
 
     @property
     def bytes(self) -> int:
-        """Of a number of q, keys and values."""
+        """Of a number of q, keys and values, as products have them."""
         return 1 if self.fp8 else 2
 
     @property
@@ -71,8 +78,11 @@ class Config:
 
     @property
     def block_n(self) -> int:
-        """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4."""
-        return 128
+        """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4.
+
+        An fp8 cache of head_dim 128 leaves room for 64, as it lies in shared memory before and after it is converted.
+        """
+        return 64 if self.fp8_cache and self.head_dim == 128 else 128
 
     @property
     def warpgroups(self) -> int:
@@ -96,12 +106,20 @@ class Config:
     @property
     def kv_stages(self) -> int:
         """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
+        if self.fp8_cache:
+            return 3
         return 4 if self.head_dim == 64 else 3 if self.fp8 else 2
 
     @property
     def raw_stages(self) -> int:
-        """Blocks of fp8 values on their way to be transposed; none of others, but an array has a size."""
-        return 3 if self.fp8 else 1
+        """Blocks on their way to be converted: of fp8 values, and of an fp8 cache's keys too; none of others, but an array has a
+        size."""
+        return 3 if self.converts else 1
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of such a block."""
+        return self.block_n * self.head_dim if self.converts else 16
 
     @property
     def paged(self) -> bool:
@@ -131,14 +149,14 @@ class Config:
     @property
     def consumer_registers(self) -> int:
         """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
-        if self.fp8:  # three warps of the producer's transpose
+        if self.converts:
             return 152 if self.head_dim == 64 else 224
         return 160 if self.head_dim == 64 else 232
 
     @property
     def producer_registers(self) -> int:
         """At head_dim 128 and pages of 16, 24 would spill."""
-        if self.fp8:
+        if self.converts:
             return 56 if self.head_dim == 64 else 64
         return 32 if self.head_dim == 64 else 40
 
@@ -146,9 +164,10 @@ class Config:
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8)
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+        for fp8_cache in ((False,) if fp8 else (False, True))
         for head_dim in HEAD_DIMS
         for gqa_ratio in GQA_RATIOS
-        for page_size in (0, *PAGE_SIZES)
+        for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
     ]

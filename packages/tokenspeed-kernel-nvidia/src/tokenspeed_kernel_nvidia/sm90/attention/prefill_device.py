@@ -14,9 +14,9 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, utils
 from cutlass.cute.nvgpu import cpasync
 
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_convert_device import CONVERTERS, Converters
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_mma_device import Consumers, Mmas, Output
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Sequences, Shared
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_turn_device import TURNING_WARPS, Turners
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
@@ -34,16 +34,18 @@ def host(config: Config):
 def fake_arguments(config: Config):
     """Stand-ins for what `host` takes."""
     size, ints = arguments.size, arguments.ints
-    rows = arguments.byte_rows if config.fp8 else functools.partial(arguments.rows, config.dtype)
+    of_q, of_kv = (
+        arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)
+    )
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
-    q, out = rows(tokens, heads, config.head_dim), arguments.rows(config.dtype, tokens, heads, config.head_dim)
+    q, out = of_q(tokens, heads, config.head_dim), arguments.rows(config.dtype, tokens, heads, config.head_dim)
     if config.paged:
         pages = size()
-        k, v = (rows(pages, config.page_size, kv_heads, config.head_dim) for _ in range(2))
+        k, v = (of_kv(pages, config.page_size, kv_heads, config.head_dim) for _ in range(2))
         paging = ints(batch), ints(batch, size())
     else:
         kv_tokens = size()
-        k, v = (rows(kv_tokens, kv_heads, config.head_dim) for _ in range(2))
+        k, v = (of_kv(kv_tokens, kv_heads, config.head_dim) for _ in range(2))
         paging = None, None
     scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0), *([Int64(0), Int32(0)] * 3))
     return q, k, v, out, ints(size()), *paging, *scalars, arguments.stream()
@@ -66,7 +68,7 @@ class Keys:
     kv_head: Int32
 
 
-class Prefill(Turners, Consumers):
+class Prefill(Converters, Consumers):
     """The kernel of one configuration."""
 
     @cute.jit
@@ -97,8 +99,8 @@ class Prefill(Turners, Consumers):
         c = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         q_tma = make_tma(load, gqa_packed(q), ((c.gqa_ratio, c.positions), c.panel))
-        k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, c.panel))
-        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, c.panel))
+        k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, (self.raw_ring if c.fp8_cache else self.kv_ring).columns))
+        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, (self.raw_ring if c.converts else self.kv_ring).columns))
         out_tma = None
         if const_expr(c.store_by_tma):
             out_tma = make_tma(store, gqa_packed(out), ((c.gqa_ratio, 64 // c.gqa_ratio), PANEL))
@@ -151,11 +153,13 @@ class Prefill(Turners, Consumers):
                 for stage in cutlass.range_constexpr(self.config.kv_stages):
                     shared.k_pipe.init(stage, 4 * self.config.warpgroups)
                     shared.v_pipe.init(stage, 4 * self.config.warpgroups)
-                    if const_expr(self.config.fp8):
-                        shared.v_pipe.full.init(stage, TURNING_WARPS)
-                if const_expr(self.config.fp8):
+                    if const_expr(self.config.converts):
+                        shared.v_pipe.full.init(stage, CONVERTERS)
+                    if const_expr(self.config.fp8_cache):
+                        shared.k_pipe.full.init(stage, CONVERTERS)
+                if const_expr(self.config.converts):
                     for stage in cutlass.range_constexpr(self.config.raw_stages):
-                        shared.raw_pipe.init(stage, TURNING_WARPS)
+                        shared.raw_pipe.init(stage, CONVERTERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run.
@@ -165,8 +169,8 @@ class Prefill(Turners, Consumers):
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp_index == 0:
                 self.produce(shared, q, k, v, sequences, counter, causal, kv_heads, scales)
-            elif const_expr(self.config.fp8):
-                self.turn_values(shared, warp_index - 1, causal)
+            elif const_expr(self.config.converts):
+                self.convert(shared, warp_index - 1, causal)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, mmas)
@@ -234,7 +238,7 @@ class Prefill(Turners, Consumers):
         at_level, head_count = Int32(0), Int32(1)
         order = block
 
-        q_at, k_at, v_at = first_to_fill(), first_to_fill(), first_to_fill()
+        q_at, k_at, v_at, raw_at = first_to_fill(), first_to_fill(), first_to_fill(), first_to_fill()
 
         working = Boolean(True)
         while working:
@@ -286,7 +290,7 @@ class Prefill(Turners, Consumers):
                 if lane == 0:
                     fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
 
-                if const_expr(c.fp8):
+                if const_expr(c.converts):
                     q_scales, k_scales, v_scales = scales
                     qk_scale, v_scale = q_scales.of(kv_head) * k_scales.of(kv_head), v_scales.of(kv_head)
                     of_tile = registers.bits_of(qk_scale), registers.bits_of(v_scale)
@@ -304,17 +308,18 @@ class Prefill(Turners, Consumers):
                 # From the last block down; values follow a block behind the keys.
                 for i in cutlass.range(blocks + 1, unroll=1):
                     if i < blocks:
-                        k_boxes = self.kv_ring.boxes(shared.storage.k, c.box)
-                        self.load_kv(k_boxes, shared.k_pipe, k, k_at, blocks - 1 - i, keys, sequences.page_table)
-                        k_at = advance(k_at, c.kv_stages)
+                        if const_expr(c.fp8_cache):
+                            raw_at = self.load_raw(shared, k, raw_at, blocks - 1 - i, keys, sequences.page_table)
+                        else:
+                            k_boxes = self.kv_ring.boxes(shared.storage.k, c.box)
+                            self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, blocks - 1 - i, keys, sequences.page_table)
+                            k_at = advance(k_at, c.kv_stages)
                     if i > 0:
-                        if const_expr(c.fp8):
-                            v_boxes = self.raw_ring.boxes(shared.storage.raw, c.box)
-                            self.load_kv(v_boxes, shared.raw_pipe, v, v_at, blocks - i, keys, sequences.page_table)
-                            v_at = advance(v_at, c.raw_stages)
+                        if const_expr(c.converts):
+                            raw_at = self.load_raw(shared, v, raw_at, blocks - i, keys, sequences.page_table)
                         else:
                             v_boxes = self.kv_ring.boxes(shared.storage.v, c.box)
-                            self.load_kv(v_boxes, shared.v_pipe, v, v_at, blocks - i, keys, sequences.page_table)
+                            self.load_kv(v_boxes, c.kv_bytes, shared.v_pipe, v, v_at, blocks - i, keys, sequences.page_table)
                             v_at = advance(v_at, c.kv_stages)
 
                 order = grid + cute.arch.shuffle_sync(fetched, offset=0)
@@ -347,9 +352,18 @@ class Prefill(Turners, Consumers):
             tma_load(q.atom, source, box, tiles[None, None, panel, 0, at.stage], shared.q_pipe.full.of(at))
 
     @cute.jit
+    def load_raw(self, shared: Shared, kv: Tma, at: Cursor, block: Int32, keys: Keys, page_table: Optional[cute.Tensor]):
+        """Loads a block that is to be converted. Returns where the next one goes."""
+        c = self.config
+        boxes = self.raw_ring.boxes(shared.storage.raw, c.box)
+        self.load_kv(boxes, c.raw_bytes, shared.raw_pipe, kv, at, block, keys, page_table)
+        return advance(at, c.raw_stages)
+
+    @cute.jit
     def load_kv(
         self,
         boxes: cute.Tensor,
+        size: cutlass.Constexpr[int],
         pipe: Pipeline,
         kv: Tma,
         at: Cursor,
@@ -357,24 +371,29 @@ class Prefill(Turners, Consumers):
         keys: Keys,
         page_table: Optional[cute.Tensor],
     ):
-        """Loads a block of a sequence's keys, or of its values, when there is room. ``boxes``: see `Ring.boxes`."""
+        """Loads a block of a sequence's keys, or of its values, when there is room. ``boxes``: see `Ring.boxes`; of
+        ``size`` bytes together."""
         c = self.config
         pipe.acquire(at)
         with cute.arch.elect_one():
-            pipe.commit(at, c.kv_bytes)
+            pipe.commit(at, size)
         full = pipe.full.of(at)
+        columns, panels = boxes.shape[1], boxes.shape[3]
         if const_expr(c.paged):
             # A lane holds a page. Pages beyond the sequence may have any number; its last page stands in for them.
             pages = c.block_n // c.box
             lane = cute.arch.lane_idx()
             last = cutlass.max(keys.kv_len - 1, 0) // c.page_size
-            page = page_table[keys.sequence, cutlass.min(block * pages + lane % pages, last)]
+            number, slot = block * pages + lane % pages, 0
+            if const_expr(c.page_size > c.block_n):  # a block is a part of a page
+                number, slot = block * c.block_n // c.page_size, block * c.block_n % c.page_size
+            page = page_table[keys.sequence, cutlass.min(number, last)]
             for i in cutlass.range(pages, unroll=2):
                 one = cute.arch.shuffle_sync(page, offset=i)
-                for panel in cutlass.range_constexpr(self.kv_ring.panels):
-                    source = cute.domain_offset((0, panel * c.panel), kv.tensor[None, None, keys.kv_head, one])
-                    tma_load(kv.atom, source, (c.box, c.panel), boxes[None, None, i, panel, at.stage], full)
+                for panel in cutlass.range_constexpr(panels):
+                    source = cute.domain_offset((slot, panel * columns), kv.tensor[None, None, keys.kv_head, one])
+                    tma_load(kv.atom, source, (c.box, columns), boxes[None, None, i, panel, at.stage], full)
         else:
-            for panel in cutlass.range_constexpr(self.kv_ring.panels):
-                source = cute.domain_offset((keys.first + block * c.block_n, panel * c.panel), kv.tensor[None, None, keys.kv_head])
-                tma_load(kv.atom, source, (c.box, c.panel), boxes[None, None, 0, panel, at.stage], full)
+            for panel in cutlass.range_constexpr(panels):
+                source = cute.domain_offset((keys.first + block * c.block_n, panel * columns), kv.tensor[None, None, keys.kv_head])
+                tma_load(kv.atom, source, (c.box, columns), boxes[None, None, 0, panel, at.stage], full)

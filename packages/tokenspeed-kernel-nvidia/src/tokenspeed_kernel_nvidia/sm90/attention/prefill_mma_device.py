@@ -123,7 +123,7 @@ class Consumers(Tiles):
             acc.fill(0.0)
             while working:
                 # The first block's probabilities are there. Those of slots beyond the sequence are 0, but values there may be NaN.
-                if const_expr(not c.fp8):  # those have been cleared
+                if const_expr(not c.converts):  # otherwise they have been cleared
                     if kv_len < (block + 1) * n:
                         shared.v_pipe.wait(v_at)
                         self.clear_beyond(shared, v_at, kv_len - block * n, wg)
@@ -295,7 +295,7 @@ class Consumers(Tiles):
     @cute.jit
     def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32) -> Float32:
         """What a tile's scores are multiplied with."""
-        if const_expr(self.config.fp8):
+        if const_expr(self.config.converts):
             scale *= shared.record(q_at).qk_scale
         return scale
 
@@ -305,7 +305,7 @@ class Consumers(Tiles):
         if const_expr(self.config.fp8):
             words = cute.recast_tensor(probs, cutlass.Uint32)
             for i in cutlass.range_constexpr(cute.size(words)):
-                # Word r + 2 h + 4 s has row r of the places 16 h to 16 h + 15 of 32 keys s, see `prefill_turn_device`.
+                # Word r + 2 h + 4 s has row r of the places 16 h to 16 h + 15 of 32 keys s, see `prefill_convert_device`.
                 first = 4 * (i // 4 * 4 + i // 2 % 2 * 2) + i % 2 * 2
                 if const_expr(first < cute.size(weights)):
                     words[i] = registers.pack_fp8(*(weights[first + at] for at in (0, 1, 4, 5)))
@@ -381,7 +381,7 @@ class Consumers(Tiles):
         thread, row = self.place(wg)
         record = shared.record(q_at)
         start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
-        v_scale = record.v_scale if const_expr(c.fp8) else Float32(1.0)
+        v_scale = record.v_scale if const_expr(c.converts) else Float32(1.0)
         shared.q_pipe.release(q_at)
         for r in cutlass.range_constexpr(2):
             place = position + (row + 8 * r) // c.gqa_ratio
@@ -390,7 +390,7 @@ class Consumers(Tiles):
             highest, factor = softmax.raise_to(sums.row_max[r], sink)
             total = registers.quad_sum(sums.row_sum[r]) * factor + softmax.exp2(sink - highest)
             factor = Float32(0.0) if total == 0.0 else factor / total
-            registers.scale_row(sums.acc, r, factor * v_scale if const_expr(c.fp8) else factor)
+            registers.scale_row(sums.acc, r, factor * v_scale if const_expr(c.converts) else factor)
             if output.lse != 0:
                 if place < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
                     value = (highest + cute.math.log2(total, fastmath=True)) * softmax.LN2

@@ -110,7 +110,7 @@ class Shared:
 
     @property
     def raw_pipe(self) -> Pipeline:
-        """Of fp8 values that are to be transposed."""
+        """Of fp8 values, and of an fp8 cache's keys, that are to be converted."""
         return pipeline(self.storage.raw_full, self.storage.raw_empty)
 
     def record(self, q_at: Cursor) -> Record:
@@ -128,14 +128,14 @@ class Tiles:
         panel = config.panel, config.panel * config.bytes
         self.q_ring = Ring(config.block_m, config.head_dim, config.q_stages, *panel)
         self.kv_ring = Ring(config.block_n, config.head_dim, config.kv_stages, *panel)
-        self.raw_ring = Ring(config.block_n, config.head_dim, config.raw_stages, *panel)  # of fp8 values
+        # Of what is to be converted: rows of head_dim bytes.
+        self.raw_ring = Ring(config.block_n, config.head_dim, config.raw_stages, config.head_dim, config.head_dim)
         self.turned_ring = Ring(config.head_dim, config.block_n, config.kv_stages, 128)  # the same, transposed
         self.out_ring = Ring(config.block_m, config.head_dim, 1)
 
     def storage(self) -> Any:
         config = self.config
         dtype = cutlass.Uint8 if config.fp8 else self.dtype
-        raw_bytes = self.raw_ring.size if config.fp8 else 16
 
         @cute.struct
         class Storage:
@@ -152,7 +152,9 @@ class Tiles:
             k: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, self.out_ring.size], 1024]
-            raw: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, raw_bytes], 1024 if config.fp8 else 16]
+            raw: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, config.raw_stages * config.raw_bytes], 1024 if config.converts else 16
+            ]
 
         return Storage
 

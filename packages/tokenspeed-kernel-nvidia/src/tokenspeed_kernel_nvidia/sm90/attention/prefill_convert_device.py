@@ -1,0 +1,136 @@
+"""The warps of `prefill_device` that convert fp8 keys and values.
+
+Where the products are of fp8 numbers, values are transposed: both operands lie along the axis that is summed, so a block of values
+must lie key by key for each column. Matrices of pairs of bytes are transposed on their way from shared memory to registers, and bytes
+of registers are exchanged, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). The order of keys may be any that the
+weights have too, and so it is that in which an accumulator's columns become the left operand without moving between lanes: of 32
+keys, place ``16 h + 4 t + e`` has key ``16 h + 8 (e // 2) + 2 t + e % 2``.
+
+Where the cache alone is fp8, keys and values become numbers of 16 bits, as the queries are.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Shared, Tiles
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import ldmatrix, permute_bytes, stmatrix, store_floats, widen_fp8
+
+CONVERTERS = 3  # all warps of the producer's but the one that loads
+CONVERTED = 9  # their named barrier
+
+
+class Converters(Tiles):
+    """The part of the kernel that converts keys and values."""
+
+    @cute.jit
+    def convert(self, shared: Shared, warp: Int32, causal: Int32):
+        """Converts what is loaded for all tiles of the CTA, in the order in which it is loaded."""
+        c = self.config
+        q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
+        shared.q_pipe.wait(q_at)
+        working = shared.record(q_at).exists
+        while working:
+            record = shared.record(q_at)
+            kv_len = record.kv_len
+            blocks = (self.keys_seen(record.q_len, kv_len, record.position, causal) + (c.block_n - 1)) // c.block_n
+            if const_expr(c.fp8_cache):
+                for i in cutlass.range(blocks + 1, unroll=1):
+                    if i < blocks:
+                        shared.raw_pipe.wait(raw_at)
+                        shared.k_pipe.acquire(k_at)
+                        self.widen_block(shared, shared.storage.k, raw_at, k_at, warp)
+                        self.hand_over(shared, shared.k_pipe, raw_at, k_at)
+                        raw_at, k_at = advance(raw_at, c.raw_stages), advance(k_at, c.kv_stages)
+                    if i > 0:
+                        self.wait_for_values(shared, raw_at, v_at, kv_len - (blocks - i) * c.block_n, warp)
+                        self.widen_block(shared, shared.storage.v, raw_at, v_at, warp)
+                        self.hand_over(shared, shared.v_pipe, raw_at, v_at)
+                        raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
+            else:
+                for i in cutlass.range(blocks, unroll=1):
+                    self.wait_for_values(shared, raw_at, v_at, kv_len - (blocks - 1 - i) * c.block_n, warp)
+                    self.turn_block(shared, raw_at, v_at, warp)
+                    self.hand_over(shared, shared.v_pipe, raw_at, v_at)
+                    raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
+            q_at = advance(q_at, c.q_stages)
+            shared.q_pipe.wait(q_at)
+            working = shared.record(q_at).exists
+
+    @cute.jit
+    def wait_for_values(self, shared: Shared, raw_at: Cursor, v_at: Cursor, valid: Int32, warp: Int32):
+        """Waits for a block of values, and for room for it.
+
+        Args:
+            valid: how many slots of it, from the first on, hold a token. Those behind are cleared: their weights are 0, but they may
+                be NaN.
+        """
+        c = self.config
+        shared.raw_pipe.wait(raw_at)
+        if valid < c.block_n:
+            block_at = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
+            at = valid * c.head_dim + (warp * 32 + cute.arch.lane_idx()) * 16
+            while at < c.raw_bytes:
+                store_floats("shared", block_at + at, [Float32(0.0)] * 4)
+                at += CONVERTERS * 32 * 16
+            cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTERS * 32)
+        shared.v_pipe.acquire(v_at)
+
+    @cute.jit
+    def hand_over(self, shared: Shared, pipe: Pipeline, raw_at: Cursor, at: Cursor):
+        """Says that this warp has converted its part of a block: products may read what it wrote, and copies replace what it read."""
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            pipe.full.arrive(at)
+        shared.raw_pipe.release(raw_at)
+
+    @cute.jit
+    def widen_block(self, shared: Shared, memory, raw_at: Cursor, at: Cursor, warp: Int32):
+        """Converts a block to 16 bits, 16 numbers of a key at a time."""
+        c = self.config
+        source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
+        target = memory.data_ptr().toint() + at.stage * c.kv_bytes
+        pieces = c.head_dim // 16  # of a key
+        items = c.block_n * pieces
+        for step in cutlass.range(items // (CONVERTERS * 32) + 1, unroll=2):
+            item = step * (CONVERTERS * 32) + warp * 32 + cute.arch.lane_idx()
+            if item < items:
+                row, piece = item // pieces, item % pieces
+                turned = row % 8 if const_expr(c.head_dim == 128) else row % 8 // 2  # what the swizzle exchanges pieces by
+                words = load_words("shared", source + row * c.head_dim + (piece ^ turned) * 16, 4)
+                pairs = [pair for word in words for pair in widen_fp8(self.dtype, word)]
+                to = target + piece // 4 * (c.block_n * 128) + row * 128
+                # Lanes of the second panel begin with their other half: otherwise two at a time would want the same banks.
+                late = piece // 4 % 2
+                for half in cutlass.range_constexpr(2):
+                    own = half ^ late
+                    some = [cutlass.select_(own == 0, pairs[each], pairs[4 + each]) for each in range(4)]
+                    store_words_shared(to + (((piece % 4 * 2 + own) ^ (row % 8)) * 16), some)
+
+    @cute.jit
+    def turn_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):
+        """Transposes a block, 32 keys and 16 columns at a time."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
+        target = shared.storage.v.data_ptr().toint() + v_at.stage * c.kv_bytes
+        chunks = c.head_dim // 16  # of a key, 16 columns each
+        turned = lane % 8 if const_expr(c.head_dim == 128) else lane % 8 // 2  # what the swizzle exchanges pieces by
+        # A lane's row of the matrices that it stores: even columns first, then odd ones; of each, places 0 to 15 and 16 to 31.
+        half = lane // 8 % 2
+        column = lane % 8 * 2 + lane // 16
+        for step in cutlass.range((c.block_n // 32 * chunks + CONVERTERS - 1) // CONVERTERS, unroll=2):
+            item = step * CONVERTERS + warp
+            if item < c.block_n // 32 * chunks:
+                keys, chunk = item // chunks, item % chunks
+                words = ldmatrix(source + (keys * 32 + lane) * c.head_dim + (chunk ^ turned) * 16, True)
+                even = [permute_bytes(words[2 * h], words[2 * h + 1], 0x6420) for h in range(2)]
+                odd = [permute_bytes(words[2 * h], words[2 * h + 1], 0x7531) for h in range(2)]
+                row = chunk * 16 + column
+                stmatrix(target + row * 128 + ((keys * 2 + half) ^ (row % 8)) * 16, [*even, *odd])
