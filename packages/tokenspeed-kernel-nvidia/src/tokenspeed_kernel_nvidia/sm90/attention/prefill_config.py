@@ -147,16 +147,21 @@ class Config:
         return 64 % self.gqa_ratio == 0
 
     @property
+    def _converters_want(self) -> bool:
+        """Whether warps that convert want more registers than those that load. Beside 160 of a consumer there are none to give."""
+        return self.fp8 or (self.fp8_cache and self.head_dim == 128)
+
+    @property
     def consumer_registers(self) -> int:
         """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
-        if self.converts:
+        if self._converters_want:
             return 152 if self.head_dim == 64 else 224
         return 160 if self.head_dim == 64 else 232
 
     @property
     def producer_registers(self) -> int:
         """At head_dim 128 and pages of 16, 24 would spill."""
-        if self.converts:
+        if self._converters_want:
             return 56 if self.head_dim == 64 else 64
         return 32 if self.head_dim == 64 else 40
 

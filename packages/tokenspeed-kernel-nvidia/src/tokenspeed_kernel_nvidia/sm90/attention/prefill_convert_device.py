@@ -98,7 +98,7 @@ class Converters(Tiles):
         target = memory.data_ptr().toint() + at.stage * c.kv_bytes
         pieces = c.head_dim // 16  # of a key
         items = c.block_n * pieces
-        for step in cutlass.range(items // (CONVERTERS * 32) + 1, unroll=2):
+        for step in cutlass.range(items // (CONVERTERS * 32) + 1, unroll=1 if c.head_dim == 64 else 2):  # as registers allow
             item = step * (CONVERTERS * 32) + warp * 32 + cute.arch.lane_idx()
             if item < items:
                 row, piece = item // pieces, item % pieces

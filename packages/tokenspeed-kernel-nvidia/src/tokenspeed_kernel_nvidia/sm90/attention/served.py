@@ -12,7 +12,7 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 # Of keys and values alike. One kernel is declared for each, because values must be as wide as keys, and traits are constrained one
 # by one.
 HEAD_DIMS = (64, 128)
-PAGE_SIZES = (16, 32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128, 256)
 # Query heads a key head of prefill and extend, whose tiles are whole groups of heads. Some of the ratios in between would need more
 # registers than there are.
 GQA_RATIOS = (1, 2, 4, 8, 16)
