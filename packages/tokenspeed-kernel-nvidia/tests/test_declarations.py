@@ -49,6 +49,10 @@ SERVED = [
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer, 1 to 300 tokens, pages of 64", "cutedsl_mha_decode_with_kvcache_64"),
     ("mha_decode_with_kvcache", "gpt-oss-120b sliding layer, 1 to 400 tokens", "cutedsl_mha_decode_with_kvcache_64"),
     ("mha_decode_with_kvcache", "four new tokens in a window of three", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_decode_with_kvcache", "fp8 cache without scales", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_prefill", "fp8, a scale each, head_dim 128, lse", "cutedsl_mha_prefill_128"),
+    ("mha_extend_with_kvcache", "fp8 q and cache, a scale each", "cutedsl_mha_extend_with_kvcache_64"),
+    ("mha_extend_with_kvcache", "fp8 cache without scales", "cutedsl_mha_extend_with_kvcache_64"),
 ]
 
 
@@ -67,7 +71,10 @@ LEFT = [
     ("mha_prefill", "logit cap 30, float16, scale 0.3", {}),
     ("mha_prefill", "window of 1000, five query heads a key head", {}),
     ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", {"window_left": 128}),
-    ("mha_decode_with_kvcache", "fp8 cache without scales", {}),
+    ("mha_decode_with_kvcache", "fp8 q and cache, a scale each", {}),
+    ("mha_decode_with_kvcache", "fp8 e5m2 cache, a scale a kv head", {}),
+    ("mha_extend_with_kvcache", "fp8 e5m2 cache, a scale a kv head", {}),
+    ("mha_prefill", "fp8, a scale a kv head, window, cap and sinks", {}),
     ("mha_decode_with_kvcache", "one key head of 24 query heads, pages of 256", {}),
     ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
     ("mha_extend_with_kvcache", "not causal, in a window", {}),

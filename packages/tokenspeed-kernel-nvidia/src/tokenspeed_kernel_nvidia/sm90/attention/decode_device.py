@@ -124,7 +124,8 @@ class Decode(Loader, Consumers):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             q, out, page_table, cache_seqlens, batch, partial, counters, lse, sinks, q_len, gqa_ratio, kv_heads, max_seqlen_k,
-            window_left, groups, page_shift, scale, k_scales, v_scales, group, kv_head * self.heads, pipeline(storage.full, storage.empty),
+            window_left, groups, page_shift, scale, k_scales, v_scales, group, kv_head * self.heads,
+            pipeline(storage.full, storage.empty),
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip

@@ -27,7 +27,16 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_ALL_FP8, PAGED_FP8, RAGGED, RAGGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.attention.served import (
+    HEAD_DIMS,
+    PAGE_SIZES,
+    PAGED,
+    PAGED_ALL_FP8,
+    PAGED_FP8,
+    RAGGED,
+    RAGGED_FP8,
+    traits,
+)
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
 
 

@@ -47,8 +47,7 @@ class Config:
 
     @property
     def lift(self) -> float:
-        """The largest exponential of a tile's first block, as a power of 2. That of an e4m3 is 448, and the least 2^-9: exponentials
-        are up to 2^8, wherever the shift is between its least and its largest."""
+        """The largest exponential of a tile's first block, as a power of 2. Later ones are up to 2^8: an e4m3 is at most 448."""
         return 8.0 - self.fp8_lazy if self.fp8 else 0.0
 
     @property

@@ -1,10 +1,10 @@
 """The warps of `prefill_device` that convert fp8 keys and values.
 
 Where the products are of fp8 numbers, values are transposed: both operands lie along the axis that is summed, so a block of values
-must lie key by key for each column. Matrices of pairs of bytes are transposed on their way from shared memory to registers, and bytes
-of registers are exchanged, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). The order of keys may be any that the
-weights have too, and so it is that in which an accumulator's columns become the left operand without moving between lanes: of 32
-keys, place ``16 h + 4 t + e`` has key ``16 h + 8 (e // 2) + 2 t + e % 2``.
+must lie key by key for each column. Matrices of pairs of bytes are transposed on their way from shared memory to registers, and
+bytes of registers are exchanged, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). The order of keys may be any that
+the weights have too, and so it is that in which an accumulator's columns become the left operand without moving between lanes: of
+32 keys, place ``16 h + 4 t + e`` has key ``16 h + 8 (e // 2) + 2 t + e % 2``.
 
 Where the cache alone is fp8, keys and values become numbers of 16 bits, as the queries are.
 """
@@ -67,8 +67,8 @@ class Converters(Tiles):
         """Waits for a block of values, and for room for it.
 
         Args:
-            valid: how many slots of it, from the first on, hold a token. Those behind are cleared: their weights are 0, but they may
-                be NaN.
+            valid: how many slots of it, from the first on, hold a token. Those behind are cleared: their weights are 0, but they
+                may be NaN.
         """
         c = self.config
         shared.raw_pipe.wait(raw_at)
@@ -83,7 +83,7 @@ class Converters(Tiles):
 
     @cute.jit
     def hand_over(self, shared: Shared, pipe: Pipeline, raw_at: Cursor, at: Cursor):
-        """Says that this warp has converted its part of a block: products may read what it wrote, and copies replace what it read."""
+        """Says that this warp has converted its part of a block: products may read what it wrote, copies replace what it read."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, bulk_load_to_pair, load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (

@@ -1,0 +1,169 @@
+"""Attention of fp8 operands against float32 attention of the numbers that they stand for."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import config_of
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
+
+from . import oracle
+from .oracle import Options
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
+# Weights that are rounded to e4m3 are off by 2.6% rms, and so is a sum of many; a row of few keys may be off by more.
+ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
+
+
+def _scale(device: torch.device, kv_heads: int, seed: int) -> Tensor:
+    """One for each key head, or one for all where the seed is odd."""
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.rand((kv_heads,) if seed % 2 == 0 else (), generator=draw) + 0.5).to(device)
+
+
+def _wide(x: Tensor, scale: Tensor) -> Tensor:
+    """The numbers that fp8 ones stand for; the heads of queries are more than the scales."""
+    factors = scale.reshape(-1).repeat_interleave(x.shape[-2] // scale.numel())
+    return x.float() * factors.view(-1, 1)
+
+
+def _paged(
+    device: torch.device, q_lens: list[int], kv_lens: list[int], shape: tuple[int, int, int], page_size: int, q_dtype: torch.dtype
+) -> tuple[oracle.Paged, oracle.Paged, dict[str, Tensor]]:
+    """A case whose cache is e4m3, what it stands for, and its scales."""
+    made = oracle.paged(q_lens, kv_lens, *shape, page_size, torch.float32, device, seed=sum(kv_lens))
+    case = replace(made, q=made.q.to(q_dtype), k_cache=made.k_cache.to(E4M3), v_cache=made.v_cache.to(E4M3))
+    scales = {name: _scale(device, shape[1], sum(kv_lens) + at) for at, name in enumerate(("k_scale", "v_scale"))}
+    wide = replace(case, k_cache=_wide(case.k_cache, scales["k_scale"]), v_cache=_wide(case.v_cache, scales["v_scale"]))
+    if q_dtype == E4M3:
+        scales["q_scale"] = _scale(device, shape[1], sum(kv_lens))
+        return case, replace(wide, q=_wide(case.q, scales["q_scale"])), scales
+    return case, replace(wide, q=case.q.float()), scales
+
+
+# -- without a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"fp8": True}, {"fp8_cache": True, "page_size": 16}], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> None:
+    config = Config("bfloat16", head_dim, 8, **options)
+    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n
+    out = 2 * head_dim * config.block_m
+    assert config.bytes * head_dim * rows + config.raw_stages * config.raw_bytes + out + 2048 <= SHARED_MEMORY
+    warpgroups = config.block_m // 64
+    assert 128 * (warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS
+    assert config.consumer_registers % 8 == config.producer_registers % 8 == 0
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
+    config = config_of("bfloat16", head_dim, 64, rows, "much", fp8=True)
+    assert config.stages >= config.parts
+    assert config.stages % config.parts == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+@pytest.mark.parametrize(
+    "config", [Config("bfloat16", 128, 8, fp8=True), Config("bfloat16", 64, 8, page_size=256, fp8_cache=True)], ids=str
+)
+def test_prefill_compiles_without_a_gpu(config: Config) -> None:
+    prefill.prefill_program.compile(config)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+def test_decode_compiles_without_a_gpu() -> None:
+    decode.decode_program.compile(config_of("bfloat16", 64, 64, 8, "much", fp8=True))
+
+
+# -- decode --------------------------------------------------------------------------------------------------------------------
+
+
+def _decode(
+    device: torch.device,
+    kv_lens: list[int],
+    new: int = 1,
+    shape: tuple[int, int, int] = (16, 2, 64),
+    page_size: int = 64,
+    dtype: torch.dtype = BF16,
+    queries: float = 1.0,
+    **options: Any,
+) -> None:
+    case, wide, scales = _paged(device, [new] * len(kv_lens), kv_lens, shape, page_size, dtype)
+    case, wide = replace(case, q=case.q * queries), replace(wide, q=(case.q * queries).float())
+    got = decode.mha_decode_with_kvcache(
+        case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, max([0, *kv_lens]), new, return_lse=True,
+        out=torch.full_like(case.q, math.nan), **scales, **options,
+    )  # fmt: skip
+    oracle.check(got, wide.wanted(Options(**options)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
+def test_every_program_of_decode(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Divided and not, with little work and with much."""
+    new = 4 if rows > 16 else 1
+    shape = (rows // new * 2, 2, head_dim)
+    sinks = torch.linspace(-2.0, 3.0, shape[0], device=sm90)
+    _decode(sm90, [70, 2, 200], new, shape, page_size, dtype, sinks=sinks)
+    _decode(sm90, [700, 3, 0, 1300], new, shape, page_size, dtype, sinks=sinks)
+    _decode(sm90, [1100] * 200, new, shape, page_size, dtype)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, head_dim: int) -> None:
+    """Short windows of many sequences, more than there are CTAs."""
+    _decode(sm90, [1000, 0, 70, 1, 300] * 80, 1, (4 * rows, 4, head_dim), 64, window_left=100)
+
+
+@pytest.mark.parametrize("queries", [0.0, 1e-20, 1e-3, 1e3])
+def test_queries_of_any_size(sm90: torch.device, queries: float) -> None:
+    """Bfloat16 queries are brought to float16's range."""
+    _decode(sm90, [300, 65, 0], queries=queries)
+
+
+# -- prefill and extend --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[1], [24], [25, 23], [1000], [3, 0, 130, 700, 1, 24, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128), (6, 3, 64), (16, 1, 128)], ids=str)
+def test_whole_sequences(sm90: torch.device, shape: tuple[int, int, int], lengths: list[int]) -> None:
+    q, k, v = (x.to(E4M3) for x in oracle.ragged(lengths, *shape, torch.float32, sm90, seed=sum(lengths)))
+    scales = [_scale(sm90, shape[1], sum(lengths) + at) for at in range(3)]
+    sinks = torch.linspace(-2.0, 3.0, shape[0], device=sm90)
+    out = torch.full(q.shape, math.nan, dtype=BF16, device=sm90)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), sinks=sinks, return_lse=True, out=out, **named)
+    assert got[0] is out
+    wide = [_wide(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
+    oracle.check(got, oracle.attend_ragged(*wide, lengths, Options(sinks=sinks)), **ROUGH)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128), (6, 3, 64), (16, 1, 128)], ids=str)
+@pytest.mark.parametrize("q_dtype", [BF16, FP16, E4M3], ids=str)
+def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, is_causal: bool) -> None:
+    """Lengths about the ends of blocks and pages, and slots behind them that hold NaN."""
+    q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
+    case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
+    out = torch.full(case.q.shape, math.nan, dtype=BF16 if q_dtype == E4M3 else q_dtype, device=sm90)
+    got = prefill.mha_extend_with_kvcache(
+        case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 128, 640, is_causal,
+        return_lse=True, out=out, **scales,
+    )  # fmt: skip
+    oracle.check(got, wide.wanted(Options(is_causal=is_causal)), **(ROUGH if q_dtype == E4M3 else {}))
