@@ -22,9 +22,11 @@ from torch import Tensor
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_least
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia._rows import deliver, is_aligned
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import (
@@ -37,6 +39,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.served import (
     RAGGED_FP8,
     traits,
 )
+from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
 
 
@@ -49,12 +52,20 @@ def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
 
 @functools.cache
 def _program_of(
-    dtype: torch.dtype, cache: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, device: int
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    page_size: int,
+    windowed: bool,
+    device: int,
 ) -> tuple[Callable[..., Any], int]:
     """The program, and the most CTAs that run at once."""
     fp8 = dtype not in DTYPES
     name = "bfloat16" if fp8 else DTYPES[dtype]
-    config = Config(name, head_dim, heads // kv_heads, page_size, fp8=fp8, fp8_cache=cache != dtype)
+    kinds = {"fp8": fp8, "fp8_cache": cache != dtype, "windowed": windowed}
+    config = Config(name, head_dim, heads // kv_heads, page_size, **kinds)
     return prefill_program(config), multiprocessors(device)
 
 
@@ -75,10 +86,11 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches full causal attention of whole sequences. Arguments are checked, and there is no window and no logit_cap."""
+    """Launches full causal attention of whole sequences. Arguments are checked, and there is no logit_cap."""
     return _launch(
-        q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, sinks, return_lse, softmax_scale, q_scale, k_scale, v_scale, out
-    )
+        q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, window_left, sinks, return_lse, softmax_scale, q_scale, k_scale,
+        v_scale, out,
+    )  # fmt: skip
 
 
 def mha_extend_with_kvcache(
@@ -102,14 +114,15 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches attention of new tokens to a paged cache. Arguments are checked, and there is no window, logit_cap or scale."""
+    """Launches attention of new tokens to a paged cache. Arguments are checked, there is no logit_cap, and with a
+    window it is causal."""
     pages, page_size, kv_heads, _ = k_cache.shape
     if not (pages and max_seqlen_k):  # nobody sees a key, but bulk copies are of some page
         k_cache = v_cache = k_cache.new_zeros(1, *k_cache.shape[1:])
         page_table = page_table.new_zeros(page_table.shape[0], 1)
     return _launch(
-        q, k_cache, v_cache, kv_heads, page_size, cu_seqlens_q, cache_seqlens, page_table, is_causal, sinks, return_lse,
-        softmax_scale, q_scale, k_scale, v_scale, out,
+        q, k_cache, v_cache, kv_heads, page_size, cu_seqlens_q, cache_seqlens, page_table, is_causal, window_left, sinks,
+        return_lse, softmax_scale, q_scale, k_scale, v_scale, out,
     )  # fmt: skip
 
 
@@ -123,6 +136,7 @@ def _launch(
     cache_seqlens: Tensor | None,
     page_table: Tensor | None,
     causal: bool,
+    window_left: int,
     sinks: Tensor | None,
     return_lse: bool,
     softmax_scale: float | None,
@@ -135,7 +149,7 @@ def _launch(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         device = q.get_device()
-        launch, processors = _program_of(q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, device)
+        launch, processors = _program_of(q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, window_left >= 0, device)
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
@@ -143,38 +157,49 @@ def _launch(
         k_scale, *of_k = scales_at(k_scale)
         v_scale, *of_v = scales_at(v_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v
+        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v, window_left
         if k.dtype not in DTYPES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
+        given = out
         if q.dtype not in DTYPES:
             q = q.view(torch.uint8)
-            out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device) if out is None else out
-        out = launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others)
+            if given is None or not is_aligned(given):
+                out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        out = deliver(launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others), given)
     elif out is None:
         out = torch.empty_like(q, dtype=output_dtype(q))
     return out if lse is None else (out, lse)
 
 
 for _head_dim in HEAD_DIMS:
-    register_kernel(
-        "attention",
-        "mha_prefill",
-        name=f"cutedsl_mha_prefill_{_head_dim}",
-        solution="cutedsl",
-        capability=CUTEDSL_HOPPER,
-        signatures=RAGGED | RAGGED_FP8,
-        traits=traits(_head_dim, scaled=any),
-        priority=Priority.SPECIALIZED,
-        tags={"determinism"},
-    )(mha_prefill)
-    register_kernel(
-        "attention",
-        "mha_extend_with_kvcache",
-        name=f"cutedsl_mha_extend_with_kvcache_{_head_dim}",
-        solution="cutedsl",
-        capability=CUTEDSL_HOPPER,
-        signatures=PAGED | PAGED_FP8 | PAGED_ALL_FP8,
-        traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=any, scaled=any),
-        priority=Priority.SPECIALIZED,
-        tags={"determinism"},
-    )(mha_extend_with_kvcache)
+    # Short windows of 16-bit numbers are those of `window`.
+    _windows = {"sliding_window": {True}, "window_left": at_least(REACH)}
+    _any_window = {"sliding_window": {True}}
+    for _suffix, _ragged, _paged, _window in (
+        ("", RAGGED | RAGGED_FP8, PAGED | PAGED_FP8 | PAGED_ALL_FP8, {}),
+        ("_long_window", RAGGED, PAGED, _windows),
+        ("_fp8_window", RAGGED_FP8, PAGED_FP8 | PAGED_ALL_FP8, _any_window),
+    ):
+        register_kernel(
+            "attention",
+            "mha_prefill",
+            name=f"cutedsl_mha_prefill{_suffix}_{_head_dim}",
+            solution="cutedsl",
+            capability=CUTEDSL_HOPPER,
+            signatures=_ragged,
+            traits=traits(_head_dim, scaled=any, **_window),
+            priority=Priority.SPECIALIZED,
+            tags={"determinism"},
+        )(mha_prefill)
+        _causal = {True} if _window else any
+        register_kernel(
+            "attention",
+            "mha_extend_with_kvcache",
+            name=f"cutedsl_mha_extend_with_kvcache{_suffix}_{_head_dim}",
+            solution="cutedsl",
+            capability=CUTEDSL_HOPPER,
+            signatures=_paged,
+            traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=_causal, scaled=any, **_window),
+            priority=Priority.SPECIALIZED,
+            tags={"determinism"},
+        )(mha_extend_with_kvcache)

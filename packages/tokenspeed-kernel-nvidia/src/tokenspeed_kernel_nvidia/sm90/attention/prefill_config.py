@@ -29,6 +29,7 @@ class Config:
             their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Weights are rounded to e4m3 too, for the product with values.
         fp8_cache: whether keys and values alone are. They become ``dtype`` on their way to the products.
+        windowed: whether a token sees a window of what is before it. It is causal then.
     """
 
     dtype: str
@@ -39,6 +40,7 @@ class Config:
     lazy: float = 8.0
     fp8: bool = False
     fp8_cache: bool = False
+    windowed: bool = False
 
     @property
     def converts(self) -> bool:
@@ -168,9 +170,10 @@ class Config:
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache)
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
         for fp8_cache in ((False,) if fp8 else (False, True))
+        for windowed in (False, True)
         for head_dim in HEAD_DIMS
         for gqa_ratio in GQA_RATIOS
         for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)

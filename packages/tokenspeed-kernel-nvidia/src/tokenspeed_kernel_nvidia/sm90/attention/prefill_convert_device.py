@@ -29,7 +29,7 @@ class Converters(Tiles):
     """The part of the kernel that converts keys and values."""
 
     @cute.jit
-    def convert(self, shared: Shared, warp: Int32, causal: Int32):
+    def convert(self, shared: Shared, warp: Int32, causal: Int32, window_left: Int32):
         """Converts what is loaded for all tiles of the CTA, in the order in which it is loaded."""
         c = self.config
         q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
@@ -38,7 +38,8 @@ class Converters(Tiles):
         while working:
             record = shared.record(q_at)
             kv_len = record.kv_len
-            blocks = (self.keys_seen(record.q_len, kv_len, record.position, causal) + (c.block_n - 1)) // c.block_n
+            first, end = self.blocks_seen(record.q_len, kv_len, record.position, causal, window_left)
+            blocks = end - first
             if const_expr(c.fp8_cache):
                 for i in cutlass.range(blocks + 1, unroll=1):
                     if i < blocks:
@@ -48,13 +49,13 @@ class Converters(Tiles):
                         self.hand_over(shared, shared.k_pipe, raw_at, k_at)
                         raw_at, k_at = advance(raw_at, c.raw_stages), advance(k_at, c.kv_stages)
                     if i > 0:
-                        self.wait_for_values(shared, raw_at, v_at, kv_len - (blocks - i) * c.block_n, warp)
+                        self.wait_for_values(shared, raw_at, v_at, kv_len - (end - i) * c.block_n, warp)
                         self.widen_block(shared, shared.storage.v, raw_at, v_at, warp)
                         self.hand_over(shared, shared.v_pipe, raw_at, v_at)
                         raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
             else:
                 for i in cutlass.range(blocks, unroll=1):
-                    self.wait_for_values(shared, raw_at, v_at, kv_len - (blocks - 1 - i) * c.block_n, warp)
+                    self.wait_for_values(shared, raw_at, v_at, kv_len - (end - 1 - i) * c.block_n, warp)
                     self.turn_block(shared, raw_at, v_at, warp)
                     self.hand_over(shared, shared.v_pipe, raw_at, v_at)
                     raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)

@@ -47,7 +47,7 @@ def fake_arguments(config: Config):
         kv_tokens = size()
         k, v = (of_kv(kv_tokens, kv_heads, config.head_dim) for _ in range(2))
         paging = None, None
-    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0), *([Int64(0), Int32(0)] * 3))
+    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0), *([Int64(0), Int32(0)] * 3), Int32(0))
     return q, k, v, out, ints(size()), *paging, *scalars, arguments.stream()
 
 
@@ -94,6 +94,7 @@ class Prefill(Converters, Consumers):
         k_apart: Int32,
         v_scales: Int64,
         v_apart: Int32,
+        window_left: Int32,
         stream: cuda.CUstream,
     ):
         c = self.config
@@ -116,7 +117,7 @@ class Prefill(Converters, Consumers):
         self.kernel(
             q_tma, k_tma, v_tma, out_tma, out, Sequences(cu_seqlens, cache_seqlens, page_table), counter, lse,
             Sinks(sinks, sinks_kind), scale, causal, kv_heads, mmas,
-            (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)),
+            (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)), window_left,
         ).launch(
             grid=(cutlass.min(most, processors), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
@@ -138,6 +139,7 @@ class Prefill(Converters, Consumers):
         kv_heads: Int32,
         mmas: Mmas,
         scales: tuple,
+        window_left: Int32,
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = Shared(utils.SmemAllocator().allocate(self.storage()))
@@ -168,12 +170,12 @@ class Prefill(Converters, Consumers):
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp_index == 0:
-                self.produce(shared, q, k, v, sequences, counter, causal, kv_heads, scales)
+                self.produce(shared, q, k, v, sequences, counter, causal, kv_heads, scales, window_left)
             elif const_expr(self.config.converts):
-                self.convert(shared, warp_index - 1, causal)
+                self.convert(shared, warp_index - 1, causal, window_left)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, mmas)
+            self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, mmas)
 
     # -- which tile ------------------------------------------------------------------------------------------------------------
 
@@ -221,6 +223,7 @@ class Prefill(Converters, Consumers):
         causal: Int32,
         kv_heads: Int32,
         scales: tuple,
+        window_left: Int32,
     ):
         """Finds the tiles of this CTA one after another, and loads what they need, as far ahead as there is room."""
         c = self.config
@@ -299,27 +302,27 @@ class Prefill(Converters, Consumers):
                 if lane == 0:
                     shared.record(q_at).write(t_start, t_q_len, t_kv_len, position, kv_head, *of_tile)
                 cute.arch.sync_warp()
-                blocks = (self.keys_seen(t_q_len, t_kv_len, position, causal) + (c.block_n - 1)) // c.block_n
+                first, end = self.blocks_seen(t_q_len, t_kv_len, position, causal, window_left)
 
                 with cute.arch.elect_one():
                     shared.q_pipe.commit(q_at, c.q_bytes)
                 self.load_q(shared, q, q_at, t_start + position, kv_head)
 
                 # From the last block down; values follow a block behind the keys.
-                for i in cutlass.range(blocks + 1, unroll=1):
-                    if i < blocks:
+                for i in cutlass.range(end - first + 1, unroll=1):
+                    if i < end - first:
                         if const_expr(c.fp8_cache):
-                            raw_at = self.load_raw(shared, k, raw_at, blocks - 1 - i, keys, sequences.page_table)
+                            raw_at = self.load_raw(shared, k, raw_at, end - 1 - i, keys, sequences.page_table)
                         else:
                             k_boxes = self.kv_ring.boxes(shared.storage.k, c.box)
-                            self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, blocks - 1 - i, keys, sequences.page_table)
+                            self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, end - 1 - i, keys, sequences.page_table)
                             k_at = advance(k_at, c.kv_stages)
                     if i > 0:
                         if const_expr(c.converts):
-                            raw_at = self.load_raw(shared, v, raw_at, blocks - i, keys, sequences.page_table)
+                            raw_at = self.load_raw(shared, v, raw_at, end - i, keys, sequences.page_table)
                         else:
                             v_boxes = self.kv_ring.boxes(shared.storage.v, c.box)
-                            self.load_kv(v_boxes, c.kv_bytes, shared.v_pipe, v, v_at, blocks - i, keys, sequences.page_table)
+                            self.load_kv(v_boxes, c.kv_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
                             v_at = advance(v_at, c.kv_stages)
 
                 order = grid + cute.arch.shuffle_sync(fetched, offset=0)

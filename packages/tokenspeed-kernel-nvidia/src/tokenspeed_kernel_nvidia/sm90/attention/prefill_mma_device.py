@@ -62,6 +62,21 @@ class Operands:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """Where what a tile sees begins: all 0 where there is no window.
+
+    Attributes:
+        block: the first block of keys of which some row sees some.
+        full_block: the first one of which no row's window leaves out any.
+        width: keys of a row's window.
+    """
+
+    block: Int32
+    full_block: Int32
+    width: Int32
+
+
+@dataclass(frozen=True)
 class Sums:
     """What a thread has of its two rows of a tile: the accumulator of the output, running maxima and sums."""
 
@@ -74,7 +89,7 @@ class Consumers(Tiles):
     """The part of the kernel that computes."""
 
     @cute.jit
-    def consume(self, shared: Shared, output: Output, scale: Float32, causal: Int32, mmas: Mmas):
+    def consume(self, shared: Shared, output: Output, scale: Float32, causal: Int32, window_left: Int32, mmas: Mmas):
         """All tiles of the CTA, 64 rows of each."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -108,6 +123,7 @@ class Consumers(Tiles):
             sums = Sums(acc, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
             # The first block of the first tile has no product with values to go together with.
             block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(shared, q_at, wg, causal)
+            begin = self.begin_of(shared, q_at, wg, causal, window_left)
             tile_scale = self.scale_of(shared, q_at, scale)
             scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
             shared.k_pipe.wait(k_at)
@@ -117,7 +133,7 @@ class Consumers(Tiles):
             warpgroup.wait_group(0)
             shared.k_pipe.release(k_at)
             k_at = advance(k_at, c.kv_stages)
-            self.mask(scores, (hidden_0, hidden_1), block * n)
+            self.mask(scores, (hidden_0, hidden_1), block * n, begin)
             softmax.softmax_first(scores, sums.row_max, sums.row_sum, tile_scale, c.lift)
             self.round_weights(scores, ops.probs)
             acc.fill(0.0)
@@ -130,12 +146,18 @@ class Consumers(Tiles):
                 while block > open_blocks:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, True
+                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, begin, True
                     )
-                while block > 0:
+                if const_expr(c.windowed):
+                    while block > begin.full_block:
+                        block -= 1
+                        k_at, v_at = self.step(
+                            shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, begin, False
+                        )
+                while block > begin.block:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, False
+                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, begin, c.windowed
                     )
 
                 # The last product with values goes together with the first one with keys of the next tile.
@@ -144,17 +166,18 @@ class Consumers(Tiles):
                 working = shared.record(next_at).exists
                 if working:
                     block, open_blocks, kv_len, hidden_0, hidden_1, narrow = self.view(shared, next_at, wg, causal)
+                    begin = self.begin_of(shared, next_at, wg, causal, window_left)
                     first_key, hidden_from = block * n, (hidden_0, hidden_1)
                     tile_scale = self.scale_of(shared, next_at, scale)
                     if narrow:
                         self.next_tile(
                             shared, output, tile_scale, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at, k_at, v_at, wg,
-                            hidden_from, first_key, n // 2,
+                            hidden_from, first_key, begin, n // 2,
                         )  # fmt: skip
                     else:
                         self.next_tile(
                             shared, output, tile_scale, mmas.qk, mmas.pv, ops, ops.k, sums, q_at, next_at, k_at, v_at, wg,
-                            hidden_from, first_key, n,
+                            hidden_from, first_key, begin, n,
                         )  # fmt: skip
                     k_at, v_at = advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
                     q_at = next_at
@@ -217,12 +240,13 @@ class Consumers(Tiles):
         wg: Int32,
         hidden_from: tuple,
         first_key: Int32,
+        begin: Begin,
         masked: cutlass.Constexpr[bool],
     ):
         """One block further: its scores, and meanwhile the block before's probabilities times its values.
 
         Args:
-            hidden_from, first_key: see `mask`.
+            hidden_from, first_key, begin: see `mask`.
             masked: whether some row does not see all of the block.
         """
         c = self.config
@@ -237,7 +261,7 @@ class Consumers(Tiles):
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         if const_expr(masked):
-            self.mask(scores, hidden_from, first_key)
+            self.mask(scores, hidden_from, first_key, begin)
         grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.slack, c.lift)
         self.finish_pv(sums.acc, grown, factor, of_block)
         shared.v_pipe.release(v_at)
@@ -262,6 +286,7 @@ class Consumers(Tiles):
         wg: Int32,
         hidden_from: tuple,
         first_key: Int32,
+        begin: Begin,
         columns: cutlass.Constexpr[int],
     ):
         """Goes on to the next tile: computes its first scores while the last product of weights and values of this tile runs.
@@ -282,7 +307,7 @@ class Consumers(Tiles):
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         next_max, next_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        self.mask(scores, hidden_from, first_key)
+        self.mask(scores, hidden_from, first_key, begin)
         softmax.softmax_first(scores, next_max, next_sum, scale, c.lift)
         self.finish_pv(sums.acc, Boolean(False), next_sum, next_sum)
         shared.v_pipe.release(v_at)
@@ -333,10 +358,26 @@ class Consumers(Tiles):
         cute.arch.barrier_arrive(barrier_id=TURN + behind, number_of_threads=256)
 
     @cute.jit
-    def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32):
-        """Hides the keys from ``hidden_from[r]`` on of this thread's two rows, in a block that begins with ``first_key``."""
+    def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: Begin):
+        """Hides the keys from ``hidden_from[r]`` on of this thread's two rows, and those before its window, in a block that begins
+        with ``first_key``."""
         for r in cutlass.range_constexpr(2):
             masks.hide_from(scores, r, hidden_from[r] - first_key)
+            if const_expr(self.config.windowed):
+                masks.hide_before(scores, r, hidden_from[r] - begin.width - first_key)
+
+    @cute.jit
+    def begin_of(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32, window_left: Int32):
+        """Where what a tile sees begins."""
+        block, full_block, width = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.config.windowed):
+            n = self.config.block_n
+            record = shared.record(q_at)
+            block, _ = self.blocks_seen(record.q_len, record.kv_len, record.position, causal, window_left)
+            last = record.kv_len - record.q_len + cutlass.min(record.position + self.config.positions, record.q_len) - 1
+            full_block = cutlass.max(last - window_left + n - 1, 0) // n
+            width = window_left + 1
+        return Begin(block, full_block, width)
 
     @cute.jit
     def finish_pv(self, acc: cute.Tensor, grown: Boolean, factor: cute.Tensor, of_block: list):

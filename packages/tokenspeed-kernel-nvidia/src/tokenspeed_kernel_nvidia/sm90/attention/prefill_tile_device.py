@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
@@ -165,3 +165,13 @@ class Tiles:
         if causal != 0:
             seen = kv_len - q_len + cutlass.min(position + self.config.positions, q_len)
         return cutlass.max(seen, 1)
+
+    @cute.jit
+    def blocks_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32, window_left: Int32):
+        """The first block of keys that some row of a tile sees, and the end of those."""
+        n = self.config.block_n
+        end = (self.keys_seen(q_len, kv_len, position, causal) + (n - 1)) // n
+        first = Int32(0)
+        if const_expr(self.config.windowed):
+            first = cutlass.min(cutlass.max(kv_len - q_len + position - window_left, 0) // n, end - 1)
+        return first, end

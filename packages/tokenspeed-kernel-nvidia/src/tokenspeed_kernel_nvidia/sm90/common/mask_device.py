@@ -21,6 +21,15 @@ def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) ->
 
 
 @cute.jit
+def hide_before(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) -> None:
+    """Hides a row's columns before ``limit``."""
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            at = 4 * j + 2 * row + c
+            scores[at] = scores[at] if 8 * j + c >= limit else -Float32.inf
+
+
+@cute.jit
 def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
     """Hides the columns below ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
     for j in cutlass.range_constexpr(begin, end):
