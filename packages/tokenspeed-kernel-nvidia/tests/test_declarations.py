@@ -70,7 +70,6 @@ LEFT = [
     ("mha_prefill", "v_head_dim 96 under head_dim 160", {}),
     ("mha_prefill", "logit cap 30, float16, scale 0.3", {}),
     ("mha_prefill", "window of 1000, five query heads a key head", {}),
-    ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", {"window_left": 128}),
     ("mha_decode_with_kvcache", "fp8 q and cache, a scale each", {}),
     ("mha_decode_with_kvcache", "fp8 e5m2 cache, a scale a kv head", {}),
     ("mha_extend_with_kvcache", "fp8 e5m2 cache, a scale a kv head", {}),

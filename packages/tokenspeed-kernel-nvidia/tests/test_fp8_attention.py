@@ -167,3 +167,20 @@ def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, 
         return_lse=True, out=out, **scales,
     )  # fmt: skip
     oracle.check(got, wide.wanted(Options(is_causal=is_causal)), **(ROUGH if q_dtype == E4M3 else {}))
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 100, 127, 128, 500])
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128)], ids=str)
+@pytest.mark.parametrize("q_dtype", [BF16, E4M3], ids=str)
+def test_windows(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, window_left: int) -> None:
+    """Pages before the window have been freed."""
+    q_lens, kv_lens = [70, 33, 0, 1, 300], [300, 33, 0, 900, 1640]
+    case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
+    freed = case.freed(window_left)
+    out = torch.full(case.q.shape, math.nan, dtype=BF16, device=sm90)
+    got = prefill.mha_extend_with_kvcache(
+        freed.q, freed.cu_seqlens_q, None, freed.k_cache, freed.v_cache, freed.page_table, freed.cache_seqlens, 300, 1640, True,
+        window_left=window_left, return_lse=True, out=out, **scales,
+    )  # fmt: skip
+    oracle.check(got, wide.wanted(Options(window_left)), **(ROUGH if q_dtype == E4M3 else {}))

@@ -212,3 +212,10 @@ def test_a_launch_leaves_its_counters_at_zero(sm90: torch.device) -> None:
     _prefill(sm90, [300, 40])
     torch.cuda.synchronize()
     assert not keeper.get(sm90.index, torch.cuda.current_stream(sm90).cuda_stream, 0, 2).counters.any()
+
+
+@pytest.mark.parametrize("window_left", [128, 500, 3000])
+@pytest.mark.parametrize("shape", [GPT_OSS, WIDE], ids=str)
+def test_long_windows(sm90: torch.device, shape: tuple[int, int, int], window_left: int) -> None:
+    _prefill(sm90, [1, 130, 1000, 0, 4000], shape, window_left=window_left, sinks=_sinks(shape[0], sm90))
+    _extend(sm90, [70, 33, 0, 1, 300], [300, 33, 0, 900, 1640], 16, shape, window_left=window_left)

@@ -157,7 +157,19 @@ class Consumers(Tiles):
                 while block > begin.block:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, begin, c.windowed
+                        shared,
+                        mmas,
+                        ops,
+                        sums,
+                        tile_scale,
+                        q_at,
+                        k_at,
+                        v_at,
+                        wg,
+                        (hidden_0, hidden_1),
+                        block * n,
+                        begin,
+                        c.windowed,
                     )
 
                 # The last product with values goes together with the first one with keys of the next tile.
