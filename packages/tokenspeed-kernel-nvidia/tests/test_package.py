@@ -221,8 +221,13 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
 @pytest.mark.parametrize(
     ("name", "kernel", "changed", "reason"),
     [
-        ("mha_prefill", "cutedsl_mha_prefill_64", {"window_left": 128}, "traits: "),
-        ("mha_prefill", "cutedsl_mha_prefill_window_64", {"window_left": 128}, "traits: window_left=128 is not at most 127"),
+        ("mha_prefill", "cutedsl_mha_prefill_long_window_64", {"window_left": 128, "logit_cap": 30.0}, "traits: .*logit_cap"),
+        (
+            "mha_prefill",
+            "cutedsl_mha_prefill_window_64",
+            {"window_left": 128, "logit_cap": 30.0},
+            "traits: .*window_left=128 is not at most 127",
+        ),
         (
             "mha_prefill",
             "cutedsl_mha_prefill_64",
@@ -230,7 +235,12 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
             "traits: gqa_ratio=3 is not one of",
         ),
         ("mha_prefill", "cutedsl_mha_prefill_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
-        ("mha_extend_with_kvcache", "cutedsl_mha_extend_with_kvcache_window_64", {"window_left": 128}, "traits: "),
+        (
+            "mha_extend_with_kvcache",
+            "cutedsl_mha_extend_with_kvcache_long_window_64",
+            {"window_left": 128, "is_causal": False},
+            "traits: .*is_causal",
+        ),
         ("mha_decode_with_kvcache", "cutedsl_mha_decode_with_kvcache_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
     ],
 )

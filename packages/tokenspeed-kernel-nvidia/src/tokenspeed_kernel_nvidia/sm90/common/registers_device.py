@@ -136,13 +136,6 @@ def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -
     )
 
 
-def stmatrix(address: Any, words: Sequence[Any]) -> None:
-    """Stores four 8 x 8 matrices of 16-bit numbers to shared memory; each lane gives the address of a row. As `ldmatrix`."""
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
-    )
-
-
 def bits_of(x: Float32) -> Int32:
     """Returns the bits of a number."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])

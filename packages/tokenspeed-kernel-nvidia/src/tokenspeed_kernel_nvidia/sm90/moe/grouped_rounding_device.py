@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, store_floats, store_words, widened
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack_fp8, store_floats, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, REST, ROUNDED_TOGETHER, Rounding
 
 WARPS = 4
@@ -174,7 +174,7 @@ class RoundRows:
         codes = []
         for lane in cutlass.range_constexpr(4):
             first = 2 * lane
-            codes.append(rounded(numbers[first], numbers[first + 8], numbers[first + 1], numbers[first + 9]))
+            codes.append(pack_fp8(numbers[first], numbers[first + 8], numbers[first + 1], numbers[first + 9]))
         if const_expr(self.config.result == CODES):
             store_words(rows.result + at, codes)
         else:
@@ -208,16 +208,6 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """Returns the codes of four numbers, the first in the lowest byte."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};"
-        " mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b, c, d],
-    )
-
-
 def power_below(x: Float32) -> Float32:
     """Returns 2^-7 times the largest power of two that is at most ``x``: numbers become less than 256. NaN for NaN and infinity."""
     return cute.arch.inline_ptx(
@@ -230,7 +220,7 @@ def power_below(x: Float32) -> Float32:
 
 def split(a: Float32, b: Float32, c: Float32, d: Float32) -> Any:
     """Returns two words of codes of four numbers, the first in the lowest byte: the nearest ones, and those of what is left."""
-    first = rounded(a, b, c, d)
+    first = pack_fp8(a, b, c, d)
     near = cute.arch.inline_ptx(
         "{ .reg .b16 low, high, h, l; .reg .b32 x, y; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 x, low;"
         " cvt.rn.f16x2.e4m3x2 y, high; mov.b32 {l, h}, x; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; mov.b32 {l, h}, y;"
@@ -238,4 +228,4 @@ def split(a: Float32, b: Float32, c: Float32, d: Float32) -> Any:
         write_only_types=[Float32] * 4,
         read_only_args=[first],
     )
-    return first, rounded(*((number - code) * REST for number, code in zip((a, b, c, d), near, strict=True)))
+    return first, pack_fp8(*((number - code) * REST for number, code in zip((a, b, c, d), near, strict=True)))
