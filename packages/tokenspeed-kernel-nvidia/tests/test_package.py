@@ -221,7 +221,7 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
 @pytest.mark.parametrize(
     ("name", "kernel", "changed", "reason"),
     [
-        ("mha_prefill", "cutedsl_mha_prefill_long_window_64", {"window_left": 128, "logit_cap": 30.0}, "traits: .*logit_cap"),
+        ("mha_prefill", "cutedsl_mha_prefill_any_window_64", {"window_left": 128, "logit_cap": 30.0}, "traits: .*logit_cap"),
         (
             "mha_prefill",
             "cutedsl_mha_prefill_window_64",
@@ -237,7 +237,7 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
         ("mha_prefill", "cutedsl_mha_prefill_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
         (
             "mha_extend_with_kvcache",
-            "cutedsl_mha_extend_with_kvcache_long_window_64",
+            "cutedsl_mha_extend_with_kvcache_any_window_64",
             {"window_left": 128, "is_causal": False},
             "traits: .*is_causal",
         ),

@@ -13,7 +13,7 @@ from sm90_emulator.memory import Memory
 LANES = 32
 
 
-def kernel(body: str, parameters: int = 2) -> str:
+def kernel(body: str, parameters: int = 2, directives: str = "") -> str:
     """PTX of a kernel whose parameters are addresses, in ``%d0`` and on. ``%r0`` is the thread, ``shared`` dynamic memory."""
     given = ", ".join(f".param .align 8 .u64 p{at}" for at in range(parameters))
     loads = "\n".join(f"ld.param.u64 %d{at}, [p{at}];" for at in range(parameters))
@@ -23,6 +23,7 @@ def kernel(body: str, parameters: int = 2) -> str:
 .address_size 64
 .extern .shared .align 1024 .b8 shared[];
 .visible .entry snippet({given})
+{directives}
 {{
     .reg .pred %p<32>;
     .reg .b16 %h<64>;
@@ -62,7 +63,13 @@ def lanes(instructions: str, inputs: list[Any], dtype: Any, count: int = LANES, 
 
 
 def run(
-    body: str, memory: Memory, addresses: list[int], threads: int = LANES, grid: tuple[int, ...] = (1,), **options: Any
+    body: str,
+    memory: Memory,
+    addresses: list[int],
+    threads: int = LANES,
+    grid: tuple[int, ...] = (1,),
+    directives: str = "",
+    **options: Any,
 ) -> LaunchReport:
     """Runs a kernel of a body on addresses."""
-    return launch(kernel(body, len(addresses)), addresses, threads, grid, memory, **options)
+    return launch(kernel(body, len(addresses), directives), addresses, threads, grid, memory, **options)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sm90_emulator import EmulationError
+from sm90_emulator import EmulationError, UnknownInstruction
 from sm90_emulator.memory import Memory
 
 from .snippets import LANES, lanes, run
@@ -133,6 +133,31 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
             run(body, Memory(4096), [], seed=seed)
         assert caught.value.kind == "deadlock"
         assert "mbarrier.try_wait" in str(caught.value)
+
+
+def take_registers(loads: int, computes: int, directives: str, **options: Any) -> None:
+    """Runs a kernel of four warps, which leave registers, and eight others, which take them."""
+    body = f"setp.lt.u32 %p1, %r0, 128; @%p1 bra few; setmaxnreg.inc.sync.aligned.u32 {computes}; bra.uni end; "
+    run(body + f"few: setmaxnreg.dec.sync.aligned.u32 {loads}; end:", Memory(64), [], 384, directives=directives, **options)
+
+
+def test_registers_that_warps_leave_others() -> None:
+    for seed in range(4):
+        take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 of 3 * 168
+    take_registers(64, 224, "")  # nobody knows how many there are
+    take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 of 3 * 80
+    take_registers(64, 224, ".maxnreg 176")
+
+
+def test_registers_that_nobody_leaves() -> None:
+    """64 and twice 224 are 512, as many as a multiprocessor has, but a launch of 384 threads is given 504."""
+    with pytest.raises(EmulationError, match="for 224 registers: it has 168, and others have left") as caught:
+        take_registers(64, 224, ".reqntid 384, 1, 1 .minnctapersm 1")
+    assert caught.value.kind == "deadlock"
+    with pytest.raises(EmulationError, match="168 registers asks to fall to 176"):
+        take_registers(176, 232, ".maxntid 384")
+    with pytest.raises(UnknownInstruction, match="24 to 256 registers, in steps of 8"):
+        take_registers(40, 230, ".maxntid 384")
 
 
 # -- CTAs --------------------------------------------------------------------------------------------------------------------------

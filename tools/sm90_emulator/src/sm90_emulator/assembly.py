@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ _VARIABLE = re.compile(
     r"(?:\.(?:extern|visible|weak|static)\s+)?\.(shared|local|const|global)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([$\w]+)((?:\[\d*\])*)"
 )
 _ENTRY = re.compile(r"\.entry\s+([$\w]+)\s*\((.*?)\)\s*(.*?)\{", re.DOTALL)
+_DIRECTIVE = re.compile(r"\.(maxnreg|reqntid|maxntid|minnctapersm)\s+(\d+(?:\s*,\s*\d+)*)")
+_REGISTERS_OF_ALL = 65536  # threads of a multiprocessor
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[^,]*?)?\s+([$\w]+)(?:\[(\d+)\])?(?=\s*(?:,|$))")
 
 
@@ -105,6 +108,8 @@ class Kernel:
         local: offsets of variables in local memory.
         local_bytes: of each thread.
         statements: all instructions.
+        registers: of each thread when it begins, which follow from the threads and CTAs that the kernel is compiled for; 0 where
+            it says nothing of them.
     """
 
     name: str
@@ -115,6 +120,7 @@ class Kernel:
     local: dict[str, int]
     local_bytes: int
     statements: list[Statement]
+    registers: int = 0
 
 
 def split_operands(text: str) -> tuple[str, ...]:
@@ -155,7 +161,7 @@ def _kernel(text: str, entry: re.Match[str], variables: list[re.Match[str]]) -> 
         offset = -(-offset // align) * align
         parameters[found[3]] = Parameter(found[3], offset, size)
         offset += size
-    kernel = Kernel(entry[1], parameters, offset, {}, 0, {}, 0, [])
+    kernel = Kernel(entry[1], parameters, offset, {}, 0, {}, 0, [], _registers(entry[3]))
     dynamic: list[tuple[str, int]] = []
     for found in variables:
         _declare(kernel, found, dynamic)
@@ -164,6 +170,15 @@ def _kernel(text: str, entry: re.Match[str], variables: list[re.Match[str]]) -> 
         kernel.static_bytes = -(-kernel.static_bytes // align) * align
         kernel.shared[name] = kernel.static_bytes
     return kernel
+
+
+def _registers(directives: str) -> int:
+    """The registers that a thread begins with: those of a multiprocessor, divided among the threads, in units of 8."""
+    given = {found[1]: math.prod(map(int, found[2].split(","))) for found in _DIRECTIVE.finditer(directives)}
+    if "maxnreg" in given:
+        return given["maxnreg"]
+    threads = given.get("reqntid") or given.get("maxntid", 0)
+    return min(_REGISTERS_OF_ALL // (threads * given.get("minnctapersm", 1)) // 8 * 8, 256) if threads else 0
 
 
 def _declare(kernel: Kernel, found: re.Match[str], dynamic: list[tuple[str, int]]) -> None:

@@ -176,6 +176,14 @@ def _barrier(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     decoder.emit(f"bar_{how}", **places)
 
 
+@binder("setmaxnreg")
+def _registers(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    count = int(statement.operands[0], 0)
+    if words[1] not in ("inc", "dec") or count % 8 or not 24 <= count <= 256:
+        raise decoder.unknown("a thread may have 24 to 256 registers, in steps of 8")
+    decoder.emit("setmaxnreg", kind=int(words[1] == "inc"), imm=count)
+
+
 @binder("mbarrier")
 def _mbarrier(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     operands = statement.operands

@@ -28,7 +28,7 @@ class _Program(ctypes.Structure):
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("cluster", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32), ("local_bytes", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32), ("local_bytes", ctypes.c_uint32), ("registers", ctypes.c_uint32),
         ("resident", ctypes.c_uint32), ("together", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("check_uninitialised", ctypes.c_uint32), ("limited_fp8", ctypes.c_uint32), ("lateness", ctypes.c_uint32),
         ("ranges_count", ctypes.c_uint32), ("multiprocessors", ctypes.c_uint32), ("check_overlap", ctypes.c_uint32),
@@ -131,7 +131,7 @@ def run(
     )  # fmt: skip
     launch = _Launch(
         grid=geometry.grid, block=geometry.block, cluster=geometry.cluster,
-        shared_bytes=kernel.static_bytes + geometry.shared_bytes, local_bytes=kernel.local_bytes,
+        shared_bytes=kernel.static_bytes + geometry.shared_bytes, local_bytes=kernel.local_bytes, registers=kernel.registers,
         resident=settings.resident, together=settings.together, seed=settings.seed,
         check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
         lateness=_LATENESS[settings.copies],

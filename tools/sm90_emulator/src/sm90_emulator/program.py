@@ -23,7 +23,7 @@ INSTRUCTION = np.dtype(
 )  # fmt: skip
 # Hints, and what orders accesses that are in order anyway.
 _NOTHING = {
-    "fence", "membar", "setmaxnreg", "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
+    "fence", "membar", "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ static void begin_warp(Cta *cta, u32 index) {
     const Launch *launch = M->launch;
     const Program *program = M->program;
     Cluster *cluster = cta->cluster;
-    warp->cta = cta, warp->index = index, warp->waited = !M->early;
+    warp->cta = cta, warp->index = index, warp->waited = !M->early, warp->registers = launch->registers;
     warp->regs = aligned_alloc(64, ((size_t)program->register_bytes + 127) / 64 * 64);
     if (!warp->regs) fail("out of host memory: %d bytes of registers", program->register_bytes);
     memset(warp->regs, 0, (size_t)program->register_bytes);
@@ -136,6 +136,9 @@ static void describe_waiting(const char *what) {
                     used += snprintf(text + used, room - (size_t)used, " mbarrier %#x phase %u, %u of %u arrivals and %d bytes are missing", address,
                                      barrier.phase, barrier.pending, barrier.expected, barrier.bytes);
                 }
+                if (ins->op == OP_setmaxnreg)
+                    used += snprintf(text + used, room - (size_t)used, " for %lld registers: it has %u, and others have left %u", (long long)ins->imm,
+                                     warp->registers, warp->cta->registers_left);
                 if (warp->waits) {
                     Barrier *barrier = &warp->cta->barriers[warp->wait_barrier];
                     used += snprintf(text + used, room - (size_t)used, " barrier %u, %u of %u threads have arrived", warp->wait_barrier, barrier->arrived,

@@ -289,6 +289,18 @@
         case OP_activemask: { u32 *d = REG(u32, ins->d); EACH d[lane] = active; break; }
 
         // -- between warps --------------------------------------------------------------------------------------------------------
+        case OP_setmaxnreg: {
+            MEET(FULL)
+            if (!M->launch->registers) break;
+            u32 wanted = (u32)ins->imm, more = wanted - warp->registers;
+            if (ins->kind ? wanted < warp->registers : wanted > warp->registers)
+                fail("setmaxnreg: a thread that has %u registers asks to %s to %u", warp->registers, ins->kind ? "rise" : "fall", wanted);
+            if (ins->kind && more > cta->registers_left) goto block;
+            cta->registers_left -= more;  // which is negative where the warp leaves some
+            warp->registers = wanted;
+            M->changes++;
+            break;
+        }
         case OP_bar_sync: case OP_bar_arrive: case OP_bar_red: {
             MEET(FULL)
             u32 first = (u32)__builtin_ctz(active), index = REG(u32, ins->a)[first];

@@ -73,6 +73,7 @@ typedef struct {
     u32 grid[3], block[3], cluster[3];
     u32 shared_bytes;
     u32 local_bytes;  // of a thread
+    u32 registers;  // of a thread when it begins; 0 where nobody knows
     u32 resident;  // CTAs that there is room for
     u32 together;  // CTAs that start together, whether they wait for each other or not
     u64 seed;  // 0: everything in order
@@ -120,6 +121,7 @@ typedef struct Warp {
     u64 apart;  // instructions since its lanes last stood together
     u32 index;
     struct Cta *cta;
+    u32 registers;  // of each lane
     bool waits, cluster_arrived;
     bool waited;  // for the kernel before
     u32 wait_barrier, wait_generation, cluster_generation;
@@ -156,6 +158,7 @@ typedef struct Cta {
     u32 warps_count, running;
     Barrier barriers[BARRIERS];
     u32 pending;  // copies into or out of its memory
+    u32 registers_left;  // by warps, for others to take; of each lane
     bool done;
 } Cta;
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import at_least
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
@@ -39,7 +38,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.served import (
     RAGGED_FP8,
     traits,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
 
 
@@ -172,13 +170,10 @@ def _launch(
 
 
 for _head_dim in HEAD_DIMS:
-    # Short windows of 16-bit numbers are those of `window`.
-    _windows = {"sliding_window": {True}, "window_left": at_least(REACH)}
-    _any_window = {"sliding_window": {True}}
-    for _suffix, _ragged, _paged, _window in (
-        ("", RAGGED | RAGGED_FP8, PAGED | PAGED_FP8 | PAGED_ALL_FP8, {}),
-        ("_long_window", RAGGED, PAGED, _windows),
-        ("_fp8_window", RAGGED_FP8, PAGED_FP8 | PAGED_ALL_FP8, _any_window),
+    # In windows, those of `window` are before these where they serve: of 16-bit numbers, and short.
+    for _suffix, _windows, _causal, _priority in (
+        ("", {}, any, Priority.SPECIALIZED),
+        ("_any_window", {"sliding_window": {True}}, {True}, Priority.SPECIALIZED - 1),
     ):
         register_kernel(
             "attention",
@@ -186,20 +181,19 @@ for _head_dim in HEAD_DIMS:
             name=f"cutedsl_mha_prefill{_suffix}_{_head_dim}",
             solution="cutedsl",
             capability=CUTEDSL_HOPPER,
-            signatures=_ragged,
-            traits=traits(_head_dim, scaled=any, **_window),
-            priority=Priority.SPECIALIZED,
+            signatures=RAGGED | RAGGED_FP8,
+            traits=traits(_head_dim, scaled=any, **_windows),
+            priority=_priority,
             tags={"determinism"},
         )(mha_prefill)
-        _causal = {True} if _window else any
         register_kernel(
             "attention",
             "mha_extend_with_kvcache",
             name=f"cutedsl_mha_extend_with_kvcache{_suffix}_{_head_dim}",
             solution="cutedsl",
             capability=CUTEDSL_HOPPER,
-            signatures=_paged,
-            traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=_causal, scaled=any, **_window),
-            priority=Priority.SPECIALIZED,
+            signatures=PAGED | PAGED_FP8 | PAGED_ALL_FP8,
+            traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=_causal, scaled=any, **_windows),
+            priority=_priority,
             tags={"determinism"},
         )(mha_extend_with_kvcache)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 
 @dataclass(frozen=True)
@@ -154,17 +155,15 @@ class Config:
 
     @property
     def consumer_registers(self) -> int:
-        """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
+        """No program of `every_config` spills."""
         if self._converters_want:
             return 152 if self.head_dim == 64 else 224
         return 160 if self.head_dim == 64 else 232
 
     @property
     def producer_registers(self) -> int:
-        """At head_dim 128 and pages of 16, 24 would spill."""
-        if self._converters_want:
-            return 56 if self.head_dim == 64 else 64
-        return 32 if self.head_dim == 64 else 40
+        """What consumers leave. At head_dim 128 and pages of 16, 24 would spill."""
+        return left_by(self.threads, self.warpgroups, self.consumer_registers)
 
 
 def every_config() -> list[Config]:

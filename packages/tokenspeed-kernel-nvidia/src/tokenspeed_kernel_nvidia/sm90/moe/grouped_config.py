@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 
 COLUMN_WARPS = 3  # warps that gather columns, beside the one that streams weights
@@ -13,7 +14,6 @@ COLUMN_BYTES = 128  # of a column in a panel, which is a row of the 128-byte swi
 CHUNK = 32  # columns that a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # that a CTA may have
 OTHER_BYTES = 1024  # that barriers take
-REGISTERS = 65536  # that a multiprocessor has; each thread of a launch gets the same multiple of 8
 MAX_EXPERTS = 384
 SORTING_CTAS = 8  # of the cluster that sorts many pairs
 MAX_TOP_K = 8
@@ -245,12 +245,8 @@ class Product:
 
     @property
     def producer_registers(self) -> int:
-        """Returns the registers of a loading thread: the launch gives a CTA a number of them, and the other threads leave these.
-
-        A warpgroup that asked for more would wait for them for ever.
-        """
-        given = REGISTERS // self.threads // 8 * 8 * self.threads
-        return (given // 128 - self.tile.warpgroups * self.tile.registers) // 8 * 8
+        """Returns the registers of a loading thread: those that the other threads leave."""
+        return left_by(self.threads, self.tile.warpgroups, self.tile.registers)
 
 
 @dataclass(frozen=True)
