@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 
 EXPONENT = 127 + 14  # of the largest query in float16, as float32 has it; 15 is the format's last
 LEAST_EXPONENT = 27  # of queries: those of smaller ones, and of zeros, would need a factor that float32 does not have
-TURNS = 8  # sums of products of fp8 keys that are computed side by side
+TURNS = 8  # products of fp8 keys that are computed side by side, where a lane has one row
 LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 
 
@@ -269,7 +269,7 @@ class Consumers(Merger):
         keys, chunks = self.block // 8, self.head_dim // 16
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         # A product waits for the one before that it adds to, so those of some keys take turns.
-        together = min(keys, max(1, TURNS // self.tiles))
+        together = min(keys, TURNS if self.used == 1 else max(1, 2 // self.tiles))  # as registers allow
         for first in cutlass.range_constexpr(0, keys, together):
             products = [[[Float32(0.0)] * 4 for _ in range(self.tiles)] for _ in range(together)]
             for chunk in cutlass.range_constexpr(0, chunks, 4):
