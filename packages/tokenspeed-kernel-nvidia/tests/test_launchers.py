@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia import _programs
-from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
+from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, prefill_config, window
 from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 MODULES = (decode, prefill, window)
 
@@ -127,3 +128,10 @@ def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]],
         assert lse.is_contiguous()
         _, _, handed = asked.pop()
         assert any(isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16 for tensor in handed)
+
+
+def test_registers_that_a_warpgroup_is_left() -> None:
+    assert left_by(512, 3, 160) == 32
+    assert left_by(384, 2, 232) == 40
+    assert left_by(384, 2, 224) == 56  # and not 64: a launch of 384 threads is given 504 for three warpgroups, and not 512
+    assert all(config.producer_registers >= 24 for config in prefill_config.every_config())  # the least that there may be

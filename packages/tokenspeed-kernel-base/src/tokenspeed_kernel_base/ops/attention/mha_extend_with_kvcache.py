@@ -212,7 +212,9 @@ def _() -> list[Case]:
         Case("freed pages, not causal", paged([100, 50], [33, 3], **gqa, window_left=20, freed=True)),
         Case("fp8 cache without scales", paged([33, 18], [10, 18], **causal, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", *both))),
-        Case("fp8 cache in a window of 40, head_dim 128", paged([90], [33], **causal, head_dim=128, cache_dtype=e4m3, window_left=39)),
+        Case(
+            "fp8 cache in a window of 40, head_dim 128", paged([90], [33], **causal, head_dim=128, cache_dtype=e4m3, window_left=39)
+        ),
         Case("fp8 e5m2 cache, a scale a kv head", paged([33], [10], **causal, cache_dtype=e5m2, scales=both, scale_per_head=True)),
         Case("gpt-oss-120b sliding layer, 1 to 140 new", paged([200, 129, 140], [1, 60, 140], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, pages of 64", paged([200, 64, 65], [80, 64, 1], **gpt_oss, page_size=64)),

@@ -192,7 +192,9 @@ def _() -> list[Case]:
             "fp8, a scale a kv head, window, cap and sinks",
             ragged([70, 9], 8, 2, 80, dtype=e4m3, scales=each, scale_per_head=True, sinks=True, window_left=31, logit_cap=5.0),
         ),
-        Case("fp8 in a window of 20, head_dim 128", ragged([70, 9], 8, 2, 128, dtype=e4m3, scales=each, sinks=True, window_left=19)),
+        Case(
+            "fp8 in a window of 20, head_dim 128", ragged([70, 9], 8, 2, 128, dtype=e4m3, scales=each, sinks=True, window_left=19)
+        ),
         Case("fp8 e5m2, values alone scaled", ragged([33, 18], 4, 1, 96, 64, e5m2, scales=("v_scale",))),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),

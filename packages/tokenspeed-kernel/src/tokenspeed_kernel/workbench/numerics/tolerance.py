@@ -68,8 +68,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 # Operands in fp4 decode exactly, but kernels may scale partial sums in half precision: two more roundings to bfloat16.
 _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are scaled in half precision")
 # With fp8 operands the other side of a product (attention's probabilities, an activation) may be rounded to e4m3 as well: off by
-# 2^-4 at most and 2.5% rms a term, 2.5% rms of the sum. Where two large terms nearly cancel, the error is more of what is left: with
-# weights rounded and nothing else, 2 of 4 million elements of attention to up to 1024 keys differ by an eighth of their row's rms.
+# 2^-4 at most and 2.5% rms a term, 2.5% rms of the sum. Where two large terms nearly cancel, the error is more of what is left:
+# with weights rounded and nothing else, 2 of 4 million elements of attention to at most 1024 keys are off by 2^-3 of a row's rms.
 _FP8_PRODUCTS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
 # An intermediate that is quantised to fp4: a difference in the last bit of it flips some elements by one step of e2m1,
 # which is up to half of the value, and now and then a whole block's scale.
