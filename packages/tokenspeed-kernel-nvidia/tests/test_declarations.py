@@ -54,9 +54,7 @@ SERVED = [
     ("mha_prefill", "window of 150", "cutedsl_mha_prefill_any_window_64"),
     ("mha_prefill", "fp8 in a window of 20, head_dim 128", "cutedsl_mha_prefill_any_window_128"),
     ("mha_extend_with_kvcache", "window of 150", "cutedsl_mha_extend_with_kvcache_any_window_64"),
-    ("mha_extend_with_kvcache", "fp8 cache in a window of 40, head_dim 128", "cutedsl_mha_extend_with_kvcache_any_window_128"),
     ("mha_extend_with_kvcache", "fp8 q and cache, a scale each", "cutedsl_mha_extend_with_kvcache_64"),
-    ("mha_extend_with_kvcache", "fp8 cache without scales", "cutedsl_mha_extend_with_kvcache_64"),
 ]
 
 
@@ -81,6 +79,8 @@ LEFT = [
     ("mha_decode_with_kvcache", "one key head of 24 query heads, pages of 256", {}),
     ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
     ("mha_extend_with_kvcache", "not causal, in a window", {}),
+    ("mha_extend_with_kvcache", "fp8 cache without scales", {}),
+    ("mha_extend_with_kvcache", "fp8 cache in a window of 40, head_dim 128", {}),
 ]
 
 
