@@ -29,6 +29,8 @@ class Config:
         lazy: how far, as a power of 2, exponentials may exceed 1 before sums are rescaled. The shift of the exponents need not be
             their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Weights are rounded to e4m3 too, for the product with values.
+            Two sequences of 8192 with 64 query heads and 8 key heads of dimension 128 took 2688 us, and 3232 in bfloat16. With 216
+            registers for those that compute, and 72 for those that convert, it was no quicker, nor with `fp8_lazy` of 7.
         fp8_cache: whether keys and values alone are. They become ``dtype`` on their way to the products.
         windowed: whether a token sees a window of what is before it. It is causal then.
     """
