@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, dense, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense, launch_options, may_overlap, multiprocessors, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -17,39 +17,52 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Search(NamedTuple):
-    """How a row is searched.
+    """How rows are searched.
 
     Attributes:
-        block: scores at once.
+        lanes: scores or entries of lists that a program holds at once, at least 16.
+        spans: of a row, each of which has a program that lists its large scores; 1 where the row's own program does, 0 where
+            nothing is listed.
+        segment: entries of a span's list, at most.
+        block: scores at once that go into a list.
+        run: of these, scores side by side that a thread takes.
         sample: scores of a sample, at most.
-        candidates: scores of a bracket, at most; rows that are no longer need no sample.
+        deviations: standard deviations of the threshold's rank in a sample for which a list has room.
         warps: of a program.
     """
 
+    lanes: int
+    spans: int
+    segment: int
     block: int
+    run: int
     sample: int
-    candidates: int
+    deviations: float
     warps: int
 
 
-# A program reads its row from the L2 cache but for the first time, and waits for each block: 8 warps with 32 scores a thread keep
-# 32 KB on the way. 16 warps with half of that each have too few registers, and spill. The counts of a block take 16 bits each.
-_BLOCK, _WARPS = 8192, 8
-_SHORT_ROW, _FEW_WARPS = 2048, 4  # 16 scores a thread
-_LEAST_BLOCK = 64  # is divided by 16 parts
-# One score in 64 is in the sample, so that with top 2048 of 65536 the bracket reaches from the 9th to the 55th of 1024: it holds
-# 2,900 scores on average.
-_LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLED = 1024, 4096, 64
-_CANDIDATES = 4096  # 16 a thread
+# What a program holds, 16 a thread. A list of that many serves top_k of up to half of it: there is room for a threshold of as many
+# ties as are wanted, behind as many larger scores.
+_LANES, _WARPS, _FEWEST_LANES, _LANES_A_WARP = 4096, 8, 64, 512
+_BLOCK, _RUN = 4096, 4
+# Of 65536 scores one in 32 is in the sample, so that about 3,100 are listed where 2,048 are wanted.
+_LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLED = 1024, 4096, 32
+_DEVIATIONS = 4.0
+_MOST_SPANS, _PROGRAMS = 16, 2  # of a row; of a multiprocessor
 
 
-def search_of(keys: int) -> Search:
+def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
     """The search in rows of so many scores."""
-    block = min(max(next_power_of_2(keys), _LEAST_BLOCK), _BLOCK)
+    lanes = min(max(next_power_of_2(keys), _FEWEST_LANES), _LANES)
+    warps = max(1, min(lanes // _LANES_A_WARP, _WARPS))
     sample = min(max(next_power_of_2(keys // _SAMPLED), _LEAST_SAMPLE), _MOST_SAMPLE)
-    if keys <= _SHORT_ROW:
-        return Search(block, sample, block, _FEW_WARPS)
-    return Search(block, sample, _CANDIDATES, _WARPS)
+    spans = 0
+    if keys > lanes and top_k <= lanes // 2:
+        spans = 1
+        while spans < _MOST_SPANS and spans * _BLOCK < keys and 2 * spans * rows <= _PROGRAMS * multiprocessors(device):
+            spans *= 2
+    segment = min(next_power_of_2(cdiv(keys, max(spans, 1) * _BLOCK)) * _BLOCK, lanes)
+    return Search(lanes, spans, segment, _BLOCK, _RUN, sample, _DEVIATIONS, warps)
 
 
 @register_kernel(
@@ -69,18 +82,17 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
         out = torch.empty(rows, top_k, dtype=torch.int32, device=scores.device)
     if rows == 0:
         return out
-    search = search_of(max(keys, 1))
-    candidates = torch.empty(rows, search.candidates, dtype=torch.int32, device=scores.device)
+    search = search_of(rows, keys, top_k, scores.device)
+    early = may_overlap(scores.device)
+    lengths = dense(lengths)
+    room = 0 if keys <= search.lanes else max(search.spans, 1) * search.segment
+    entries = torch.empty(rows, room, dtype=torch.int64, device=scores.device)
+    counts = torch.empty(rows, search.spans, 3, dtype=torch.int32, device=scores.device)
+    asked = (keys, top_k)
+    options = {"SEARCH": search, "EARLY": early, "num_warps": search.warps, **launch_options(early)}
+    if search.spans > 1:
+        device_code.collect_kernel[(rows * search.spans,)](scores, lengths, entries, counts, *scores.stride(), *asked, **options)
     device_code.top_k_indices_kernel[(rows,)](
-        scores,
-        dense(lengths),
-        candidates,
-        out,
-        *scores.stride(),
-        *out.stride(),
-        keys,
-        top_k,
-        SEARCH=search,
-        num_warps=search.warps,
+        scores, lengths, entries, counts, out, *scores.stride(), room, *out.stride(), *asked, **options
     )
     return out

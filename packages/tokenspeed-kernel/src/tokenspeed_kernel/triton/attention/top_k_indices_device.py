@@ -1,6 +1,7 @@
 """Device code of `top_k_indices`.
 
-The *threshold* is the least score that is chosen. All that follows is about the keys by which scores sort, `sort_key`.
+The *threshold* is the least score that is chosen; what equals it are *ties*, of which the first are chosen. All that follows is
+about the keys by which scores sort, `sort_key`. An entry of a list is an int64: a key above its position.
 """
 
 from __future__ import annotations
@@ -8,158 +9,213 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._rows_device import PARTS, part_that_holds, sort_key, threshold_of
+from tokenspeed_kernel.triton.attention._top_k_search_device import HIDDEN, NO_KEY, keys_at, search_row, wanted_key
+from tokenspeed_kernel.triton.common_device import start
 
-_NO_KEY = tl.constexpr(-0x80000000)  # less than that of any score
-_HIDDEN = tl.constexpr(-0x7F800001)  # that of -inf
-_LARGEST = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _keys_at(scores, at, length, key_stride):
-    """int32 keys of some scores of a row; `_NO_KEY` beyond its length."""
-    x = tl.load(scores + at.to(tl.int64) * key_stride, mask=at < length, other=0.0).to(tl.float32)
-    return tl.where(at < length, sort_key(x), _NO_KEY)
+COUNTS = tl.constexpr(3)
+"""int32 numbers that a list comes with: how many scores are above the least key, how many equal it, and that key."""
 
 
 @triton.jit
-def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """int64, a range of keys that very likely holds the threshold, and few others."""
+def _length_of(lengths, row, keys):
+    """How many scores of a row are looked at."""
+    length = keys
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), keys)
+    return length
+
+
+@triton.jit
+def _least_key(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
+    """int32, a key that very likely at least top_k scores of a row reach, and few more; of short rows all that are shown reach it.
+
+    A sample tells: one score of each of many equal parts of the row, its place in there by chance, so that no regular row
+    misleads it.
+    """
     SAMPLE: tl.constexpr = SEARCH.sample
-    stride = (length + SAMPLE - 1) // SAMPLE
-    keys = _keys_at(scores, tl.arange(0, SAMPLE) * stride, length, key_stride)
-    live = keys > _HIDDEN
-    sampled = (length + stride - 1) // stride
-    rank = top_k.to(tl.float32) * sampled.to(tl.float32) / length.to(tl.float32)
-    # The rank of the threshold in a random sample is off by no more than its root, usually, and hardly ever by four times that.
-    margin = 4.0 * tl.sqrt(rank) + 1.0
-    upper = (rank - margin).to(tl.int32)
-    lower = (rank + margin).to(tl.int32) + 1
-    high = tl.full([], _LARGEST, tl.int64)
-    low = tl.full([], _HIDDEN + 1, tl.int64)
-    number = tl.sum(live.to(tl.int32), axis=0)
-    if (upper >= 1) & (upper <= number):
-        high, _ = threshold_of(keys, live, upper, 0)
-    if lower <= number:
-        low, _ = threshold_of(keys, live, lower, 0)
-    return low, high
+    least = length * 0 + HIDDEN + 1
+    if length > SEARCH.lanes:
+        part = (length + SAMPLE - 1) // SAMPLE
+        lane = tl.arange(0, SAMPLE)
+        mixed = lane * 0x5851F42D
+        chance = (((mixed ^ (mixed >> 15)) * 0x2C9277B5) >> 16) & 0xFFFF
+        at = lane * part + ((chance.to(tl.int64) * part) >> 16).to(tl.int32)
+        keys = keys_at(scores, at, length, key_stride)
+        live = keys > HIDDEN
+        rank = top_k.to(tl.float32) / part.to(tl.float32)
+        margin = SEARCH.deviations * tl.sqrt(rank)
+        wanted = (rank + margin).to(tl.int32) + 2
+        if wanted <= tl.sum(live.to(tl.int32), axis=0):
+            least = wanted_key(keys, least.to(tl.int64), wanted, (margin * 0.125).to(tl.int32)).to(tl.int32)
+    return least
 
 
 @triton.jit
-def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.constexpr):
-    """Writes the keys from low to high to candidates, as many as there is room for.
+def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
+    """Lists what reaches the least key in a span of a row, in order: all that is above it, and as many ties as can be chosen.
 
-    Returns:
-        int32: how many keys are above high, how many from low to high, how many more than that of -inf.
+    Args:
+        entries: int64 ``[SEARCH.segment]``. What there is no room for is counted only.
+        counts: int32 ``[COUNTS]``.
     """
     BLOCK: tl.constexpr = SEARCH.block
-    # Two counts in one number: a lane sees fewer than 2^15 keys.
-    both = tl.zeros([BLOCK], tl.int32)
-    inside = length * 0
-    tl.debug_barrier()  # candidates of an earlier range may still be read
-    for start in range(0, length, BLOCK):
-        keys = _keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
-        both += (keys > high).to(tl.int32) << 16 | (keys > _HIDDEN).to(tl.int32)
-        within = (keys >= low) & (keys <= high)
-        place = inside + tl.cumsum(within.to(tl.int32), axis=0) - 1
-        tl.store(candidates + place, keys, mask=within & (place < SEARCH.candidates))
-        inside += tl.sum(within.to(tl.int32), axis=0)
-    tl.debug_barrier()  # other threads read what these have stored
-    return tl.sum(both >> 16, axis=0), inside, tl.sum(both & 0xFFFF, axis=0)
+    RUN: tl.constexpr = SEARCH.run
+    least = _least_key(scores, length, key_stride, top_k, SEARCH)
+    each = (length + SEARCH.spans - 1) // SEARCH.spans
+    each = (each + BLOCK - 1) // BLOCK * BLOCK
+    begin = span * each
+    above = length * 0
+    equal = length * 0
+    for first in range(begin, tl.minimum(begin + each, length), BLOCK):
+        # A thread takes a run of scores, so that threads exchange sums of runs only.
+        at = first + tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+        keys = keys_at(scores, at, length, key_stride)
+        larger = keys > least
+        ties = keys == least
+        # Both counts in one sum: neither reaches 2^15.
+        both = (larger.to(tl.int32) << 16) | ties.to(tl.int32)
+        of_runs = tl.sum(both, axis=1)
+        before = (tl.cumsum(of_runs, axis=0) - of_runs)[:, None] + tl.cumsum(both, axis=1) - both
+        rank = equal + (before & 0xFFFF)
+        place = above + (before >> 16) + tl.minimum(rank, top_k)
+        listed = (larger | (ties & (rank < top_k))) & (place < SEARCH.segment)
+        tl.store(entries + place, (keys.to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
+        total = tl.sum(of_runs, axis=0)
+        above += total >> 16
+        equal += total & 0xFFFF
+    tl.store(counts, above)
+    tl.store(counts + 1, equal)
+    tl.store(counts + 2, least)
 
 
 @triton.jit
-def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """The part of a range of keys that holds the threshold, if the range does."""
-    BLOCK: tl.constexpr = SEARCH.block // PARTS
-    stride = ((high - low) // PARTS) + 1
-    ends = tl.minimum(low + tl.arange(0, PARTS) * stride, high).to(tl.int32)
-    reaching = tl.zeros([PARTS], tl.int32)
-    for start in range(0, length, BLOCK):
-        keys = _keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
-        reaching += tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
-    low, high, _ = part_that_holds(low, high, reaching, top_k)
-    return low, high
+def _entries_at(entries, counts, lane, listed, top_k, SEARCH: tl.constexpr):
+    """Keys, int32, and positions, int32, of entries of a row's lists as if these were one; `NO_KEY` beyond it."""
+    place = lane
+    begin = listed * 0
+    for _ in range(SEARCH.spans - 1):
+        number = tl.load(counts) + tl.minimum(tl.load(counts + 1), top_k)
+        begin += number
+        place += tl.where(lane >= begin, SEARCH.segment - number, 0)
+        counts += COUNTS
+    entry = tl.load(entries + place, mask=lane < listed, other=0)
+    return tl.where(lane < listed, (entry >> 32).to(tl.int32), NO_KEY), (entry & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _write_chosen(scores, length, key_stride, threshold, ties, top_k, out, out_stride, SEARCH: tl.constexpr):
-    """Writes the positions of keys above the threshold, and of the first ``ties`` ones equal to it; behind them -1."""
-    BLOCK: tl.constexpr = SEARCH.block
-    larger_before = length * 0
-    equal_before = length * 0
-    for start in range(0, length, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keys = _keys_at(scores, at, length, key_stride)
-        larger = keys > threshold
-        equal = keys == threshold
-        # Both counts in one sum: neither reaches 2^16.
-        both = (larger.to(tl.int32) << 16) | equal.to(tl.int32)
-        before = tl.cumsum(both, axis=0) - both
-        rank = equal_before + (before & 0xFFFF)
-        place = larger_before + (before >> 16) + tl.minimum(rank, ties)
-        tl.store(out + place * out_stride, at, mask=larger | (equal & (rank < ties)))
-        total = tl.sum(both, axis=0)
-        larger_before += total >> 16
-        equal_before += total & 0xFFFF
-    written = larger_before + tl.minimum(equal_before, ties)
-    for start in range(0, top_k, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(out + place * out_stride, tl.full([BLOCK], -1, tl.int32), mask=(place >= written) & (place < top_k))
+def _write_chosen(keys, at, threshold, ties, larger_before, equal_before, out, out_stride):
+    """Writes the positions of keys above the threshold, and of the first ``ties`` ones equal to it. Returns how many of both kinds
+    there have been."""
+    larger = keys > threshold
+    equal = keys == threshold
+    # Both counts in one sum: neither reaches 2^15.
+    both = (larger.to(tl.int32) << 16) | equal.to(tl.int32)
+    before = tl.cumsum(both, axis=0) - both
+    rank = equal_before + (before & 0xFFFF)
+    place = larger_before + (before >> 16) + tl.minimum(rank, ties)
+    tl.store(out + place * out_stride, at, mask=larger | (equal & (rank < ties)))
+    total = tl.sum(both, axis=0)
+    return larger_before + (total >> 16), equal_before + (total & 0xFFFF)
 
 
-# Where the compiler knew that four scores can be loaded at once, it would exchange them between threads for the running sums, and
-# spill up to 300 bytes a thread (Triton 3.6, sm_90).
-@triton.jit(do_not_specialize=["row_stride", "key_stride", "out_row_stride", "out_stride", "keys", "top_k"])
+@triton.jit(do_not_specialize=["keys", "top_k"])
+def collect_kernel(
+    scores,
+    lengths,
+    entries,  # int64 [rows, SEARCH.spans, SEARCH.segment]
+    counts,  # int32 [rows, SEARCH.spans, COUNTS]
+    row_stride,
+    key_stride,
+    keys,
+    top_k,
+    SEARCH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One span of a row."""
+    start(EARLY)
+    row = (tl.program_id(0) // SEARCH.spans).to(tl.int64)
+    entries += tl.program_id(0).to(tl.int64) * SEARCH.segment
+    counts += tl.program_id(0) * COUNTS
+    length = _length_of(lengths, row, keys)
+    _list_span(
+        scores + row * row_stride, length, key_stride, top_k, tl.program_id(0) % SEARCH.spans, entries, counts, SEARCH
+    )
+
+
+@triton.jit(do_not_specialize=["keys", "top_k"])
 def top_k_indices_kernel(
     scores,
     lengths,
-    candidates,  # int32 [rows, SEARCH.candidates]
+    entries,
+    counts,
     out,
     row_stride,
     key_stride,
+    entries_stride,
     out_row_stride,
     out_stride,
     keys,
     top_k,
     SEARCH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """One row."""
+    """One row: from what `collect_kernel` has listed of it, from a list of its own, or, without lists, from the row itself."""
+    start(EARLY)
+    LANES: tl.constexpr = SEARCH.lanes
+    FEWER: tl.constexpr = SEARCH.lanes // 4  # where speed matters less than registers
+    SPANS: tl.constexpr = SEARCH.spans
     row = tl.program_id(0).to(tl.int64)
-    CANDIDATES: tl.constexpr = SEARCH.candidates
+    lane = tl.arange(0, LANES)
+    few = tl.arange(0, FEWER)
     scores += row * row_stride
-    candidates += row * CANDIDATES
-    length = keys
-    if lengths is not None:
-        length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), keys)
-    # Where no more are shown than are wanted, all are chosen.
-    threshold = tl.full([], _HIDDEN, tl.int64)
-    ties = length * 0
-    if length > top_k:
-        low = threshold + 1
-        high = tl.full([], _LARGEST, tl.int64)
-        if length > CANDIDATES:
-            low, high = _bracket(scores, length, key_stride, top_k, SEARCH)
-        searching = length > 0
-        while searching:
-            above, inside, shown = _collect(scores, length, key_stride, low, high, candidates, SEARCH)
-            if shown <= top_k:
-                searching = length < 0
-            elif above >= top_k:  # the bracket is too low
-                low = high + 1
-                high = tl.full([], _LARGEST, tl.int64)
-            elif above + inside < top_k:  # the bracket is too high
-                high = low - 1
-                low = tl.full([], _HIDDEN + 1, tl.int64)
-            elif (inside > CANDIDATES) & (low < high):
-                low, high = _narrowed(scores, length, key_stride, low, high, top_k, SEARCH)
-            else:
-                searching = length < 0
-                threshold = low
-                ties = top_k - above
-                if low < high:
-                    lane = tl.arange(0, CANDIDATES)
-                    found = tl.load(candidates + lane, mask=lane < inside, other=_NO_KEY)
-                    threshold, _ = threshold_of(found, lane < inside, ties, 0)
-                    ties -= tl.sum((found > threshold).to(tl.int32), axis=0)
-    _write_chosen(scores, length, key_stride, threshold, ties, top_k, out + row * out_row_stride, out_stride, SEARCH)
+    entries += row * entries_stride
+    out += row * out_row_stride
+    length = _length_of(lengths, row, keys)
+    if SPANS == 0:
+        listed = length
+        least = length * 0 + HIDDEN
+        above = length * 0
+        equal = length * 0
+        whole = length <= LANES
+    else:
+        counts += row * (SPANS * COUNTS)
+        if SPANS == 1:
+            _list_span(scores, length, key_stride, top_k, 0, entries, counts, SEARCH)
+            tl.debug_barrier()  # other threads read what these have stored
+        span = tl.arange(0, SPANS)
+        above_each = tl.load(counts + span * COUNTS)
+        equal_each = tl.load(counts + span * COUNTS + 1)
+        least = tl.load(counts + 2)
+        listed = tl.sum(above_each + tl.minimum(equal_each, top_k), axis=0)
+        above = tl.sum(above_each, axis=0)
+        equal = tl.sum(equal_each, axis=0)
+        # Fewer than are wanted are above the least key: then no list overflows, for it has at most that many and as many ties.
+        whole = ((above < top_k) & ((above + equal >= top_k) | (least == HIDDEN + 1))) | ((above >= top_k) & (listed <= LANES))
+
+    larger = length * 0
+    if whole:
+        if SPANS == 0:
+            found = keys_at(scores, lane, length, key_stride)
+            at = lane
+            above = tl.sum((found > least).to(tl.int32), axis=0)
+        else:
+            found, at = _entries_at(entries, counts, lane, listed, top_k, SEARCH)
+        threshold = least.to(tl.int64)
+        ties = tl.minimum(equal, tl.maximum(top_k - above, 0))
+        if above > top_k:
+            threshold = wanted_key(found, threshold + 1, top_k, 0)
+            ties = top_k - tl.sum((found > threshold).to(tl.int32), axis=0)
+        larger, equal = _write_chosen(found, at, threshold, ties, larger, larger, out, out_stride)
+        for first in range(LANES, listed, FEWER):
+            rest, rest_at = _entries_at(entries, counts, first + few, listed, top_k, SEARCH)
+            larger, equal = _write_chosen(rest, rest_at, threshold, ties, larger, equal, out, out_stride)
+    else:
+        threshold, ties = search_row(scores, length, key_stride, top_k, entries, SEARCH)
+        equal = length * 0
+        for first in range(0, length, FEWER):
+            rest = keys_at(scores, first + few, length, key_stride)
+            larger, equal = _write_chosen(rest, first + few, threshold, ties, larger, equal, out, out_stride)
+    written = larger + tl.minimum(equal, ties)
+    for first in range(0, top_k, FEWER):
+        place = first + few
+        tl.store(out + place * out_stride, tl.full([FEWER], -1, tl.int32), mask=(place >= written) & (place < top_k))

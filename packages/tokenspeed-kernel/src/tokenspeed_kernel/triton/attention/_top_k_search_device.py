@@ -1,0 +1,172 @@
+"""The threshold of a row that no list decides: a sample brackets it, and few scores lie in the bracket. One program a row.
+
+The *threshold* is the least score that is chosen. All that follows is about the keys by which scores sort, `sort_key`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.sampling._rows_device import PARTS, part_that_holds, sort_key
+
+NO_KEY = tl.constexpr(-0x80000000)
+"""Less than the key of any score."""
+
+HIDDEN = tl.constexpr(-0x7F800001)
+"""The key of -inf, which is never chosen."""
+
+_LARGEST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def keys_at(scores, at, length, key_stride):
+    """int32 keys of some scores of a row; `NO_KEY` beyond its length."""
+    x = tl.load(scores + at.to(tl.int64) * key_stride, mask=at < length, other=0.0).to(tl.float32)
+    return tl.where(at < length, sort_key(x), NO_KEY)
+
+
+@triton.jit
+def wanted_key(keys, low, wanted, spare):
+    """The largest key that at least ``wanted`` of some keys reach, or a lower one that up to ``spare`` more reach.
+
+    Like `threshold_of`, for so many keys that comparing each with all parts of the range at once takes too many registers.
+
+    Args:
+        keys: int32, fewer than 2^15.
+        low: int64, a key that at least ``wanted`` reach.
+
+    Returns:
+        int64.
+    """
+    high = tl.max(keys, axis=0).to(tl.int64)
+    number = tl.sum((keys >= low).to(tl.int32), axis=0)
+    while (low < high) & (number > wanted + spare):
+        quarter = (high - low) // 4 + 1
+        first = tl.minimum(low + quarter, high)
+        second = tl.minimum(low + 2 * quarter, high)
+        third = tl.minimum(low + 3 * quarter, high)
+        # Three counts in one sum.
+        reaching = (keys >= first.to(tl.int32)).to(tl.int64)
+        reaching += tl.where(keys >= second.to(tl.int32), 1 << 20, 0).to(tl.int64)
+        reaching += (keys >= third.to(tl.int32)).to(tl.int64) << 40
+        total = tl.sum(reaching, axis=0)
+        of_first = (total & 0xFFFFF).to(tl.int32)
+        of_second = ((total >> 20) & 0xFFFFF).to(tl.int32)
+        of_third = (total >> 40).to(tl.int32)
+        if of_third >= wanted:
+            low = third
+            number = of_third
+        elif of_second >= wanted:
+            low = second
+            number = of_second
+            high = third - 1
+        elif of_first >= wanted:
+            low = first
+            number = of_first
+            high = second - 1
+        else:
+            high = first - 1
+    return low
+
+
+@triton.jit
+def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
+    """int64, a range of keys that very likely holds the threshold, and few others."""
+    SAMPLE: tl.constexpr = SEARCH.sample
+    stride = (length + SAMPLE - 1) // SAMPLE
+    keys = keys_at(scores, tl.arange(0, SAMPLE) * stride, length, key_stride)
+    live = keys > HIDDEN
+    sampled = (length + stride - 1) // stride
+    rank = top_k.to(tl.float32) * sampled.to(tl.float32) / length.to(tl.float32)
+    # The rank of the threshold in a random sample is off by no more than its root, usually, and hardly ever by four times that.
+    margin = 4.0 * tl.sqrt(rank) + 1.0
+    upper = (rank - margin).to(tl.int32)
+    lower = (rank + margin).to(tl.int32) + 1
+    high = tl.full([], _LARGEST, tl.int64)
+    low = tl.full([], HIDDEN + 1, tl.int64)
+    number = tl.sum(live.to(tl.int32), axis=0)
+    if (upper >= 1) & (upper <= number):
+        high = wanted_key(keys, low, upper, 0)
+    if lower <= number:
+        low = wanted_key(keys, low, lower, 0)
+    return low, high
+
+
+@triton.jit
+def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.constexpr):
+    """Writes the keys from low to high to candidates, as many as there is room for.
+
+    Returns:
+        int32: how many keys are above high, how many from low to high, how many more than that of -inf.
+    """
+    BLOCK: tl.constexpr = SEARCH.lanes // 4
+    # Two counts in one number: a lane sees fewer than 2^15 keys.
+    both = tl.zeros([BLOCK], tl.int32)
+    inside = length * 0
+    tl.debug_barrier()  # candidates of an earlier range may still be read
+    for start in range(0, length, BLOCK):
+        keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
+        both += (keys > high).to(tl.int32) << 16 | (keys > HIDDEN).to(tl.int32)
+        within = (keys >= low) & (keys <= high)
+        place = inside + tl.cumsum(within.to(tl.int32), axis=0) - 1
+        tl.store(candidates + place, keys.to(tl.int64), mask=within & (place < SEARCH.lanes))
+        inside += tl.sum(within.to(tl.int32), axis=0)
+    tl.debug_barrier()  # other threads read what these have stored
+    return tl.sum(both >> 16, axis=0), inside, tl.sum(both & 0xFFFF, axis=0)
+
+
+@triton.jit
+def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
+    """The part of a range of keys that holds the threshold, if the range does."""
+    BLOCK: tl.constexpr = SEARCH.lanes // 4 // PARTS
+    stride = ((high - low) // PARTS) + 1
+    ends = tl.minimum(low + tl.arange(0, PARTS) * stride, high).to(tl.int32)
+    reaching = tl.zeros([PARTS], tl.int32)
+    for start in range(0, length, BLOCK):
+        keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
+        reaching += tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
+    low, high, _ = part_that_holds(low, high, reaching, top_k)
+    return low, high
+
+
+@triton.jit
+def search_row(scores, length, key_stride, top_k, candidates, SEARCH: tl.constexpr):
+    """Searches a row.
+
+    Args:
+        candidates: int64 ``[SEARCH.lanes]``, overwritten.
+
+    Returns:
+        int64, the threshold, that of -inf where no more scores are shown than are wanted; int32, how many of its ties are chosen.
+    """
+    CANDIDATES: tl.constexpr = SEARCH.lanes
+    threshold = tl.full([], HIDDEN, tl.int64)
+    ties = length * 0
+    low = threshold + 1
+    high = tl.full([], _LARGEST, tl.int64)
+    searching = length > top_k
+    if searching & (length > CANDIDATES):
+        low, high = _bracket(scores, length, key_stride, top_k, SEARCH)
+    while searching:
+        above, inside, shown = _collect(scores, length, key_stride, low, high, candidates, SEARCH)
+        if shown <= top_k:
+            searching = length < 0
+        elif above >= top_k:  # the bracket is too low
+            low = high + 1
+            high = tl.full([], _LARGEST, tl.int64)
+        elif above + inside < top_k:  # the bracket is too high
+            high = low - 1
+            low = tl.full([], HIDDEN + 1, tl.int64)
+        elif (inside > CANDIDATES) & (low < high):
+            low, high = _narrowed(scores, length, key_stride, low, high, top_k, SEARCH)
+        else:
+            searching = length < 0
+            ties = top_k - above
+            threshold = low
+            if low < high:
+                lane = tl.arange(0, CANDIDATES)
+                found = tl.load(candidates + lane, mask=lane < inside, other=NO_KEY).to(tl.int32)
+                threshold = wanted_key(found, low, ties, 0)
+                ties -= tl.sum((found > threshold).to(tl.int32), axis=0)
+    return threshold, ties
