@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.activation.gated import tile_for
-from tokenspeed_kernel.triton.common import as_rows, cdiv, next_power_of_2
+from tokenspeed_kernel.triton.common import as_rows, cdiv, for_architecture, multiprocessors, next_power_of_2
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
     DECLARED,
     GROUPS,
@@ -60,20 +60,23 @@ class Tile(NamedTuple):
 # twice, in steps of this many columns, which a thread has 16 of.
 _ELEMENTS_A_WARP, _WARPS, _LONGEST_ROW = 512, 16, 16384
 _STEP, _STEP_WARPS = 4096, 8
+# Few rows are held up to twice that length, by as many threads as there can be: with a program to a multiprocessor or fewer, nobody
+# else would work while a row is read the second time. Where a warp has 64 threads, there can be no more of them.
+_MOST_WARPS = {"nvidia": 32, "any": 16}
 
 
 @functools.cache
-def tile_of(intermediate: int, group: int) -> Tile:
+def tile_of(intermediate: int, group: int, most_warps: int = _WARPS) -> Tile:
     """The tile for results of this many columns, as `Form.group` says cut into groups."""
     if group != ROW:
         tile = tile_for(intermediate)
         columns = max(tile.columns, group)
         return Tile(max(1, tile.rows * tile.columns // columns), columns, tile.warps)
-    if intermediate > _LONGEST_ROW:
+    if intermediate * _WARPS > _LONGEST_ROW * most_warps:
         return Tile(1, _STEP, _STEP_WARPS)
     block = next_power_of_2(intermediate)
     rows = max(1, _ELEMENTS_A_WARP // block)
-    return Tile(rows, block, min(rows * block // _ELEMENTS_A_WARP, _WARPS))
+    return Tile(rows, block, min(rows * block // _ELEMENTS_A_WARP, most_warps if block > _LONGEST_ROW else _WARPS))
 
 
 def _launch(
@@ -91,7 +94,8 @@ def _launch(
     if stored.codes.numel():
         source = as_rows(x)
         rows = source.shape[0]
-        tile = tile_of(intermediate, form.group)
+        few = rows <= multiprocessors(x.device)
+        tile = tile_of(intermediate, form.group, for_architecture(_MOST_WARPS, x.device) if few else _WARPS)
         column_tiles = 1 if form.group == ROW else cdiv(intermediate, tile.columns)
         device_code.gated_quantize_kernel[(cdiv(rows, tile.rows) * column_tiles,)](
             source,

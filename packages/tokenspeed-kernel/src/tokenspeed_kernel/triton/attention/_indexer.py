@@ -54,6 +54,7 @@ _BLOCK_N, _ROWS, _WARPS, _STAGES = 64, 128, 4, 3
 # multiprocessor.
 _BLOCKS, _PROGRAMS = 16, 4
 _SEQUENCES_AT_ONCE = 256
+_COLUMNS = {False: 16, True: 32}  # at least, of a product; True: of fp8
 _MULTIPLIES_E4M3 = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "gfx950": True, "any": False}
 
 
@@ -70,8 +71,8 @@ def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor 
     return out, lengths_out
 
 
-def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, device: torch.device) -> Tile:
-    """The tile for tokens in sequences of ``keys`` keys at most."""
+def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, least: int, device: torch.device) -> Tile:
+    """The tile for tokens in sequences of ``keys`` keys at most. ``least``: columns of q."""
     rows = next_power_of_2(heads)
     together = min(max(1, _ROWS // rows), next_power_of_2(cdiv(tokens, max(batch, 1))))
     together = max(together, cdiv(16, rows))  # a product has 16 columns at least
@@ -81,7 +82,7 @@ def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, devi
     while blocks > 1 and slots * cdiv(keys, _BLOCK_N * blocks) < wanted:
         blocks //= 2
     at_once = min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(batch)))
-    return Tile(together, rows, max(16, next_power_of_2(head_dim)), _BLOCK_N, blocks, at_once, _STAGES)
+    return Tile(together, rows, max(least, next_power_of_2(head_dim)), _BLOCK_N, blocks, at_once, _STAGES)
 
 
 def write_scores(
@@ -109,7 +110,7 @@ def write_scores(
     # Every fp8 number is a bfloat16, and interpreted products of bfloat16 are wrong.
     wide = for_architecture({"cpu": torch.float32, "any": torch.bfloat16 if q.dtype in FP8 else q.dtype}, q.device)
     (q, q_fp8), (k, k_fp8) = ((x, None) if native else fp8_operand(x) for x in (q, k))
-    tile = tile_for(heads, head_dim, tokens, batch, keys, q.device)
+    tile = tile_for(heads, head_dim, tokens, batch, keys, _COLUMNS[native], q.device)
     slots = tokens // tile.tokens + batch if cu_seqlens_q is not None else batch * cdiv(tokens // batch, tile.tokens)
     device_code.indexer_scores_kernel[(max(1, cdiv(keys, tile.block_n * tile.blocks)), slots)](
         q,

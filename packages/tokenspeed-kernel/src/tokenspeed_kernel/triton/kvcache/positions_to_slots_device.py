@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["batch", "q_len", "max_pages", "top_k"])
+# top_k is specialised: where it is a multiple of four, four positions are loaded and stored at once.
+@triton.jit(do_not_specialize=["batch", "q_len", "max_pages"])
 def positions_to_slots_kernel(
     positions,
     page_table,
@@ -28,6 +29,9 @@ def positions_to_slots_kernel(
 ):
     """Some positions of one token."""
     token = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # They are on the way while the token's sequence is looked for.
+    position = tl.load(positions + token * positions_stride_t + k * positions_stride_k, mask=k < top_k, other=-1)
     sequence = token // q_len
     if cu_seqlens_q is not None:  # how many sequences end before the token, or with it
         sequence = token * 0
@@ -35,8 +39,6 @@ def positions_to_slots_kernel(
             at = start + tl.arange(0, AT_ONCE)
             ends = tl.load(cu_seqlens_q + at + 1, mask=at < batch, other=0x7FFFFFFF)
             sequence += tl.sum((ends <= token).to(tl.int32))
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(positions + token * positions_stride_t + k * positions_stride_k, mask=k < top_k, other=-1)
     held = (position >= 0) & (position // PAGE_SIZE < max_pages)
     page = tl.load(page_table + sequence * table_stride_b + position // PAGE_SIZE * table_stride_p, mask=held, other=-1)
     slot = tl.where(page >= 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
