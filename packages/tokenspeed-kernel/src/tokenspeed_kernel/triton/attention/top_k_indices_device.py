@@ -1,7 +1,7 @@
 """Device code of `top_k_indices`.
 
 The *threshold* is the least score that is chosen; what equals it are *ties*, of which the first are chosen. All that follows is
-about the keys by which scores sort, `sort_key`. An entry of a list is an int64: a key above its position.
+about the keys by which scores sort, `sort_key`. An entry of a list is an int64: the bits of a float32 above its position.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._top_k_search_device import HIDDEN, NO_KEY, keys_at, search_row, wanted_key
 from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 
 COUNTS = tl.constexpr(3)
-"""int32 numbers that a list comes with: how many scores are above the least key, how many equal it, and that key."""
+"""int32 numbers that a list comes with: how many scores are above a key, how many equal it, and the key."""
+
+_INFINITE = tl.constexpr(0x7F800000)  # the key of inf
+_FEW_ALIKE = tl.constexpr(2)  # that equal the bound, in a sample
 
 
 @triton.jit
@@ -26,14 +30,18 @@ def _length_of(lengths, row, keys):
 
 
 @triton.jit
-def _least_key(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """int32, a key that very likely at least top_k scores of a row reach, and few more; of short rows all that are shown reach it.
+def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
+    """A key that very likely at least top_k scores of a row reach, and few more; of short rows all that are shown reach it.
 
     A sample tells: one score of each of many equal parts of the row, its place in there by chance, so that no regular row
     misleads it.
+
+    Returns:
+        int32, the key, that of infinity at most; whether several of the sample equal it.
     """
     SAMPLE: tl.constexpr = SEARCH.sample
-    least = length * 0 + HIDDEN + 1
+    key = length * 0 + HIDDEN + 1
+    alike = length * 0
     if length > SEARCH.lanes:
         part = (length + SAMPLE - 1) // SAMPLE
         lane = tl.arange(0, SAMPLE)
@@ -41,51 +49,95 @@ def _least_key(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
         chance = (((mixed ^ (mixed >> 15)) * 0x2C9277B5) >> 16) & 0xFFFF
         at = lane * part + ((chance.to(tl.int64) * part) >> 16).to(tl.int32)
         keys = keys_at(scores, at, length, key_stride)
-        live = keys > HIDDEN
         rank = top_k.to(tl.float32) / part.to(tl.float32)
         margin = SEARCH.deviations * tl.sqrt(rank)
         wanted = (rank + margin).to(tl.int32) + 2
-        if wanted <= tl.sum(live.to(tl.int32), axis=0):
-            least = wanted_key(keys, least.to(tl.int64), wanted, (margin * 0.125).to(tl.int32)).to(tl.int32)
-    return least
+        if wanted <= tl.sum((keys > HIDDEN).to(tl.int32), axis=0):
+            key = wanted_key(keys, key.to(tl.int64), wanted, (margin * 0.125).to(tl.int32)).to(tl.int32)
+            key = tl.minimum(key, _INFINITE)
+            alike = tl.sum((keys == key).to(tl.int32), axis=0)
+    return key, alike > _FEW_ALIKE
+
+
+@triton.jit
+def _scores_at(scores, first, length, key_stride, SEARCH: tl.constexpr, WHOLE: tl.constexpr):
+    """A block of a row's scores, float32 ``[SEARCH.block / SEARCH.run, SEARCH.run]``, -inf beyond the length, and where they are.
+
+    A thread takes a run of scores, so that threads exchange sums of runs only. ``WHOLE``: none of them lies beyond the length.
+    """
+    RUN: tl.constexpr = SEARCH.run
+    at = first + tl.arange(0, SEARCH.block // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    if WHOLE:
+        x = tl.load(scores + at.to(tl.int64) * key_stride)
+    else:
+        x = tl.load(scores + at.to(tl.int64) * key_stride, mask=at < length, other=-float("inf"))
+    return x.to(tl.float32), at
+
+
+@triton.jit
+def _sums_before(numbers):
+    """The sum of all numbers that stand before each, row by row, and that of all."""
+    of_runs = tl.sum(numbers, axis=1)
+    return (tl.cumsum(of_runs, axis=0) - of_runs)[:, None] + tl.cumsum(numbers, axis=1) - numbers, tl.sum(of_runs, axis=0)
+
+
+@triton.jit
+def _store_entries(entries, place, x, at, listed):
+    tl.store(entries + place, (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
+
+
+@triton.jit
+def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARCH: tl.constexpr, WHOLE: tl.constexpr):
+    """Lists what reaches the bound, a float32, in a block. Returns how many are listed now."""
+    x, at = _scores_at(scores, first, length, key_stride, SEARCH, WHOLE)
+    reaching = (x >= bound) | (x != x)
+    before, number = _sums_before(reaching.to(tl.int32))
+    place = listed + before
+    _store_entries(entries, place, x, at, reaching & (place < SEARCH.segment))
+    return listed + number
 
 
 @triton.jit
 def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
-    """Lists what reaches the least key in a span of a row, in order: all that is above it, and as many ties as can be chosen.
+    """Lists what is above a key in a span of a row, in order, and as many as can be chosen of those that equal it.
+
+    Where few equal the bound, the key is the one below: all that reach the bound are listed, and nothing equals the key.
 
     Args:
         entries: int64 ``[SEARCH.segment]``. What there is no room for is counted only.
         counts: int32 ``[COUNTS]``.
     """
     BLOCK: tl.constexpr = SEARCH.block
-    RUN: tl.constexpr = SEARCH.run
-    least = _least_key(scores, length, key_stride, top_k, SEARCH)
+    key, alike = _bound(scores, length, key_stride, top_k, SEARCH)
+    bound = from_sort_key(key)
     each = (length + SEARCH.spans - 1) // SEARCH.spans
     each = (each + BLOCK - 1) // BLOCK * BLOCK
     begin = span * each
+    end = tl.minimum(begin + each, length)
     above = length * 0
     equal = length * 0
-    for first in range(begin, tl.minimum(begin + each, length), BLOCK):
-        # A thread takes a run of scores, so that threads exchange sums of runs only.
-        at = first + tl.arange(0, BLOCK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        keys = keys_at(scores, at, length, key_stride)
-        larger = keys > least
-        ties = keys == least
-        # Both counts in one sum: neither reaches 2^15.
-        both = (larger.to(tl.int32) << 16) | ties.to(tl.int32)
-        of_runs = tl.sum(both, axis=1)
-        before = (tl.cumsum(of_runs, axis=0) - of_runs)[:, None] + tl.cumsum(both, axis=1) - both
-        rank = equal + (before & 0xFFFF)
-        place = above + (before >> 16) + tl.minimum(rank, top_k)
-        listed = (larger | (ties & (rank < top_k))) & (place < SEARCH.segment)
-        tl.store(entries + place, (keys.to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
-        total = tl.sum(of_runs, axis=0)
-        above += total >> 16
-        equal += total & 0xFFFF
+    if alike:
+        for first in range(begin, end, BLOCK):
+            x, at = _scores_at(scores, first, length, key_stride, SEARCH, False)
+            larger = (x > bound) | (x != x)
+            ties = x == bound
+            # Both counts in one sum: neither reaches 2^15.
+            before, total = _sums_before((larger.to(tl.int32) << 16) | ties.to(tl.int32))
+            rank = equal + (before & 0xFFFF)
+            place = above + (before >> 16) + tl.minimum(rank, top_k)
+            _store_entries(entries, place, x, at, (larger | (ties & (rank < top_k))) & (place < SEARCH.segment))
+            above += total >> 16
+            equal += total & 0xFFFF
+    else:
+        key -= 1
+        last = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
+        for first in range(begin, last, BLOCK):
+            above = _list_block(scores, first, length, key_stride, bound, above, entries, SEARCH, True)
+        if last < end:
+            above = _list_block(scores, last, length, key_stride, bound, above, entries, SEARCH, False)
     tl.store(counts, above)
     tl.store(counts + 1, equal)
-    tl.store(counts + 2, least)
+    tl.store(counts + 2, key)
 
 
 @triton.jit
@@ -99,7 +151,8 @@ def _entries_at(entries, counts, lane, listed, top_k, SEARCH: tl.constexpr):
         place += tl.where(lane >= begin, SEARCH.segment - number, 0)
         counts += COUNTS
     entry = tl.load(entries + place, mask=lane < listed, other=0)
-    return tl.where(lane < listed, (entry >> 32).to(tl.int32), NO_KEY), (entry & 0x7FFFFFFF).to(tl.int32)
+    x = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(lane < listed, sort_key(x), NO_KEY), (entry & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -190,7 +243,7 @@ def top_k_indices_kernel(
         above = tl.sum(above_each, axis=0)
         equal = tl.sum(equal_each, axis=0)
         # Fewer than are wanted are above the least key: then no list overflows, for it has at most that many and as many ties.
-        whole = ((above < top_k) & ((above + equal >= top_k) | (least == HIDDEN + 1))) | ((above >= top_k) & (listed <= LANES))
+        whole = ((above < top_k) & ((above + equal >= top_k) | (least <= HIDDEN + 1))) | ((above >= top_k) & (listed <= LANES))
 
     larger = length * 0
     if whole:
