@@ -20,44 +20,53 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1]))
 
 
-def misleading(keys: int, stride: int, low: bool) -> Tensor:
-    """Scores of which a sample of every ``stride``-th sees only the largest, or only the least."""
-    scores = normal(1, keys).abs() + 1
-    scores[:, ::stride] *= -1 if low else 100
-    return scores
-
-
 def chosen(scores: Tensor, top_k: int, lengths: Tensor | None = None) -> None:
     scores = scores.to(DEVICE)
     got = tk.top_k_indices(scores, top_k, lengths, override="triton_top_k_indices")
     assert torch.equal(got, tk.top_k_indices(scores, top_k, lengths, override="reference_top_k_indices"))
 
 
-@pytest.fixture
-def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little room for a row, so that rows of a few thousand scores need all steps of a search."""
-    monkeypatch.setattr(selection, "search_of", lambda keys: selection.Search(512, 64, 64, 4))
+# Little room, so that rows of a thousand scores need all steps of a search; `spans`: without lists, by one program, by several.
+SMALL = selection.Search(lanes=128, spans=1, segment=128, block=64, run=4, sample=64, deviations=4.0, warps=4)
+each_search = pytest.mark.parametrize("spans", [0, 1, 4])
 
 
-@pytest.mark.usefixtures("small_search")
-@pytest.mark.parametrize("top_k", [7, 300])
-def test_rows_that_are_long_for_the_search(top_k: int) -> None:
-    chosen(torch.cat([normal(1, 1000), (normal(1, 1000) * 3).round()]), top_k)
+def search(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    monkeypatch.setattr(selection, "search_of", lambda *_: SMALL._replace(**changes))
 
 
-@pytest.mark.usefixtures("small_search")
-@pytest.mark.parametrize("low", [True, False])
-def test_a_sample_that_misleads(low: bool) -> None:
-    chosen(misleading(1024, 16, low), 150)
+@each_search
+@pytest.mark.parametrize("deviations", [-2.0, 4.0, 30.0], ids=["too high", "as usual", "too low"])
+def test_a_bound_that_a_sample_gives(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of which most differ, and few numbers: where the bound misses the threshold, the row is searched as a whole."""
+    search(monkeypatch, spans=spans, deviations=deviations)
+    lengths = torch.tensor([1000, 300, 1000, 50], dtype=torch.int32, device=DEVICE)
+    chosen(torch.cat([normal(2, 1000), (normal(2, 1000) * 3).round()]), 60, lengths)
 
 
-@pytest.mark.usefixtures("small_search")
-def test_mostly_hidden_scores() -> None:
-    scores = normal(3, 1500)
+@each_search
+def test_extremes_in_long_rows(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(monkeypatch, spans=spans)
+    scores = normal(4, 700)
+    scores[0] *= 1e-40
+    scores[1, ::3], scores[1, 1::4] = torch.nan, torch.inf
+    scores[2] = torch.nan
+    scores[3] = scores[3].sign() * 0.0
+    chosen(scores, 50)
+
+
+@each_search
+def test_mostly_hidden_scores(spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(monkeypatch, spans=spans)
+    scores = normal(3, 900)
     scores[0, 20:] = -torch.inf
-    scores[1, : 1500 - 90] = -torch.inf
+    scores[1, : 900 - 90] = -torch.inf
     scores[2] = -torch.inf
-    chosen(scores, 70)
+    chosen(scores, 60)
+
+
+def test_more_are_wanted_than_a_list_has_room_for() -> None:
+    chosen(normal(1, 4500), 4000)
 
 
 def test_strided_scores() -> None:

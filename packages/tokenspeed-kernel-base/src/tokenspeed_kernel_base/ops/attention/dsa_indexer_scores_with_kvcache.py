@@ -192,7 +192,10 @@ def _() -> list[Case]:
         Case("prefill beside decode, float32", index_inputs([40, 9, 70, 3], [40, 1, 5, 0], dtype=torch.float32, stale=True)),
         Case("float64, pages of 1, three new tokens", index_inputs([5, 1, 6], new=3, page_size=1, dtype=torch.float64)),
         Case("odd heads and widths, pages of 24", index_inputs([50, 30], [4, 2], heads=3, head_dim=20, page_size=24)),
-        Case("fp8, page table wider than the sequences", index_inputs([70, 3], dtype=e4m3, stale=True, width=9)),
+        Case(
+            "fp8, 12 columns, page table wider than the sequences",
+            index_inputs([70, 3], dtype=e4m3, stale=True, width=9, head_dim=12),
+        ),
         Case("deepseek-v3.2 decode, two new tokens of each", index_inputs([200, 64], new=2, **deepseek)),
         Case("deepseek-v3.2 prefill of 6 of 150, fp8", index_inputs([150], [6], **fp8)),
         Case("no sequences", index_inputs([], width=2)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._rows_device import PARTS, part_that_holds, sort_key
+from tokenspeed_kernel.triton.sampling._rows_device import sort_key
 
 NO_KEY = tl.constexpr(-0x80000000)
 """Less than the key of any score."""
@@ -27,13 +27,36 @@ def keys_at(scores, at, length, key_stride):
 
 
 @triton.jit
+def _quarter(low, high, i):
+    """The first key of a quarter of the keys from low to high, or high: int64."""
+    return tl.minimum(low + i * ((high - low) // 4 + 1), high)
+
+
+@triton.jit
+def _reaching_quarters(keys, low, high):
+    """int64: whether each key reaches the second, third and last quarter of the keys from low to high; 20 bits each."""
+    reaching = (keys >= _quarter(low, high, 1).to(tl.int32)).to(tl.int64)
+    reaching += tl.where(keys >= _quarter(low, high, 2).to(tl.int32), 1 << 20, 0).to(tl.int64)
+    return reaching + ((keys >= _quarter(low, high, 3).to(tl.int32)).to(tl.int64) << 40)
+
+
+@triton.jit
+def _quarter_that_holds(low, high, second, third, last, wanted):
+    """Low and high of the quarter that holds the largest key which ``wanted`` reach, where so many reach three of the quarters; and
+    which it is, 0 to 3."""
+    held = (second >= wanted).to(tl.int32) + (third >= wanted).to(tl.int32) + (last >= wanted).to(tl.int32)
+    end = tl.where(held == 3, high, tl.maximum(_quarter(low, high, held + 1) - 1, low))
+    return _quarter(low, high, held), end, held
+
+
+@triton.jit
 def wanted_key(keys, low, wanted, spare):
     """The largest key that at least ``wanted`` of some keys reach, or a lower one that up to ``spare`` more reach.
 
     Like `threshold_of`, for so many keys that comparing each with all parts of the range at once takes too many registers.
 
     Args:
-        keys: int32, fewer than 2^15.
+        keys: int32, fewer than 2^20.
         low: int64, a key that at least ``wanted`` reach.
 
     Returns:
@@ -42,31 +65,12 @@ def wanted_key(keys, low, wanted, spare):
     high = tl.max(keys, axis=0).to(tl.int64)
     number = tl.sum((keys >= low).to(tl.int32), axis=0)
     while (low < high) & (number > wanted + spare):
-        quarter = (high - low) // 4 + 1
-        first = tl.minimum(low + quarter, high)
-        second = tl.minimum(low + 2 * quarter, high)
-        third = tl.minimum(low + 3 * quarter, high)
-        # Three counts in one sum.
-        reaching = (keys >= first.to(tl.int32)).to(tl.int64)
-        reaching += tl.where(keys >= second.to(tl.int32), 1 << 20, 0).to(tl.int64)
-        reaching += (keys >= third.to(tl.int32)).to(tl.int64) << 40
-        total = tl.sum(reaching, axis=0)
-        of_first = (total & 0xFFFFF).to(tl.int32)
-        of_second = ((total >> 20) & 0xFFFFF).to(tl.int32)
-        of_third = (total >> 40).to(tl.int32)
-        if of_third >= wanted:
-            low = third
-            number = of_third
-        elif of_second >= wanted:
-            low = second
-            number = of_second
-            high = third - 1
-        elif of_first >= wanted:
-            low = first
-            number = of_first
-            high = second - 1
-        else:
-            high = first - 1
+        total = tl.sum(_reaching_quarters(keys, low, high), axis=0)
+        second = (total & 0xFFFFF).to(tl.int32)
+        third = ((total >> 20) & 0xFFFFF).to(tl.int32)
+        last = (total >> 40).to(tl.int32)
+        low, high, held = _quarter_that_holds(low, high, second, third, last, wanted)
+        number = tl.where(held == 0, number, tl.where(held == 1, second, tl.where(held == 2, third, last)))
     return low
 
 
@@ -118,15 +122,15 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
 
 @triton.jit
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """The part of a range of keys that holds the threshold, if the range does."""
-    BLOCK: tl.constexpr = SEARCH.lanes // 4 // PARTS
-    stride = ((high - low) // PARTS) + 1
-    ends = tl.minimum(low + tl.arange(0, PARTS) * stride, high).to(tl.int32)
-    reaching = tl.zeros([PARTS], tl.int32)
+    """The quarter of a range of keys that holds the threshold, if the range does."""
+    BLOCK: tl.constexpr = SEARCH.lanes // 4
+    reaching = tl.zeros([BLOCK], tl.int64)
     for start in range(0, length, BLOCK):
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
-        reaching += tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
-    low, high, _ = part_that_holds(low, high, reaching, top_k)
+        reaching += _reaching_quarters(keys, low, high)
+    second = tl.sum(reaching & 0xFFFFF, axis=0)
+    third = tl.sum((reaching >> 20) & 0xFFFFF, axis=0)
+    low, high, _ = _quarter_that_holds(low, high, second, third, tl.sum(reaching >> 40, axis=0), top_k)
     return low, high
 
 

@@ -7,7 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense, launch_options, may_overlap, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import (
+    FLOATS,
+    TRITON,
+    cdiv,
+    dense,
+    launch_options,
+    may_overlap,
+    multiprocessors,
+    next_power_of_2,
+)
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures

@@ -190,9 +190,7 @@ def collect_kernel(
     entries += tl.program_id(0).to(tl.int64) * SEARCH.segment
     counts += tl.program_id(0) * COUNTS
     length = _length_of(lengths, row, keys)
-    _list_span(
-        scores + row * row_stride, length, key_stride, top_k, tl.program_id(0) % SEARCH.spans, entries, counts, SEARCH
-    )
+    _list_span(scores + row * row_stride, length, key_stride, top_k, tl.program_id(0) % SEARCH.spans, entries, counts, SEARCH)
 
 
 @triton.jit(do_not_specialize=["keys", "top_k"])
