@@ -27,7 +27,7 @@ def chosen(scores: Tensor, top_k: int, lengths: Tensor | None = None) -> None:
 
 
 # Little room, so that rows of a thousand scores need all steps of a search; `spans`: without lists, by one program, by several.
-SMALL = selection.Search(lanes=128, spans=1, segment=128, block=64, run=4, sample=64, deviations=4.0, warps=4)
+SMALL = selection.Search(lanes=256, spans=1, segment=256, block=128, run=4, sample=64, deviations=4.0, warps=4)
 each_search = pytest.mark.parametrize("spans", [0, 1, 4])
 
 
@@ -40,8 +40,8 @@ def search(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_a_bound_that_a_sample_gives(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of which most differ, and few numbers: where the bound misses the threshold, the row is searched as a whole."""
     search(monkeypatch, spans=spans, deviations=deviations)
-    lengths = torch.tensor([1000, 300, 1000, 50], dtype=torch.int32, device=DEVICE)
-    chosen(torch.cat([normal(2, 1000), (normal(2, 1000) * 3).round()]), 60, lengths)
+    lengths = torch.tensor([600, 300, 600, 50], dtype=torch.int32, device=DEVICE)
+    chosen(torch.cat([normal(2, 600), (normal(2, 600) * 3).round()]), 60, lengths)
 
 
 @each_search

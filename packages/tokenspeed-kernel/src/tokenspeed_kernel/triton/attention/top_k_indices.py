@@ -1,4 +1,15 @@
-"""The largest scores of each row: a sample brackets the least of them, and few scores lie in the bracket. One program a row."""
+"""The largest scores of each row: a sample tells a bound that a few more than are wanted reach, and these are listed and searched.
+
+1. `collect_kernel`, where rows are so few that each has several programs: a program takes a sample of the whole row and lists what
+   reaches the sample's bound in one span of it, in order of position.
+2. `top_k_indices_kernel`, a program a row, finds the threshold among what is listed and writes the positions. Of many rows it
+   makes the list itself; of short rows it holds all scores and needs none.
+
+So a row is read once, and a small part of it twice. Sums along a row place everything, never atomic operations: a row always gives
+the same lists. Where a bound turns out to be too high, or so low that a list overflows, the row is searched as a whole,
+`_top_k_search_device`: seldom, for the bound leaves room for what chance does to a sample, and scores that equal the bound are
+listed no more often than they may be chosen.
+"""
 
 from __future__ import annotations
 
