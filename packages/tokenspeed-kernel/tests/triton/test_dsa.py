@@ -27,7 +27,7 @@ def chosen(scores: Tensor, top_k: int, lengths: Tensor | None = None) -> None:
 
 
 # Little room, so that rows of a thousand scores need all steps of a search; `spans`: without lists, by one program, by several.
-SMALL = selection.Search(lanes=256, spans=1, segment=256, block=128, run=4, sample=64, deviations=4.0, warps=4)
+SMALL = selection.Search(lanes=256, spans=1, segment=256, block=128, run=4, sample=64, deviations=4.0, stages=1, warps=4)
 each_search = pytest.mark.parametrize("spans", [0, 1, 4])
 
 

@@ -34,10 +34,16 @@ def _quarter(low, high, i):
 
 @triton.jit
 def _reaching_quarters(keys, low, high):
-    """int64: whether each key reaches the second, third and last quarter of the keys from low to high; 20 bits each."""
-    reaching = (keys >= _quarter(low, high, 1).to(tl.int32)).to(tl.int64)
-    reaching += tl.where(keys >= _quarter(low, high, 2).to(tl.int32), 1 << 20, 0).to(tl.int64)
-    return reaching + ((keys >= _quarter(low, high, 3).to(tl.int32)).to(tl.int64) << 40)
+    """int32: whether each key reaches the second and, 16 bits higher, the third quarter of the keys from low to high; and whether it
+    reaches the last."""
+    second = (keys >= _quarter(low, high, 1).to(tl.int32)).to(tl.int32)
+    third = tl.where(keys >= _quarter(low, high, 2).to(tl.int32), 1 << 16, 0)
+    return second + third, (keys >= _quarter(low, high, 3).to(tl.int32)).to(tl.int32)
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -56,7 +62,7 @@ def wanted_key(keys, low, wanted, spare):
     Like `threshold_of`, for so many keys that comparing each with all parts of the range at once takes too many registers.
 
     Args:
-        keys: int32, fewer than 2^20.
+        keys: int32, fewer than 2^15.
         low: int64, a key that at least ``wanted`` reach.
 
     Returns:
@@ -65,10 +71,9 @@ def wanted_key(keys, low, wanted, spare):
     high = tl.max(keys, axis=0).to(tl.int64)
     number = tl.sum((keys >= low).to(tl.int32), axis=0)
     while (low < high) & (number > wanted + spare):
-        total = tl.sum(_reaching_quarters(keys, low, high), axis=0)
-        second = (total & 0xFFFFF).to(tl.int32)
-        third = ((total >> 20) & 0xFFFFF).to(tl.int32)
-        last = (total >> 40).to(tl.int32)
+        both, last = tl.reduce(_reaching_quarters(keys, low, high), 0, _add_both)
+        second = both & 0xFFFF
+        third = both >> 16
         low, high, held = _quarter_that_holds(low, high, second, third, last, wanted)
         number = tl.where(held == 0, number, tl.where(held == 1, second, tl.where(held == 2, third, last)))
     return low
@@ -124,13 +129,16 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
     """The quarter of a range of keys that holds the threshold, if the range does."""
     BLOCK: tl.constexpr = SEARCH.lanes // 4
-    reaching = tl.zeros([BLOCK], tl.int64)
+    second = length * 0
+    third = length * 0
+    last = length * 0
     for start in range(0, length, BLOCK):
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
-        reaching += _reaching_quarters(keys, low, high)
-    second = tl.sum(reaching & 0xFFFFF, axis=0)
-    third = tl.sum((reaching >> 20) & 0xFFFFF, axis=0)
-    low, high, _ = _quarter_that_holds(low, high, second, third, tl.sum(reaching >> 40, axis=0), top_k)
+        both, number = tl.reduce(_reaching_quarters(keys, low, high), 0, _add_both)
+        second += both & 0xFFFF
+        third += both >> 16
+        last += number
+    low, high, _ = _quarter_that_holds(low, high, second, third, last, top_k)
     return low, high
 
 

@@ -1,6 +1,6 @@
 """The largest scores of each row: a sample tells a bound that a few more than are wanted reach, and these are listed and searched.
 
-1. `collect_kernel`, where rows are so few that each has several programs: a program takes a sample of the whole row and lists what
+1. `list_scores_kernel`, where rows are so few that each has several programs: a program takes a sample of the whole row and lists what
    reaches the sample's bound in one span of it, in order of position.
 2. `top_k_indices_kernel`, a program a row, finds the threshold among what is listed and writes the positions. Of many rows it
    makes the list itself; of short rows it holds all scores and needs none.
@@ -13,7 +13,7 @@ listed no more often than they may be chosen.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from tokenspeed_kernel.triton.common import (
     TRITON,
     cdiv,
     dense,
+    for_architecture,
     launch_options,
     may_overlap,
     multiprocessors,
@@ -48,6 +49,7 @@ class Search(NamedTuple):
         run: of these, scores side by side that a thread takes.
         sample: scores of a sample, at most.
         deviations: standard deviations of the threshold's rank in a sample for which a list has room.
+        stages: blocks on the way to a list, the one at work included.
         warps: of a program.
     """
 
@@ -58,6 +60,7 @@ class Search(NamedTuple):
     run: int
     sample: int
     deviations: float
+    stages: int
     warps: int
 
 
@@ -68,6 +71,9 @@ _BLOCK, _RUN = 4096, 4
 # Of 65536 scores one in 32 is in the sample, so that about 3,100 are listed where 2,048 are wanted.
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLED = 1024, 4096, 32
 _DEVIATIONS = 4.0
+_STAGES = {"nvidia": 3, "any": 1}
+# Two programs share a multiprocessor.
+_REGISTERS: dict[str, dict[str, int]] = {"nvidia": {"maxnreg": 128}, "any": {}}
 _MOST_SPANS, _PROGRAMS = 16, 2  # of a row; of a multiprocessor
 
 
@@ -82,7 +88,7 @@ def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
         while spans < _MOST_SPANS and spans * _BLOCK < keys and 2 * spans * rows <= _PROGRAMS * multiprocessors(device):
             spans *= 2
     segment = min(next_power_of_2(cdiv(keys, max(spans, 1) * _BLOCK)) * _BLOCK, lanes)
-    return Search(lanes, spans, segment, _BLOCK, _RUN, sample, _DEVIATIONS, warps)
+    return Search(lanes, spans, segment, _BLOCK, _RUN, sample, _DEVIATIONS, for_architecture(_STAGES, device), warps)
 
 
 @register_kernel(
@@ -103,15 +109,19 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     if rows == 0:
         return out
     search = search_of(rows, keys, top_k, scores.device)
-    early = may_overlap(scores.device)
+    # Programs that wait for others would take the room of those.
+    early = may_overlap(scores.device) and rows * (search.spans + 1) <= multiprocessors(scores.device)
     lengths = dense(lengths)
     room = 0 if keys <= search.lanes else max(search.spans, 1) * search.segment
     entries = torch.empty(rows, room, dtype=torch.int64, device=scores.device)
     counts = torch.empty(rows, search.spans, 3, dtype=torch.int32, device=scores.device)
     asked = (keys, top_k)
-    options = {"SEARCH": search, "EARLY": early, "num_warps": search.warps, **launch_options(early)}
+    options: dict[str, Any] = {"SEARCH": search, "EARLY": early, "num_warps": search.warps, **launch_options(early)}
+    options.update(for_architecture(_REGISTERS, scores.device))
     if search.spans > 1:
-        device_code.collect_kernel[(rows * search.spans,)](scores, lengths, entries, counts, *scores.stride(), *asked, **options)
+        device_code.list_scores_kernel[(rows * search.spans,)](
+            scores, lengths, entries, counts, *scores.stride(), *asked, **options
+        )
     device_code.top_k_indices_kernel[(rows,)](
         scores, lengths, entries, counts, out, *scores.stride(), room, *out.stride(), *asked, **options
     )

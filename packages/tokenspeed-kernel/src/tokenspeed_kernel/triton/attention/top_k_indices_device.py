@@ -131,7 +131,7 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
     else:
         key -= 1
         last = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
-        for first in range(begin, last, BLOCK):
+        for first in tl.range(begin, last, BLOCK, num_stages=SEARCH.stages):
             above = _list_block(scores, first, length, key_stride, bound, above, entries, SEARCH, True)
         if last < end:
             above = _list_block(scores, last, length, key_stride, bound, above, entries, SEARCH, False)
@@ -172,7 +172,7 @@ def _write_chosen(keys, at, threshold, ties, larger_before, equal_before, out, o
 
 
 @triton.jit(do_not_specialize=["keys", "top_k"])
-def collect_kernel(
+def list_scores_kernel(
     scores,
     lengths,
     entries,  # int64 [rows, SEARCH.spans, SEARCH.segment]
@@ -210,7 +210,7 @@ def top_k_indices_kernel(
     SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row: from what `collect_kernel` has listed of it, from a list of its own, or, without lists, from the row itself."""
+    """One row: from what `list_scores_kernel` has listed of it, from a list of its own, or, without lists, from the row itself."""
     start(EARLY)
     LANES: tl.constexpr = SEARCH.lanes
     FEWER: tl.constexpr = SEARCH.lanes // 4  # where speed matters less than registers
