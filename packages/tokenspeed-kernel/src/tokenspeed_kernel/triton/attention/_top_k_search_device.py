@@ -34,8 +34,8 @@ def _quarter(low, high, i):
 
 @triton.jit
 def _reaching_quarters(keys, low, high):
-    """int32: whether each key reaches the second and, 16 bits higher, the third quarter of the keys from low to high; and whether it
-    reaches the last."""
+    """Two int32: whether each key reaches the second and, 16 bits higher, the third quarter of the keys from low to high; and
+    whether it reaches the last."""
     second = (keys >= _quarter(low, high, 1).to(tl.int32)).to(tl.int32)
     third = tl.where(keys >= _quarter(low, high, 2).to(tl.int32), 1 << 16, 0)
     return second + third, (keys >= _quarter(low, high, 3).to(tl.int32)).to(tl.int32)
@@ -43,6 +43,7 @@ def _reaching_quarters(keys, low, high):
 
 @triton.jit
 def _add_both(a, b, c, d):
+    """The sum of two pairs."""
     return a + c, b + d
 
 

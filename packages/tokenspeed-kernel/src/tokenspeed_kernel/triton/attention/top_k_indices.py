@@ -1,7 +1,7 @@
 """The largest scores of each row: a sample tells a bound that a few more than are wanted reach, and these are listed and searched.
 
-1. `list_scores_kernel`, where rows are so few that each has several programs: a program takes a sample of the whole row and lists what
-   reaches the sample's bound in one span of it, in order of position.
+1. `list_scores_kernel`, where rows are so few that each has several programs: a program takes a sample of the whole row and lists
+   what reaches the sample's bound in one span of it, in order of position.
 2. `top_k_indices_kernel`, a program a row, finds the threshold among what is listed and writes the positions. Of many rows it
    makes the list itself; of short rows it holds all scores and needs none.
 
