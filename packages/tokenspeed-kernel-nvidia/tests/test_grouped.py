@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed_kernel_nvidia.sm90.common.registers import REGISTERS
 from tokenspeed_kernel_nvidia.sm90.moe import grouped, moe_apply
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     PARTS,
     PLAIN,
-    REGISTERS,
     SERVED,
     SPLIT_COLUMNS,
     VALUES,

@@ -284,12 +284,15 @@ def emulated_sm90(
         triton: whether Triton compiles for the emulator too. Triton must be there.
 
     Raises:
-        RuntimeError: inside another such block.
+        RuntimeError: inside another such block, or in a process that uses a GPU: CuteDSL's programs that are loaded later would find
+            the emulator in place of CuteDSL's runtime.
         ValueError: ``copies`` is none of these.
     """
     global _active
     if _active is not None:
         raise RuntimeError("emulated_sm90() inside emulated_sm90()")
+    if torch.cuda.is_initialized():
+        raise RuntimeError("emulated_sm90() in a process that uses a GPU: its programs would find the emulator's runtime")
     when = copies or ("random" if seed else "early")
     if when not in ("early", "late", "random"):
         raise ValueError(f'copies must be "early", "late" or "random", got {copies!r}')
