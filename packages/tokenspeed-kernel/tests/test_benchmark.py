@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import math
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -42,6 +45,7 @@ from tokenspeed_kernel.workbench.benchmark import (
 )
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
+from tokenspeed_kernel.workbench.benchmark.timing import captured
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -532,3 +536,25 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str, said: str) -> N
     with pytest.raises(ReportError, match=said) as caught:
         load_report(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_graph_keeps_the_tensors_that_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a peer's setup made, nobody else holds; where it was freed, a graph read memory that was not there any more."""
+
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    made = torch.ones(3)
+    seen = weakref.ref(made)
+    replay = captured([functools.partial(torch.sum, made)], torch.device("cuda"))
+    del made
+    assert seen() is not None
+    replay()
+    del replay
+    assert seen() is None

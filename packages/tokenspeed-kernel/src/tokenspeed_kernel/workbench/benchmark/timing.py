@@ -186,7 +186,7 @@ def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> C
         pool: of `torch.cuda.graph_pool_handle`, where graphs that never run at once share their memory.
 
     Returns:
-        Runs the graph.
+        Runs the graph, and keeps the calls alive, because the graph reads the tensors that they hold.
 
     Raises:
         RuntimeError: a call does what cannot be captured, such as waiting for the device.
@@ -198,7 +198,18 @@ def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> C
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             for call in calls:
                 call()
-    return graph.replay
+    return _Captured(graph, tuple(calls))
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, and the calls that it was made of: it reads the tensors that these hold."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: tuple[Call, ...]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 def host_time(call: Call, device: torch.device, calls: int = 20) -> float:
