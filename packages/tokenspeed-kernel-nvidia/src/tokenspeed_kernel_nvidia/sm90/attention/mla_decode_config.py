@@ -67,14 +67,6 @@ class Config:
         return 8
 
     @property
-    def ahead(self) -> int:
-        """Blocks between one that is loaded and one that is brought to the L2 cache; 0 where none is.
-
-        That makes loads arrive sooner, for tensor cores that would wait. Where the memory has no pause it costs bandwidth.
-        """
-        return 2 if self.cluster > 1 else 0
-
-    @property
     def pieces(self) -> int:
         """Pieces of 128 columns of blocks in shared memory: of two blocks whole, and three of the next one."""
         return 11

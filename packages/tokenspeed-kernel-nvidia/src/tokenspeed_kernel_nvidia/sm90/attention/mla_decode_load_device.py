@@ -76,13 +76,6 @@ class Loader(Tiles):
                 page = cute.arch.shuffle_sync(pages, at_page - first_page)
                 slot = (start - (at_page << call.page_shift)) // ROWS
                 at = self.load_block(call, kv, at, rope_at, page, slot, turn, start < length)
-                if const_expr(self.config.ahead > 0):
-                    ahead = self.config.ahead
-                    start += ahead * ROWS
-                    at_page = start >> call.page_shift
-                    if block + ahead < after and at_page < first_page + 32:
-                        page = cute.arch.shuffle_sync(pages, at_page - first_page)
-                        self.prefetch_block(call, kv, page, (start - (at_page << call.page_shift)) // ROWS, turn + ahead)
                 rope_at = advance(rope_at, self.config.stages)
                 turn ^= 1
             unit += 1
@@ -154,22 +147,6 @@ class Loader(Tiles):
                     self.load_panel(kv, source[None, slot, piece * PIECE_PANELS + panel, page], target, full)
             at = advance(at, self.config.pieces)
         return at
-
-    @cute.jit
-    def prefetch_block(self, call: Call, kv: Tma, page: Int32, slot: Int32, turn: Int32):
-        """Brings what this CTA will load of a block to the L2 cache."""
-        source = cute.group_modes(cute.local_tile(kv.tensor, (ROWS, PANEL), (None, None, None)), 0, 2)
-        for part in cutlass.range_constexpr(PIECES + 1):
-            if self.has_turn(turn + part):
-                panels = [LATENT // PANEL] if part == 0 else range((part - 1) * PIECE_PANELS, part * PIECE_PANELS)
-                for panel in panels:
-                    self.prefetch_panel(call, kv, source[None, slot, panel, page])
-
-    @cute.jit
-    def prefetch_panel(self, call: Call, kv: Tma, source: cute.Tensor):
-        box = self.ropes.boxes(call.storage.ropes, ROWS)[None, None, 0, 0, 0]
-        _, source = cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), source)
-        cute.prefetch(kv.atom, source)
 
     def has_turn(self, turn: Int32) -> cutlass.Boolean:
         return cutlass.Boolean(True) if self.config.cluster == 1 else turn % 2 == 0
