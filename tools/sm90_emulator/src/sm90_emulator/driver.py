@@ -284,8 +284,8 @@ def emulated_sm90(
         triton: whether Triton compiles for the emulator too. Triton must be there.
 
     Raises:
-        RuntimeError: inside another such block, or in a process that uses a GPU: CuteDSL's programs that are loaded later would find
-            the emulator in place of CuteDSL's runtime.
+        RuntimeError: inside another such block, or in a process that uses a GPU: CuteDSL's programs that are loaded later would
+            find the emulator in place of CuteDSL's runtime.
         ValueError: ``copies`` is none of these.
     """
     global _active
