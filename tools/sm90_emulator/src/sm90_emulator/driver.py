@@ -291,7 +291,7 @@ def emulated_sm90(
     global _active
     if _active is not None:
         raise RuntimeError("emulated_sm90() inside emulated_sm90()")
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("emulated_sm90() in a process that uses a GPU: its programs would find the emulator's runtime")
     when = copies or ("random" if seed else "early")
     if when not in ("early", "late", "random"):
