@@ -1,7 +1,7 @@
-"""The tables of the documentation's page of figures and of the package's README, from the reports beside this file.
+"""The tables of the documentation's page of figures, from the reports beside this file.
 
 python packages/tokenspeed-kernel/benchmarks/table.py            # prints them
-python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts them into the pages
+python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts them into the page
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "figures.md"
-README = HERE.parent / "README.md"
 END = "<!-- end -->"
 
 # Kernels whose time is arithmetic, or may be; the others move bytes.
@@ -173,18 +172,17 @@ def operators(report: dict[str, Any]) -> str:
 
 
 class Section(NamedTuple):
-    """What stands on a page behind a mark, and the report that it is made of."""
+    """What stands behind a mark: the report, and what makes a table of it."""
 
-    page: Path
     report: Path
     make: Callable[[dict[str, Any]], str]
 
 
 SECTIONS = {
-    "<!-- kernels, measured on an H200 -->": Section(PAGE, HERE / "h200.json", kernels),
-    "<!-- what a call costs -->": Section(PAGE, HERE / "dispatch.json", calls),
-    "<!-- families, measured on an H200 -->": Section(PAGE, HERE / "h200_families.json", families),
-    "<!-- operators, measured on an H200 -->": Section(README, HERE / "h200_families.json", operators),
+    "<!-- kernels, measured on an H200 -->": Section(HERE / "h200.json", kernels),
+    "<!-- what a call costs -->": Section(HERE / "dispatch.json", calls),
+    "<!-- families, measured on an H200 -->": Section(HERE / "h200_families.json", families),
+    "<!-- operators, measured on an H200 -->": Section(HERE / "h200_families.json", operators),
 }
 
 
@@ -197,23 +195,23 @@ def made(mark: str) -> str:
 
 
 def shown(mark: str) -> str:
-    """A section as its page has it."""
-    text = SECTIONS[mark].page.read_text()
+    """A section as the page has it."""
+    text = PAGE.read_text()
     begin = text.index(mark) + len(mark)
     return text[begin : text.index(END, begin)].strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
+    parser.add_argument("--write", action="store_true", help="put the tables into the page")
     write = parser.parse_args().write
-    for mark, section in SECTIONS.items():
+    for mark in SECTIONS:
         if not write:
             print(made(mark), end="\n\n")
             continue
-        text = section.page.read_text()
+        text = PAGE.read_text()
         begin = text.index(mark) + len(mark)
-        section.page.write_text(f"{text[:begin]}\n\n{made(mark)}\n\n{text[text.index(END, begin) :]}")
+        PAGE.write_text(f"{text[:begin]}\n\n{made(mark)}\n\n{text[text.index(END, begin) :]}")
 
 
 if __name__ == "__main__":
