@@ -158,7 +158,7 @@ def test_whole_sequences(sm90: torch.device, shape: tuple[int, int, int], length
 @pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128), (6, 3, 64), (16, 1, 128)], ids=str)
 @pytest.mark.parametrize("q_dtype", [BF16, FP16, E4M3], ids=str)
 def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, is_causal: bool) -> None:
-    """Lengths about the ends of blocks and pages, and slots behind them that hold NaN."""
+    """Sequences end near the ends of blocks and pages, and the cache holds NaN behind them."""
     q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     out = torch.full(case.q.shape, math.nan, dtype=BF16 if q_dtype == E4M3 else q_dtype, device=sm90)

@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class InForm:
-    """A call, and what brings its result into the operator's form, which is not timed."""
+    """A call that is timed, and a function that brings its result into the operator's form, which is not."""
 
     call: Call
     form: Callable[[Any], Any]

@@ -1,7 +1,8 @@
-"""vLLM's kernels for ``h200_families.py``: its Triton kernels of Mamba's layers, its operators, and what it carries of others.
+"""vLLM's kernels for ``h200_families.py``: its Triton kernels for Mamba layers, its operators, and FlashMLA, DeepGEMM and
+FlashAttention-3, which it ships.
 
-The Triton kernels are found as single files in a folder that ``--peers`` names, whose modules import little of vLLM, and `stand_in`
-puts something in place of that; or else in an installed vLLM, as is everything else.
+They are imported from an installed vLLM. The Triton kernels may also lie as single files in a folder that ``--peers`` names: they
+import little of vLLM, and `stand_in` provides that.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_registers_that_warps_leave_others() -> None:
 
 
 def test_registers_that_nobody_leaves() -> None:
-    """64 and twice 224 are 512, as many as a multiprocessor has, but a launch of 384 threads is given 504."""
+    """Three warpgroups ask for 64 + 224 + 224 = 512 registers a lane, but a launch of 384 threads gets 3 * 168 = 504."""
     with pytest.raises(EmulationError, match="for 224 registers: it has 168, and others have left") as caught:
         take_registers(64, 224, ".reqntid 384, 1, 1 .minnctapersm 1")
     assert caught.value.kind == "deadlock"

@@ -59,17 +59,6 @@ _kernels: dict[int, tuple[int, str]] = {}
 _handles = itertools.count(1)
 
 
-def active() -> Emulator:
-    """The emulator of the block around.
-
-    Raises:
-        EmulationError: there is none.
-    """
-    if _active is None:
-        raise EmulationError("a kernel that was compiled for the emulator is launched outside `emulated_sm90()`")
-    return _active
-
-
 def ptx_directory() -> Path:
     """Where the PTX of compiled programs is kept, by the hash of their machine code."""
     return cache_directory() / "ptx"
@@ -154,8 +143,6 @@ def _program(digest: str, name: str) -> Program:
 
 @_guarded
 def _launch_kernel(kernel: int, numbers: Any, shared_bytes: int, arguments: Any) -> int:
-    if _active is None:
-        raise EmulationError("a program that was loaded for the emulator is launched outside `emulated_sm90()`")
     library, name = _kernels[kernel]
     program = _program(_libraries[library], name)
     sizes = tuple(int(numbers[at]) for at in range(9))
@@ -165,12 +152,23 @@ def _launch_kernel(kernel: int, numbers: Any, shared_bytes: int, arguments: Any)
     packed = bytearray(program.kernel.parameter_bytes)
     for index, parameter in enumerate(program.kernel.parameters.values()):
         packed[parameter.offset : parameter.offset + parameter.size] = ctypes.string_at(arguments[index], parameter.size)
-    ranges = list(tensors()) if _active.check_bounds else []
-    _active.launches.append(machine.run(program, geometry, bytes(packed), ranges, _active.settings))
+    _execute(program, geometry, bytes(packed))
     return 0
 
 
-def tensors() -> Iterator[tuple[int, int]]:
+def _execute(program: Program, geometry: Geometry, parameters: bytes) -> None:
+    """Runs a kernel as the emulator of the block around it is set, and keeps the report.
+
+    Raises:
+        EmulationError: there is no such block, or the kernel went wrong.
+    """
+    if _active is None:
+        raise EmulationError("a kernel that was compiled for the emulator is launched outside `emulated_sm90()`")
+    ranges = list(_tensors()) if _active.check_bounds else []
+    _active.launches.append(machine.run(program, geometry, parameters, ranges, _active.settings))
+
+
+def _tensors() -> Iterator[tuple[int, int]]:
     """The memory of all tensors that Python knows. Kernels get addresses as numbers, so nothing says which tensors are meant."""
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor or type(thing) is torch.nn.Parameter:
@@ -312,7 +310,7 @@ def emulated_sm90(
         if triton:
             from sm90_emulator import triton_driver
 
-            stack.enter_context(triton_driver.installed())
+            stack.enter_context(triton_driver.installed(_execute))
         _active = emulator
         try:
             yield emulator

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.cache import get_cache_manager
 
-from sm90_emulator import machine
 from sm90_emulator.errors import EmulationError
 from sm90_emulator.launching import SHARED_BYTES
 from sm90_emulator.machine import Geometry
 from sm90_emulator.program import Program, load
+
+Execute = Callable[[Program, Geometry, bytes], None]
+"""Runs a kernel, given its launch and the bytes of its parameters."""
 
 # Triton keeps compiled kernels by the number of the device; no other device has this one.
 _DEVICE = 90
@@ -54,7 +56,8 @@ def _content(kind: str, value: Any, size: int) -> bytes:
 class _Launcher:
     """Triton makes one for a compiled kernel, and calls it for each launch."""
 
-    def __init__(self, source: Any, metadata: Any) -> None:
+    def __init__(self, execute: Execute, source: Any, metadata: Any) -> None:
+        self._execute = execute
         self._metadata = metadata
         self._signature = list(source.signature.values())
         self._function = source.name
@@ -62,9 +65,6 @@ class _Launcher:
     def __call__(
         self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, launch: Any, enter: Any, leave: Any, *arguments: Any
     ) -> None:
-        from sm90_emulator import driver
-
-        emulator = driver.active()
         meta = self._metadata
         program = _program(meta.hash, self._function, meta.name)
         if meta.num_ctas != 1:
@@ -83,8 +83,7 @@ class _Launcher:
                 raise EmulationError(f"{parameter.name} has {parameter.size} bytes, a {kind} was given", kernel=meta.name)
             content[parameter.offset : parameter.offset + parameter.size] = part
         geometry = Geometry((int(x), int(y), int(z)), (32 * meta.num_warps, 1, 1), (1, 1, 1), int(meta.shared))
-        ranges = list(driver.tensors()) if emulator.check_bounds else []
-        emulator.launches.append(machine.run(program, geometry, bytes(content), ranges, emulator.settings))
+        self._execute(program, geometry, bytes(content))
 
 
 def _flattened(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
@@ -113,10 +112,10 @@ class _Utils:
 
 
 class _Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
-    def __init__(self) -> None:
+    def __init__(self, execute: Execute) -> None:
         super().__init__()
         self.utils = _Utils()
-        self.launcher_cls = _Launcher
+        self.launcher_cls = functools.partial(_Launcher, execute)
 
     @classmethod
     def is_active(cls) -> bool:
@@ -157,11 +156,11 @@ class _Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Inside the block, Triton's device is the emulator."""
+def installed(execute: Execute) -> Iterator[None]:
+    """Inside the block, Triton's device is the emulator, and ``execute`` runs what is launched."""
     config = triton.runtime.driver
     previous = config._active  # reading `active` would ask for a GPU
-    config.set_active(_Driver())
+    config.set_active(_Driver(execute))
     try:
         yield
     finally:

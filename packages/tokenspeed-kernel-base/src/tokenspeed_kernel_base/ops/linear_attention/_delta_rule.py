@@ -85,7 +85,7 @@ def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Te
 
 
 def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
-    """What is rounded to q's dtype on its way into matrix units, where tokens are taken in chunks.
+    """Returns the formats of the intermediate values that kernels in chunks round to q's dtype before matrix units multiply them.
 
     Six: the state, the values less what it recalls, the inverse of a chunk's system, the values that are written, the same with
     their decays, and the weights of outputs. Where each channel has a gate, five more: keys and queries with their decays from the

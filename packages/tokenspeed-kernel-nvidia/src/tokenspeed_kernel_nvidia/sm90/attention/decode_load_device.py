@@ -34,7 +34,7 @@ class Loader(Sharing, Tiles):
 
     @cute.jit
     def share_of(self, call: Call, total: Int32, _: Int32):
-        """Returns how many tiles a group has, and that none count before a sequence's own."""
+        """Returns how many tiles a group computes, and 0: beginning a sequence costs no tiles."""
         share = (total + call.groups - 1) // call.groups
         if const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts

@@ -84,7 +84,7 @@ class Merger(Tiles):
         return factor
 
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
-        """The numbers of a row that a lane has side by side, of the columns from ``4 * column`` on, which four lanes have together.
+        """Returns what this lane holds of a row's neighbouring columns. Four lanes together hold the columns from ``4 * column`` on.
 
         With an fp8 cache a product's columns are the even or the odd ones of 16, because they come by pairs from shared memory.
         """

@@ -60,15 +60,15 @@ class Config:
 
     @property
     def tail(self) -> int:
-        """Products of 16 columns for the next block's scores that are left when probabilities are handed over.
+        """How many products of the next block's scores, of 16 columns each, still run when probabilities are handed over.
 
-        Those who wait for probabilities take some time to begin, in which these keep the tensor cores busy.
+        The warpgroups that wait for probabilities need some time to begin. These products keep the tensor cores busy meanwhile.
         """
         return 8
 
     @property
     def pieces(self) -> int:
-        """Pieces of 128 columns of blocks in shared memory: of two blocks whole, and three of the next one."""
+        """Pieces of 128 columns that shared memory has room for: two whole blocks, and three pieces of the next one."""
         return 11
 
     @property

@@ -54,9 +54,10 @@ class Storer(Tiles):
         return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
 
     def place_of_values(self, warp: Int32, chunk: Int32) -> Int32:
-        """Returns where the values of a warp's 16 rows and of `CHUNK` columns are in a partial result. A lane has 16 bytes of them.
+        """Returns where a partial result holds a warp's 16 rows of `CHUNK` columns. Each lane stores 16 bytes there.
 
-        Those are of the columns ``lane % 4 * 2`` and the next one: of row ``lane // 4`` first, then of the row 8 further.
+        A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``: two values of row ``lane // 4``, then two of row
+        ``lane // 4 + 8``.
         """
         return (warp * CHUNKS + chunk) * (32 * 16)
 

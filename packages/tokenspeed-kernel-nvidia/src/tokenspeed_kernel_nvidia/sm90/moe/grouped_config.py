@@ -81,8 +81,8 @@ SERVED = {
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
-# Pairs of an expert, on average, up to which numbers are split. Microseconds of GPT-OSS-120B's layer on an H200, with numbers split
-# and as they are: 128 tokens 447 and 517, 256: 453 and 493, 384: 506 and 594, 512, which are 16 pairs an expert: 597 and 635.
+# Pairs of an expert, on average, up to which numbers are split. A layer of GPT-OSS-120B takes on an H200, with split numbers and
+# without: 447 and 517 us for 128 tokens, 453 and 493 for 256, 506 and 594 for 384, 597 and 635 for 512 (16 pairs an expert).
 _SPLIT_PAIRS = 16
 _FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
 _FEW_PAIRS = 84  # and up to which they are narrow
