@@ -84,7 +84,7 @@ class Merger(Tiles):
         return factor
 
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
-        """Returns what this lane holds of a row's neighbouring columns. Four lanes together hold the columns from ``4 * column`` on.
+        """Returns what this lane holds of neighbouring columns of a row. Four lanes hold the columns from ``4 * column`` on.
 
         With an fp8 cache a product's columns are the even or the odd ones of 16, because they come by pairs from shared memory.
         """
