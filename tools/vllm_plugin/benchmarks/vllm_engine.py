@@ -433,6 +433,7 @@ class Engine:
             first_to_last_ms=round((found[-1][1] + found[-1][2] - found[0][1]) / 1e3, 2) if found else None,
             families={name: round(micros / 1e3, 3) for name, micros in sorted(families.items(), key=lambda item: -item[1])},
             kernels=[[name[:120], len(each), round(sum(each), 1)] for name, each in rows[:40]],
+            gaps=[[before[:80], after[:80], number, round(micros, 1)] for (before, after), (number, micros) in gaps_of(found)[:12]],
         )
 
     def profiled(self, prompts: Any, tokens: int) -> list[tuple[str, float, float]]:
@@ -470,6 +471,23 @@ def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str,
         if "argmax" in name.lower():
             steps.append([])
     return [step for step in steps if step]
+
+
+def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, str], tuple[int, float]]]:
+    """Between which kernels the device has nothing to do, how often, and for how many microseconds in all; the longest first.
+
+    Args:
+        found: kernels in the order of their start: name, start and time in microseconds.
+    """
+    gaps: dict[tuple[str, str], tuple[int, float]] = {}
+    last, busy_until = "", math.inf
+    for name, start, micros in found:
+        if start > busy_until:
+            number, idle = gaps.get((last, name), (0, 0.0))
+            gaps[last, name] = (number + 1, idle + start - busy_until)
+        if not last or start + micros > busy_until:
+            last, busy_until = name, start + micros
+    return sorted(gaps.items(), key=lambda gap: -gap[1][1])
 
 
 def wait(file: Path | None, seconds: float = 300) -> None:

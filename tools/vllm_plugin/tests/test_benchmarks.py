@@ -156,6 +156,13 @@ def test_kernels_are_divided_into_steps() -> None:
     assert vllm_engine.kernels_of_steps(found) == [found[:2], found[2:5], found[5:]]
 
 
+def test_gaps_between_kernels() -> None:
+    """A kernel that runs beside a longer one ends no gap, and the same two kernels are counted together."""
+    found = [("mm", 0.0, 10.0), ("copy", 2.0, 1.0), ("norm", 14.0, 1.0), ("mm", 15.0, 5.0), ("norm", 21.0, 2.0), ("end", 30.0, 1.0)]
+    assert vllm_engine.gaps_of(found) == [(("norm", "end"), (1, 7.0)), (("mm", "norm"), (2, 5.0))]
+    assert vllm_engine.gaps_of([]) == []
+
+
 # -- two engines -----------------------------------------------------------------------------------------------------------------
 
 
