@@ -24,6 +24,7 @@ from gpt_oss.loader import (
     save_checkpoint,
 )
 from gpt_oss.model import GptOss
+from gpt_oss.transfer import Upload
 
 PACKED = {"hidden_size": 64, "intermediate_size": 32, "quantization": "mxfp4"}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -284,15 +285,49 @@ def test_damaged_checkpoints(saved: Path, damage: Callable[[Path], None], messag
         Checkpoint(saved)
 
 
+class InPieces:
+    """In place of `Upload`: pieces of seven bytes, and no device."""
+
+    def send(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
+        made = torch.empty(count, dtype=torch.uint8)
+        for piece in made.split(7):
+            fill(piece)
+        return made
+
+
+def uploads() -> list[Any]:
+    on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    gpu = pytest.param(lambda: Upload("cuda", 1000), marks=[pytest.mark.nvidia, pytest.mark.amd, on_gpu], id="to a device")
+    return [pytest.param(lambda: None, id="whole"), pytest.param(InPieces, id="in pieces"), gpu]
+
+
+@pytest.mark.parametrize("make_upload", uploads())
 @pytest.mark.parametrize("shard_bytes", [None, 5000])
-def test_a_tensor_is_read_as_it_is_mapped(tmp_path: Path, shard_bytes: int | None) -> None:
+def test_a_tensor_is_read_as_it_is_mapped(tmp_path: Path, shard_bytes: int | None, make_upload: Callable[[], Any]) -> None:
     config = make_config(quantization="mxfp4", hidden_size=64, intermediate_size=32, head_dim=16)
     save_checkpoint(tmp_path, config, tensors_of(config, torch.bfloat16), shard_bytes)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint, upload = Checkpoint(tmp_path), make_upload()
     for name in checkpoint.shapes():
-        got, wanted = checkpoint.read(name), checkpoint.get(name)
+        got, wanted = checkpoint.read(name, upload), checkpoint.get(name)
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
-        assert torch.equal(got, wanted)
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.nvidia
+@pytest.mark.amd
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 1001, 2000, 12345])
+def test_bytes_arrive_while_others_are_made(count: int) -> None:
+    """Also where what was sent before is freed while the device still reads it."""
+    upload, made = Upload("cuda", 1000), torch.randint(256, (50, count), dtype=torch.uint8)
+    found = []
+    for wanted in made:
+        pieces = iter(wanted.split(1000))
+        sent = upload.send(count, lambda piece, pieces=pieces: piece.copy_(next(pieces)))
+        torch.cuda._sleep(100_000)
+        found.append(sent.clone())
+        del sent
+    assert torch.equal(torch.stack(found).cpu(), made)
 
 
 def test_a_file_that_became_shorter_cannot_be_read(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from gpt_oss.config import Config
 from gpt_oss.fields import COUNT, FLOAT_DTYPE, INT, dtype_name, instance, optional
 from gpt_oss.fields import number as number_from
+from gpt_oss.transfer import Upload
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -207,22 +208,38 @@ class Checkpoint:
     def get(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name)
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, read into memory of its own. That is quicker than `get`, whose memory is a mapped file, read page by page."""
+    def read(self, name: str, upload: Upload | None = None) -> Tensor:
+        """One tensor, read into memory of its own. That is quicker than `get`, whose memory is a mapped file, read page by page.
+
+        Args:
+            name: of the tensor.
+            upload: sends it to a device while it is read; without it the tensor is in host memory.
+
+        Raises:
+            CheckpointError: the file ends before the tensor does.
+        """
         file = self._file_of[name]
+        path = self.directory / file
         if file not in self._entries:
-            self._entries[file] = _entries_of(self.directory / file)
+            self._entries[file] = _entries_of(path)
         dtype, shape, begin, end = self._entries[file][name]
-        held = torch.empty(end - begin, dtype=torch.uint8)
-        if end > begin:
-            room = memoryview((ctypes.c_char * (end - begin)).from_address(held.data_ptr())).cast("B")
-            with (self.directory / file).open("rb", buffering=0) as opened:
-                opened.seek(begin)
+        with path.open("rb", buffering=0) as opened:
+            opened.seek(begin)
+
+            def fill(held: Tensor) -> None:
+                room = memoryview((ctypes.c_char * held.numel()).from_address(held.data_ptr())).cast("B")
                 while room:
                     count = opened.readinto(room)
                     if not count:
-                        raise CheckpointError(f"{self.directory / file} ends in the middle of {name}")
+                        raise CheckpointError(f"{path} ends in the middle of {name}")
                     room = room[count:]
+
+            if upload is not None:
+                held = upload.send(end - begin, fill)
+            else:
+                held = torch.empty(end - begin, dtype=torch.uint8)
+                if held.numel():
+                    fill(held)
         return held.view(getattr(torch, dtype)).view(shape)
 
     def get_part(self, name: str, axis: int, start: int, stop: int) -> Tensor:

@@ -25,6 +25,7 @@ from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, one_of, optional
 from gpt_oss.loader import TensorSource, check_source, from_files, layer_prefix, reading_order
 from gpt_oss.read_ahead import ReadAhead, bytes_of
 from gpt_oss.rope import cos_sin_cache
+from gpt_oss.transfer import Upload
 
 Caches = tuple[Tensor, Tensor] | tuple[None, None]
 """Keys and values of a layer."""
@@ -220,7 +221,9 @@ class GptOss:
         ahead = from_files(source) and self.device.type != "cpu"
         with Progress(*columns, console=console, disable=console is None) as progress:
             task = progress.add_task("", total=sum(sizes[name] for name in names))
-            with ReadAhead(source, names) if ahead else contextlib.nullcontext(source) as reader:
+            upload = Upload(self.device) if ahead and self.device.type == "cuda" else None
+            reading = ReadAhead(source, names, upload=upload) if ahead else contextlib.nullcontext(source)
+            with reading as reader:
 
                 def get(name: str) -> Tensor:
                     tensor = reader.get(name)
@@ -230,6 +233,9 @@ class GptOss:
                 self._get = get
                 yield
                 del self._get
+        if upload is not None:
+            # What the stream that sends has freed is kept for that stream, which sends nothing more.
+            torch.cuda.empty_cache()
 
     def _read(self, name: str) -> Tensor:
         return self._get(name).to(self.device, self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt_oss.loader import TensorSource
+from gpt_oss.transfer import Upload
 
 
 def bytes_of(source: TensorSource) -> dict[str, int]:
@@ -29,13 +31,18 @@ class ReadAhead:
         source: where the tensors come from.
         names: the tensors that will be asked for, in about that order. Others are read when they are asked for.
         most_bytes: how much is held at most that nobody has asked for yet, a tensor more or less.
+        upload: sends tensors to a device while they are read, if the source can do that (`Checkpoint.read`). Otherwise, and where a
+            tensor is asked for before the thread has begun to read it, tensors are in host memory.
     """
 
-    def __init__(self, source: TensorSource, names: Sequence[str], most_bytes: int = 4 << 30) -> None:
+    def __init__(self, source: TensorSource, names: Sequence[str], most_bytes: int = 4 << 30, upload: Upload | None = None) -> None:
         self._source, self._most = source, most_bytes
         self._sizes = bytes_of(source)
+        read: Callable[..., Tensor] | None = getattr(source, "read", None)
         # Of a mapped file a tensor is read only when it is copied.
-        self._read: Callable[[str], Tensor] = getattr(source, "read", lambda name: source.get(name).clone())
+        self._read: Callable[[str], Tensor] = (
+            (lambda name: source.get(name).clone()) if read is None else functools.partial(read, upload=upload)
+        )
         self._changed = threading.Condition()
         # The condition guards the fields below. A name is in ``_pending`` until the thread or a caller begins to read it.
         self._pending = dict.fromkeys(names)

@@ -6,7 +6,7 @@ memory, which PyTorch keeps until the device has done with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,3 +45,41 @@ class Fetched:
         if self._done is not None:
             self._done.synchronize()
         return self._host
+
+
+class Upload:
+    """Bytes that are made on the host piece by piece, as those of a file are, and sent to a GPU meanwhile.
+
+    Pieces are made in two pinned buffers in turn, so that one is sent while the next is made. A stream of its own sends them.
+
+    Args:
+        device: the GPU. Its current stream, that of the thread which makes this object, is the one that will use what is sent.
+        piece_bytes: the size of a buffer.
+    """
+
+    def __init__(self, device: torch.device | str, piece_bytes: int = 16 << 20) -> None:
+        self._device = torch.device(device)
+        self._user = torch.cuda.current_stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)
+        self._buffers = [(torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
+
+    def send(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
+        """A new tensor on the device, uint8 ``[count]``. It can be used at once by the stream that uses what is sent.
+
+        Args:
+            count: how many bytes.
+            fill: is called with pieces of host memory, uint8 ``[at most piece_bytes]``, in their order, and writes all of each.
+        """
+        # Memory that the user's stream may still read must not be written to by this one, so each stream has memory of its own.
+        with torch.cuda.stream(self._stream):
+            sent = torch.empty(count, dtype=torch.uint8, device=self._device)
+            for number, target in enumerate(sent.split(self._buffers[0][0].numel())):
+                buffer, copied = self._buffers[number % 2]
+                copied.synchronize()
+                piece = buffer[: target.numel()]
+                fill(piece)
+                target.copy_(piece, non_blocking=True)
+                copied.record(self._stream)
+        self._stream.synchronize()
+        sent.record_stream(self._user)
+        return sent
