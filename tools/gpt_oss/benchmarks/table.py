@@ -113,7 +113,8 @@ def variants(result: dict[str, Any]) -> list[str]:
         "|---|" + "--:|" * len(steps) + "---|" + "--:|" * 4,
     ]
     for name, measured in result["variants"].items():
-        times = "".join(f" {row['milliseconds_a_step']:.3f} |" for row in measured["decode"])
+        milliseconds = {(row["batch"], row["context"]): f"{row['milliseconds_a_step']:.3f}" for row in measured["decode"]}
+        times = "".join(f" {milliseconds.get(step, '')} |" for step in steps)  # none where a run was cut off
         found = measured["divergence"]
         whose = "itself, in shorter pieces" if name == first else first
         forced = found.get("mean_kl_with_the_same_experts")  # older results have none, and no such row of the first variant
