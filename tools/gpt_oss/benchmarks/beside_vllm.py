@@ -164,14 +164,15 @@ def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     decode, prefill = [], []
     for batch in options.batches:
         prompts = prompts_of(batch, options.context, vocab, options.seed)
-        seconds_of(prompts, FEW)  # compiles what nothing before needed
+        for tokens in (FEW, MANY, FEW, MANY):  # vLLM compiles kernels as it first needs them, for some seconds
+            seconds_of(prompts, tokens)
         few, many = repeated(prompts, FEW), repeated(prompts, MANY)
         step = (statistics.median(many) - statistics.median(few)) / (MANY - FEW)
         decode.append({"batch": batch, "context": options.context, "milliseconds_a_step": 1e3 * step, "few_s": few, "many_s": many})
     for batch, tokens in options.prefills:
         prompts = prompts_of(batch, tokens, vocab, options.seed)
-        seconds_of(prompts, 1)
-        seconds_of(prompts, 1)
+        for _ in range(4):
+            seconds_of(prompts, 1)
         times = repeated(prompts, 1)
         rate = batch * tokens / statistics.median(times)
         prefill.append({"batch": batch, "tokens": tokens, "tokens_per_second": rate, "all_seconds": times})
