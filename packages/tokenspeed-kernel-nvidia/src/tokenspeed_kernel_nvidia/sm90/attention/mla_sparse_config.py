@@ -1,0 +1,43 @@
+"""What programs of `mla_sparse` are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, ROWS
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift tells a slot's page
+
+
+@dataclass(frozen=True)
+class Config(mla_decode_config.Config):
+    """A program.
+
+    It is one of `mla_decode`, with a warpgroup that gathers keys where that has a warp that loads blocks. A tile has the heads of one
+    token, because no other token has the same keys.
+    """
+
+    @property
+    def cluster(self) -> int:
+        """Every CTA gathers all keys itself: a copy that can gather cannot write to another CTA."""
+        return 1
+
+    @property
+    def at_once(self) -> bool:
+        return self.heads < ROWS
+
+    @property
+    def load_registers(self) -> int:
+        """A thread that gathers has the addresses of four rows."""
+        return 32
+
+    @property
+    def score_registers(self) -> int:
+        return 160
+
+
+def every_config() -> list[Config]:
+    """All that is served."""
+    return [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
