@@ -66,10 +66,10 @@ class Loader(Tiles):
 
     @cute.jit
     def plan(self, call: Call, tells: cutlass.Constexpr[bool]):
-        """Finds this CTA's units.
+        """Finds this CTA's units, and writes the plan.
 
         Args:
-            tells: whether to say so to the warps that compute.
+            tells: whether to say so to the warps that compute. One warp does.
 
         Returns:
             The first unit, the number of its first block, that of the first block of this CTA, the number behind the last one, and
@@ -85,15 +85,15 @@ class Loader(Tiles):
         first = begin - offset + starting
         end = begin + left
         begin = cutlass.max(begin, first)
+        if lane == 0:  # other warps that load write the same
+            call.plan[UNIT] = unit
+            call.plan[FIRST] = first
+            call.plan[BEGIN] = begin
+            call.plan[END] = end
+            call.plan[SHARE] = share
+            call.plan[STARTING] = starting
+        cute.arch.sync_warp()
         if const_expr(tells):
-            if lane == 0:
-                call.plan[UNIT] = unit
-                call.plan[FIRST] = first
-                call.plan[BEGIN] = begin
-                call.plan[END] = end
-                call.plan[SHARE] = share
-                call.plan[STARTING] = starting
-            cute.arch.sync_warp()
             cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
         return unit, first, begin, end, length
 

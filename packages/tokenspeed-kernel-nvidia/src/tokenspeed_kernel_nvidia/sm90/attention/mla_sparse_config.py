@@ -25,6 +25,14 @@ class Config(mla_decode_config.Config):
         return 1
 
     @property
+    def neighbours(self) -> int:
+        """CTAs that are launched as a cluster, so that those of a group run on neighbouring multiprocessors at the same time.
+
+        They ask for the same keys at nearly the same time, which the way to the L2 cache may take for one request.
+        """
+        return self.ranks
+
+    @property
     def at_once(self) -> bool:
         return self.heads < ROWS
 

@@ -65,7 +65,10 @@ class MlaSparse(Gatherer, Scorer, Valuer):
             Table(indices.iterator.toint(), indices.stride[0], Int64(1)), topk_length, indices.shape[0], indices.shape[1],
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), lse, partial, groups,
             cute.arch.popc(kv_cache.shape[1] - 1), scale, self.make_qk_mmas(), self.make_pv_mma(),
-        ).launch(grid=(c.ranks * groups, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(
+            grid=(c.ranks * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.neighbours, 1, 1), stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(
