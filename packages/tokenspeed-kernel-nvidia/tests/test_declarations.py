@@ -27,6 +27,7 @@ OPERATORS = [
     ("attention", "mha_extend_with_kvcache"),
     ("attention", "mha_prefill"),
     ("attention", "mla_decode_with_kvcache"),
+    ("attention", "mla_sparse_with_kvcache"),
     ("gemm", "mm"),
     ("moe", "moe_apply"),
 ]

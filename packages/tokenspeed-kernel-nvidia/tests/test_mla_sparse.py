@@ -138,15 +138,109 @@ def emulated(multiprocessors: int, **options: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("heads", "lengths", "multiprocessors", "options"),
     [
-        (128, [300, 130, 0, 3], 6, {"holes": 0.2}),  # three groups of two; one has parts of two tokens, and a token has parts in two
-        (128, [130], 4, {"softmax_scale": 1.0, "page_size": 1, "counted": False}),  # maxima rise so much that sums are scaled anew
-        (32, [70, 2, 66, 65], 3, {"holes": 0.9, "top_k": 200}),  # most blocks have no key at all
+        (128, [300, 130, 0, 3], 6, {"holes": 0.2}),  # three groups; one has parts of two tokens, and a token has parts in two
+        (128, [130, 70], 4, {"softmax_scale": 1.0, "page_size": 1, "counted": False}),  # sums are scaled anew
+        (128, [2, 65], 2, {"holes": 0.97, "top_k": 200}),  # a block has no key at all
     ],
 )
-@pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "late"), (5, "random")])
+@pytest.mark.parametrize(("seed", "copies"), [(3, "late"), (5, "random")])
 def test_on_the_emulator(
     heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str
 ) -> None:
     """Whatever warp goes on first, and however late copies and products are."""
     with emulated(multiprocessors, seed=seed, copies=copies):
         check(arguments_of(lengths, heads, **options))
+
+
+# -- what is launched ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tuple[Any, ...]]]]:
+    """Programs, configurations and arguments of launches, which are recorded instead of run."""
+    found: list[tuple[Any, Any, tuple[Any, ...]]] = []
+
+    def record(program: Any, config: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            for tensor in (given for given in arguments if isinstance(given, Tensor)):
+                if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+                    raise ValueError("refused")
+            found.append((program, config, arguments))
+
+        return launch
+
+    mla_sparse._programs_of.cache_clear()
+    monkeypatch.setattr(_programs.Program, "__call__", record)
+    monkeypatch.setattr(mla_sparse, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(mla_sparse, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield found
+    mla_sparse._programs_of.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
+def test_what_is_asked_for_is_compiled_ahead_of_time(
+    launches: list[tuple[Any, Any, tuple[Any, ...]]], heads: int, groups: int, dtype: torch.dtype
+) -> None:
+    """A group, which has all heads, is a CTA, or two with half of 128 heads each."""
+    mla_sparse.mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
+    (computes, config, handed), (merges, same, others) = launches
+    assert (computes, merges) == (mla_sparse.mla_sparse_program, mla_merge_program)
+    assert config in computes.configs()
+    assert same in merges.configs()
+    assert (config.heads, handed[7], others[4]) == (heads, groups, groups)
+
+
+def test_tokens_of_one_block_leave_nothing_to_merge(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    mla_sparse.mla_sparse_with_kvcache(**arguments_of([64, 3], 16))
+    assert [program for program, _, _ in launches] == [mla_sparse.mla_sparse_program]
+
+
+def test_other_layouts_are_copied(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    arguments = arguments_of([70, 3], 16)
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+    out = apart(torch.zeros(2, 16, LATENT, dtype=torch.bfloat16))
+    changed = {name: apart(arguments[name]) for name in ("q", "kv_cache", "indices")}
+    got, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, **changed, "out": out})
+    assert got is out
+    assert lse.shape == (2, 16)
+    (_, _, handed), (_, _, others) = launches
+    assert others[0] is handed[2]
+    for tensor, name in zip(handed, ("q", "kv_cache", "", "indices"), strict=False):
+        assert tensor.is_contiguous()
+        assert not name or torch.equal(tensor.nan_to_num(), arguments[name].nan_to_num())
+
+
+def test_an_empty_cache_and_an_empty_batch(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    arguments = arguments_of([0, 0], 16)
+    mla_sparse.mla_sparse_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
+    assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)
+    launches.clear()
+    out, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, "q": arguments["q"][:0], "indices": arguments["indices"][:0]})
+    assert (out.shape, lse.shape) == ((0, 16, LATENT), (0, 16))
+    assert launches == []
+
+
+# -- what is declared ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "served"),
+    [
+        ({"heads": 128}, True),
+        ({"heads": 16, "page_size": 1}, True),
+        ({"heads": 64, "page_size": 256, "dtype": torch.float16}, True),
+        ({"heads": 8}, False),
+        ({"heads": 128, "page_size": 24}, False),
+        ({"heads": 128, "dtype": torch.float32}, False),
+    ],
+    ids=str,
+)
+def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
+    with use_platform(named_platform("sm_90")):
+        explained = tokenspeed_kernel.mla_sparse_with_kvcache.explain(**arguments_of([70, 3], **options))
+    assert [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME] == [served]

@@ -11,7 +11,15 @@ from cutlass import Int32, Int64, Uint16, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PANEL_BYTES, PIECE, PIECE_PANELS, PIECES, STARTING, Call, Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    PANEL_BYTES,
+    PIECE,
+    PIECE_PANELS,
+    PIECES,
+    STARTING,
+    Call,
+    Table,
+)
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
