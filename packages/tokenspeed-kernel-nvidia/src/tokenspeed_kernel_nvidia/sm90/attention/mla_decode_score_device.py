@@ -31,7 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
 from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
 from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, last_filled, skip
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, last_filled, skip
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
@@ -180,14 +180,14 @@ class Scorer(Tiles):
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
         others.set(warpgroup.Field.ACCUMULATE, False)
         kept.set(warpgroup.Field.ACCUMULATE, True)
-        self.wait_for(call.ropes, rope_at)
+        self.wait_for_block(call, at, rope_at)
         warpgroup.fence()
         for step in cutlass.range_constexpr(STEPS):
             q = ops.others[None, None, (LATENT - c.kept) // 16 + step, 0]
             cute.gemm(others, scores, q, ops.ropes[None, None, step, rope_at.stage], scores)
             others.set(warpgroup.Field.ACCUMULATE, True)
         for piece in cutlass.range_constexpr(PIECES):
-            self.wait_for(call.pieces, at)
+            self.wait_for_piece(call, at)
             # Descriptors of all pieces at once would take too many registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
             for step in cutlass.range_constexpr(PIECE // 16):
@@ -209,9 +209,13 @@ class Scorer(Tiles):
         warpgroup.wait_group(0)
         return scores, at
 
-    def wait_for(self, pipe: Pipeline, at: Cursor) -> None:
-        """Waits until keys are there for a product to read."""
-        pipe.wait(at)
+    def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor) -> None:
+        """Waits until a block's rotary part is there for products to read."""
+        call.ropes.wait(rope_at)
+
+    def wait_for_piece(self, call: Call, at: Cursor) -> None:
+        """Waits until a piece is there for products to read."""
+        call.pieces.wait(at)
 
     @cute.jit
     def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):

@@ -1,7 +1,7 @@
 """Latent attention (MLA) of tokens to chosen slots of a paged cache, on Hopper: decode and prefill.
 
-It is `mla_decode` with keys that are gathered. A token is a sequence of its own, and its indices are what a page table is there. The
-CTAs that have 64 of 128 heads each gather all keys of their token, the second one out of the L2 cache.
+It is `mla_decode` with keys that are gathered. A token is a sequence of its own, and its indices are what a page table is there.
+Of two CTAs that have 64 of 128 heads each, both gather all keys of their token, and one of them finds these in the L2 cache.
 
 The blocks of 64 keys of all tokens, one after another, are cut into equal ranges on the device, from topk_length. So few tokens are
 split among all multiprocessors, many are hardly split at all, and a captured graph stays right when lengths change.
@@ -106,6 +106,6 @@ register_kernel(
         "return_lse": any,
         "top_k": any,
     },
-    priority=Priority.COMPOSED,  # not measured yet
+    priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(mla_sparse_with_kvcache)

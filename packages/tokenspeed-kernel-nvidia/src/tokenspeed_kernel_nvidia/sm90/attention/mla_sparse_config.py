@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift tells a slot's page
@@ -15,8 +15,8 @@ PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift tells a s
 class Config(mla_decode_config.Config):
     """A program.
 
-    It is one of `mla_decode`, with a warpgroup that gathers keys where that has a warp that loads blocks. A tile has the heads of one
-    token, because no other token has the same keys.
+    It is one of `mla_decode`, with a warpgroup that gathers keys where that has a warp that loads blocks. A tile has the heads of
+    one token, because no other token has the same keys.
     """
 
     @property
@@ -28,13 +28,14 @@ class Config(mla_decode_config.Config):
     def neighbours(self) -> int:
         """CTAs that are launched as a cluster, so that those of a group run on neighbouring multiprocessors at the same time.
 
-        They ask for the same keys at nearly the same time, which the way to the L2 cache may take for one request.
+        They ask for the same keys at nearly the same time: on an H200, 128 tokens with 128 heads took 127 us, and 130 us without.
         """
         return self.ranks
 
     @property
     def at_once(self) -> bool:
-        return self.heads < ROWS
+        """With 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us at once; decodes took the same."""
+        return False
 
     @property
     def load_registers(self) -> int:

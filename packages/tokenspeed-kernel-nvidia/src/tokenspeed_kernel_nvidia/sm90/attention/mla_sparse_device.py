@@ -1,7 +1,7 @@
 """The device code of `mla_sparse`: the launch, and which warps do what.
 
-`mla_sparse_load_device` divides the work and gathers keys. What computes and stores is `mla_decode_device`'s: a token is a sequence of
-its own, whose keys are those that it chose.
+`mla_sparse_load_device` divides the work and gathers keys. What computes and stores is `mla_decode_device`'s: a token is a sequence
+of its own, whose keys are those that it chose.
 """
 
 # mypy: ignore-errors
@@ -17,12 +17,12 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Call, Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECES, READERS, SCORES, THREADS, VALUES, Call, Table
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_load_device import WARPS, Gatherer
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 
 
 def host(config: Config) -> Any:
@@ -127,14 +127,21 @@ class MlaSparse(Gatherer, Scorer, Valuer):
             call.probs_full.init(stage, 4)
 
     @cute.jit
-    def wait_for(self, pipe: Pipeline, at: Cursor):
-        """Waits until keys are there for a product to read.
+    def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor):
+        """Waits until all of a block is there for products to read.
 
-        Threads have copied them, and tensor cores see what threads have written only behind a fence. Those of probabilities come
-        behind this one, because probabilities do.
+        Threads have copied it, and tensor cores see what threads have written only behind a fence. The products with values come
+        behind this one too, because probabilities do. There is one for all pieces, because each takes time while products run: one
+        for each piece made a prefill 5% slower on an H200 than none at all, which would not be safe.
         """
-        pipe.wait(at)
+        call.ropes.wait(rope_at)
+        for _ in cutlass.range_constexpr(PIECES):
+            call.pieces.wait(at)
+            at = advance(at, self.config.pieces)
         cute.arch.fence_view_async_shared()
+
+    def wait_for_piece(self, call: Call, at: Cursor) -> None:
+        """It is there since the block is."""
 
     @cute.jit
     def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):

@@ -36,8 +36,8 @@ TURNS = OWN // TOGETHER
 class Gatherer(Loader):
     """The part of the kernel that divides the work and loads.
 
-    Keys are copied 16 bytes by 16 bytes, to where the 128-byte swizzle has them. Rows that are no keys become zeros, because 0 * NaN
-    is not 0, and scores of these rows are left out.
+    Keys are copied 16 bytes by 16 bytes, to where the 128-byte swizzle has them. Rows that are no keys become zeros, because
+    0 * NaN is not 0, and scores of these rows are left out.
     """
 
     @cute.jit
