@@ -27,6 +27,7 @@ OPERATORS = [
     ("attention", "mha_extend_with_kvcache"),
     ("attention", "mha_prefill"),
     ("attention", "mla_decode_with_kvcache"),
+    ("attention", "mla_sparse_with_kvcache"),
     ("gemm", "mm"),
     ("moe", "moe_apply"),
 ]
@@ -55,6 +56,7 @@ SERVED = [
     ("mha_prefill", "fp8 in a window of 20, head_dim 128", "cutedsl_mha_prefill_any_window_128"),
     ("mha_extend_with_kvcache", "window of 150", "cutedsl_mha_extend_with_kvcache_any_window_64"),
     ("mha_extend_with_kvcache", "fp8 q and cache, a scale each", "cutedsl_mha_extend_with_kvcache_64"),
+    ("mla_sparse_with_kvcache", "deepseek-v3, 16 of its heads, top 192 of 300", "cutedsl_mla_sparse_with_kvcache"),
 ]
 
 
@@ -80,6 +82,7 @@ LEFT = [
     ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
     ("mha_extend_with_kvcache", "not causal, in a window", {}),
     ("mha_extend_with_kvcache", "fp8 cache without scales", {}),
+    ("mla_sparse_with_kvcache", "deepseek-v3, top 96 of 200, fp8 cache", {}),
     ("mha_extend_with_kvcache", "fp8 cache in a window of 40, head_dim 128", {}),
 ]
 

@@ -30,7 +30,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
     HEADS,
     LATENT,
     PAGE_SIZES,
-    RECORD_BYTES,
     ROPE,
     ROWS,
     Config,
@@ -57,9 +56,8 @@ def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
     """The programs that compute and merge, groups, and bytes of partial results."""
     config = Config(DTYPES[dtype], heads)
-    groups = max(1, multiprocessors(device) // config.cluster)
-    nbytes = groups * (2 * config.cluster * ROWS * (LATENT + 2) * 4 + RECORD_BYTES)
-    return mla_decode_program(config), mla_merge_program(config), groups, nbytes
+    groups = max(1, multiprocessors(device) // config.ranks)
+    return mla_decode_program(config), mla_merge_program(config), groups, config.workspace_bytes(groups)
 
 
 def mla_decode_with_kvcache(

@@ -35,9 +35,14 @@ class Config:
     heads: int
 
     @property
-    def cluster(self) -> int:
-        """CTAs that share tokens, each with its own heads. Each loads half of a block for both, so it is read from L2 once."""
+    def ranks(self) -> int:
+        """CTAs of a group, each with its own heads."""
         return max(1, self.heads // ROWS)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a group that share what they load. Each loads half of a block for both, so it is read from L2 once."""
+        return self.ranks
 
     @property
     def heads_of_tile(self) -> int:
@@ -80,6 +85,10 @@ class Config:
     def kept(self) -> int:
         """Columns of queries in registers. The others lie in what shared memory is left."""
         return 384
+
+    def workspace_bytes(self, groups: int) -> int:
+        """Returns how many bytes partial results of so many groups take, and records of their units."""
+        return groups * (2 * self.ranks * ROWS * (LATENT + 2) * 4 + RECORD_BYTES)
 
     # Registers of a thread; together 512 for the four warpgroups, all that a multiprocessor has for so many threads. For products
     # that do not wait for each other, the assembler wants 24 besides their operands.

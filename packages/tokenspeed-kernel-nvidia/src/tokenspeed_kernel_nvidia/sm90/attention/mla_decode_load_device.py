@@ -36,26 +36,7 @@ class Loader(Tiles):
     @cute.jit
     def load(self, call: Call, q: Tma, kv: Tma):
         """Finds this CTA's units, says so to the other warps, and loads queries and blocks as far ahead as there is room."""
-        lane = cute.arch.lane_idx()
-        unit, length, offset, left, share, starting = [Int32(0)] * 6
-        if call.batch <= 32:  # less code, and that is what takes time here
-            unit, length, offset, left, share, starting = self.divide(call, 1)
-        else:
-            unit, length, offset, left, share, starting = self.divide(call, 4)  # more lengths would take too many registers
-        begin = call.group * share
-        first = begin - offset + starting
-        end = begin + left
-        begin = cutlass.max(begin, first)
-        if lane == 0:
-            call.plan[UNIT] = unit
-            call.plan[FIRST] = first
-            call.plan[BEGIN] = begin
-            call.plan[END] = end
-            call.plan[SHARE] = share
-            call.plan[STARTING] = starting
-        cute.arch.sync_warp()
-        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
-
+        unit, first, begin, end, length = self.plan(call, True)
         at, rope_at = first_to_fill(), first_to_fill()
         turn = call.rank
         while begin < end:
@@ -82,6 +63,39 @@ class Loader(Tiles):
             first += whole + call.plan[STARTING]
             begin = first
             length = self.length_of(call, unit)
+
+    @cute.jit
+    def plan(self, call: Call, tells: cutlass.Constexpr[bool]):
+        """Finds this CTA's units, and writes the plan.
+
+        Args:
+            tells: whether to say so to the warps that compute. One warp does.
+
+        Returns:
+            The first unit, the number of its first block, that of the first block of this CTA, the number behind the last one, and
+            the unit's length.
+        """
+        lane = cute.arch.lane_idx()
+        unit, length, offset, left, share, starting = [Int32(0)] * 6
+        if call.batch <= 32:  # less code, and that is what takes time here
+            unit, length, offset, left, share, starting = self.divide(call, 1)
+        else:
+            unit, length, offset, left, share, starting = self.divide(call, 4)  # more lengths would take too many registers
+        begin = call.group * share
+        first = begin - offset + starting
+        end = begin + left
+        begin = cutlass.max(begin, first)
+        if lane == 0:  # other warps that load write the same
+            call.plan[UNIT] = unit
+            call.plan[FIRST] = first
+            call.plan[BEGIN] = begin
+            call.plan[END] = end
+            call.plan[SHARE] = share
+            call.plan[STARTING] = starting
+        cute.arch.sync_warp()
+        if const_expr(tells):
+            cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
+        return unit, first, begin, end, length
 
     @cute.jit
     def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32):

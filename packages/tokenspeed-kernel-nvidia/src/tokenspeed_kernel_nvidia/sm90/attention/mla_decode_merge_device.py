@@ -86,10 +86,10 @@ class MlaMerge(Storer):
         c = self.config
         units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         records = cutlass.min(out.shape[0] // q_len * units, groups)
-        shares = cutlass.max(cutlass.min(CTAS // (c.cluster * records), TILES), 4)
+        shares = cutlass.max(cutlass.min(CTAS // (c.ranks * records), TILES), 4)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
         self.kernel(units, q_len, to, lse, partial, groups, shares).launch(
-            grid=(shares, c.cluster, records), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
+            grid=(shares, c.ranks, records), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel

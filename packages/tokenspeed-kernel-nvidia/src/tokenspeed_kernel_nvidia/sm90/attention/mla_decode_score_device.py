@@ -113,9 +113,7 @@ class Scorer(Tiles):
             while count > 0:
                 scores, at = self.multiply(call, mmas, ops, at, rope_at, is_first)
                 is_first = cutlass.Boolean(False)
-                if valid < ROWS + (c.tokens_of_tile - 1):
-                    self.hide(call, scores, unit, valid)
-                    self.clear_beyond(call, at, valid)
+                self.leave_out(call, scores, unit, valid, at, rope_at)
                 count -= 1
                 self.put_probs(call, scores, row_max, row_sum, rope_at)
                 if count == 0:
@@ -182,14 +180,14 @@ class Scorer(Tiles):
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
         others.set(warpgroup.Field.ACCUMULATE, False)
         kept.set(warpgroup.Field.ACCUMULATE, True)
-        call.ropes.wait(rope_at)
+        self.wait_for_block(call, at, rope_at)
         warpgroup.fence()
         for step in cutlass.range_constexpr(STEPS):
             q = ops.others[None, None, (LATENT - c.kept) // 16 + step, 0]
             cute.gemm(others, scores, q, ops.ropes[None, None, step, rope_at.stage], scores)
             others.set(warpgroup.Field.ACCUMULATE, True)
         for piece in cutlass.range_constexpr(PIECES):
-            call.pieces.wait(at)
+            self.wait_for_piece(call, at)
             # Descriptors of all pieces at once would take too many registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
             for step in cutlass.range_constexpr(PIECE // 16):
@@ -210,6 +208,26 @@ class Scorer(Tiles):
                 self.hand_over(call, last_filled(rope_at, c.stages))
         warpgroup.wait_group(0)
         return scores, at
+
+    def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor) -> None:
+        """Waits until a block's rotary part is there for products to read."""
+        call.ropes.wait(rope_at)
+
+    def wait_for_piece(self, call: Call, at: Cursor) -> None:
+        """Waits until a piece is there for products to read."""
+        call.pieces.wait(at)
+
+    @cute.jit
+    def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
+        """Leaves out what is no key of a row.
+
+        Args:
+            valid: how many tokens of the block the last token of the unit sees.
+            end: the first piece behind the block.
+        """
+        if valid < ROWS + (self.config.tokens_of_tile - 1):
+            self.hide(call, scores, unit, valid)
+            self.clear_beyond(call, end, valid)
 
     @cute.jit
     def hide(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32):

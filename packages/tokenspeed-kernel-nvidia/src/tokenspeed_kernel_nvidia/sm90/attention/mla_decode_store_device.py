@@ -49,8 +49,8 @@ class Storer(Tiles):
         threads have them, so that a warp reads and writes 512 bytes in a row: see `place_of_values`.
         """
         slot = (first_group + piece) * 2 + cutlass.select_(piece == 0, Int32(1), Int32(0))
-        at = (slot * self.config.cluster + call.rank) * ROWS
-        rows = call.groups * (2 * self.config.cluster * ROWS)
+        at = (slot * self.config.ranks + call.rank) * ROWS
+        rows = call.groups * (2 * self.config.ranks * ROWS)
         return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
 
     def place_of_values(self, warp: Int32, chunk: Int32) -> Int32:
@@ -68,7 +68,7 @@ class Storer(Tiles):
         There is one for each unit. Where these are more than groups, there is one for each group instead, of the last unit that it
         begins, if others go on with that.
         """
-        rows = call.groups * (2 * self.config.cluster * ROWS)
+        rows = call.groups * (2 * self.config.ranks * ROWS)
         place = call.partial + Int64(rows) * (LATENT * 4 + 8) + Int64(index) * (RECORD * 4)
         return cute.make_ptr(Int32, place, cute.AddressSpace.gmem)
 

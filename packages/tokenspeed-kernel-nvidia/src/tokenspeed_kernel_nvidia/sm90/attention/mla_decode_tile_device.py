@@ -53,6 +53,10 @@ class Notes:
     def grown(self, warp: Int32) -> cute.Pointer:
         return self.at + 3 * ROWS + warp
 
+    def chosen(self, dtype: type[cutlass.Numeric]) -> cute.Pointer:
+        """Which rows of a block of gathered keys are any: a bit each. They lie where sums do: who writes those has read these."""
+        return cute.recast_ptr(self.at + ROWS, dtype=dtype)
+
 
 @dataclass(frozen=True)
 class Table:

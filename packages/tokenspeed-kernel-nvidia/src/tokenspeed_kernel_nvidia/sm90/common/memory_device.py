@@ -80,6 +80,15 @@ def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
     )
 
 
+def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
+    """Starts the copy of 16 bytes from global memory to so many bytes behind an address in shared memory.
+
+    Those beyond the first ``count`` become 0.
+    """
+    code = f"cp.async.cg.shared.global.L2::128B [{{$r0}} + {behind}], [{{$r1}}], 16, {{$r2}};"
+    cute.arch.inline_ptx(code, read_only_args=[to, source, count])
+
+
 def load_words(space: str, address: Any, count: int) -> Any:
     """1, 2 or 4 neighbouring words."""
     if count == 1:

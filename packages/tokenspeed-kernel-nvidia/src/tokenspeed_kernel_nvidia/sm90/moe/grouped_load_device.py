@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, copy_piece
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_BYTES, COLUMN_WARPS
@@ -18,15 +18,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_BLOCK_BYTES, PA
 
 PIECE = 16  # bytes that a lane copies with an instruction
 AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
-
-
-def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
-    """Starts the copy of 16 bytes from global memory to so many bytes behind an address in shared memory.
-
-    Those beyond the first ``count`` become 0.
-    """
-    code = f"cp.async.cg.shared.global.L2::128B [{{$r0}} + {behind}], [{{$r1}}], 16, {{$r2}};"
-    cute.arch.inline_ptx(code, read_only_args=[to, source, count])
 
 
 class Loader(Shapes):

@@ -1,0 +1,139 @@
+"""The warpgroup of `mla_sparse_device` that divides the work, and gathers the keys that tokens chose."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, Uint16, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    PANEL_BYTES,
+    PIECE,
+    PIECE_PANELS,
+    PIECES,
+    STARTING,
+    Call,
+    Table,
+)
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
+
+WARPS = 4  # that gather
+OWN = ROWS // WARPS  # rows of a block that a warp gathers
+CHUNK = 16  # bytes that a lane copies with an instruction
+LANES = PANEL * 2 // CHUNK  # that copy a row of a panel
+TOGETHER = 32 // LANES  # rows that a warp copies with an instruction
+TURNS = OWN // TOGETHER
+
+
+class Gatherer(Loader):
+    """The part of the kernel that divides the work and loads.
+
+    Keys are copied 16 bytes by 16 bytes, to where the 128-byte swizzle has them. Rows that are no keys become zeros, because
+    0 * NaN is not 0, and scores of these rows are left out.
+    """
+
+    @cute.jit
+    def length_of(self, call: Call, unit: Int32):
+        """Returns how many indices of a token count. Behind the last token, that one stands for it."""
+        length = call.max_seqlen_k
+        if call.cache_seqlens != 0:
+            given = load_int(call.cache_seqlens + Int64(cutlass.min(unit, call.batch - 1)) * 4, False)
+            length = cutlass.max(cutlass.min(given, length), 0)
+        return length
+
+    @cute.jit
+    def gather(self, call: Call, q: Table, kv: Table, warp: Int32):
+        """Finds this CTA's units, and gathers queries and blocks of keys as far ahead as there is room: by each warp its rows.
+
+        Args:
+            q: tokens and heads.
+            kv: pages and their slots.
+            warp: which of the warps.
+        """
+        unit, first, begin, end, length = [Int32(0)] * 5
+        if warp == 0:
+            unit, first, begin, end, length = self.plan(call, True)
+        else:
+            unit, first, begin, end, length = self.plan(call, False)
+        lane = cute.arch.lane_idx()
+        own = warp * OWN + lane % OWN  # the row whose address this lane finds
+        at, rope_at = first_to_fill(), first_to_fill()
+        while begin < end:
+            _, _, whole = self.visible(call, length)
+            after = cutlass.min(whole, end - first)
+            # Asked for before there is room for the block before, because it takes as long as all else.
+            slot = self.slot_of(call, unit, (begin - first) * ROWS + own, length)
+            head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
+            source = q.address + (Int64(unit) * q.row + Int64(head) * q.column) * 2
+            at = self.fill(call, source, ballot(own < self.config.heads), at, rope_at, warp)
+            rope_at = advance(rope_at, self.config.stages)
+            for block in cutlass.range(begin - first, after, unroll=1):
+                chosen = ballot(slot >= 0)
+                known = cutlass.max(slot, 0)
+                at_page = known >> call.page_shift
+                source = kv.address + (Int64(at_page) * kv.row + Int64(known - (at_page << call.page_shift)) * kv.column) * 2
+                slot = self.slot_of(call, unit, (block + 1) * ROWS + own, length)
+                at = self.fill(call, source, chosen, at, rope_at, warp)
+                rope_at = advance(rope_at, self.config.stages)
+            unit += 1
+            first += whole + call.plan[STARTING]
+            begin = first
+            length = self.length_of(call, unit)
+
+    @cute.jit
+    def slot_of(self, call: Call, unit: Int32, place: Int32, length: Int32):
+        """Returns a token's slot at a place of its indices, or -1. Indices that do not count are not read."""
+        slot = Int32(-1)
+        if place < length:
+            slot = load_int(call.page_table.address + (Int64(unit) * call.page_table.row + place) * 4, False)
+        return slot
+
+    @cute.jit
+    def fill(self, call: Call, source: Int64, chosen: Int32, at: Cursor, rope_at: Cursor, warp: Int32) -> Cursor:
+        """Copies a warp's rows of a block, whose barriers count the copies of each thread.
+
+        Args:
+            source: where row ``lane % 16`` of the warp lies.
+            chosen: a bit for each lane, whether that row is any.
+        """
+        lane = cute.arch.lane_idx()
+        row, chunk = lane // LANES, lane % LANES
+        sources = [self.of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
+        counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
+        # Rows of one parity of turns are the first four of eight, others the last four, whose chunks lie with 4 flipped.
+        place = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
+
+        call.ropes.acquire(rope_at)
+        if lane == 0:
+            call.notes(rope_at).chosen(Uint16)[warp] = Uint16(chosen & 0xFFFF)
+            call.ropes.full.arrive(rope_at)
+        self.copy(self.rope_at(call, rope_at) + place, 0, sources, LATENT * 2, counts)
+        cute.arch.cp_async_mbarrier_arrive_noinc(call.ropes.full.of(rope_at))
+        for piece in cutlass.range_constexpr(PIECES):
+            call.pieces.acquire(at)
+            to = self.panel_at(call, at, 0) + place
+            for panel in cutlass.range_constexpr(PIECE_PANELS):
+                self.copy(to, panel * PANEL_BYTES, sources, (piece * PIECE + panel * PANEL) * 2, counts)
+            cute.arch.cp_async_mbarrier_arrive_noinc(call.pieces.full.of(at))
+            at = advance(at, self.config.pieces)
+        return at
+
+    def of_lane(self, address: Int64, lane: Int32) -> Int64:
+        """Returns another lane's address."""
+        low = cute.arch.shuffle_sync(Int32(address), lane)
+        high = cute.arch.shuffle_sync(Int32(address >> 32), lane)
+        return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+
+    def copy(self, to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
+        """Starts the copies of a warp's rows of a panel."""
+        places = (to, to ^ (TOGETHER * CHUNK))
+        for turn in range(TURNS):
+            copy_piece(places[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])

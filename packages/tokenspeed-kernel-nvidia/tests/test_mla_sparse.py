@@ -1,0 +1,247 @@
+"""Latent attention of tokens to chosen slots, against the operator's reference."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_nvidia import _machine, _programs
+from tokenspeed_kernel_nvidia.sm90.attention import mla_sparse
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import mla_merge_program
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, ROPE
+from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import PAGE_SIZES
+
+NAME = "cutedsl_mla_sparse_with_kvcache"
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16)
+FAR = torch.iinfo(torch.int32).max
+
+
+def arguments_of(
+    lengths: list[int],
+    heads: int,
+    top_k: int = 0,
+    device: torch.device = CPU,
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    holes: float = 0.0,
+    softmax_scale: float = 0.1352,
+    counted: bool = True,
+) -> dict[str, Any]:
+    """A call with DeepSeek-V3's widths, whose tokens have so many keys each.
+
+    Slots that no token chose hold NaN, and what lies behind a token's indices is no slot. The log-sum-exp is asked for.
+
+    Args:
+        holes: how many of the indices that count are -1.
+        counted: give the lengths; otherwise -1 stands behind a token's indices.
+    """
+    draw = torch.Generator().manual_seed(sum(lengths) + heads)
+    top_k = top_k or max([1, *lengths])
+    slots = -(-(top_k + 40) // page_size) * page_size
+    indices = torch.stack([torch.randperm(slots, generator=draw)[:top_k] for _ in lengths]).to(torch.int32)
+    indices[torch.rand(indices.shape, generator=draw) < holes] = -1
+    kept = torch.arange(top_k) < torch.tensor(lengths).unsqueeze(1)
+    used = indices[kept & (indices >= 0)].long()
+    cache = torch.full((slots, LATENT + ROPE), torch.nan, dtype=dtype)
+    cache[used] = torch.randn(len(used), LATENT + ROPE, generator=draw).to(dtype)
+    return {
+        "q": torch.randn(len(lengths), heads, LATENT + ROPE, generator=draw).to(device, dtype),
+        "kv_cache": cache.view(-1, page_size, LATENT + ROPE).to(device),
+        "indices": torch.where(kept, indices, FAR if counted and device == CPU else -1).to(device),
+        "kv_lora_rank": LATENT,
+        "softmax_scale": softmax_scale,
+        "topk_length": torch.tensor(lengths, dtype=torch.int32).to(device) if counted else None,
+        "return_lse": True,
+    }
+
+
+def check(arguments: dict[str, Any]) -> None:
+    """Launches the kernel, twice, and compares the results to the reference's."""
+    wanted, wanted_lse = tokenspeed_kernel.mla_sparse_with_kvcache(**arguments, solution="reference")
+    out = torch.full_like(wanted, torch.nan)
+    got, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, "out": out})
+    assert got is out
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+    again, _ = mla_sparse.mla_sparse_with_kvcache(**arguments)
+    assert torch.equal(again, got)
+
+
+# -- on the device -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", [[0], [1], [64], [1, 63, 64, 65, 0, 127, 128, 129, 300], [2048], [2048, 1, 0, 700]], ids=str)
+def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
+    """The edges of blocks, and tokens that many groups have a part of."""
+    check(arguments_of(lengths, heads, device=sm90))
+
+
+@pytest.mark.parametrize("tokens", [33, 200, 1500])
+@pytest.mark.parametrize("heads", HEADS)
+def test_many_tokens(sm90: torch.device, heads: int, tokens: int) -> None:
+    """More than a lane's lengths, and more than there are groups."""
+    draw = random.Random(tokens)
+    check(arguments_of([draw.choice([0, 1, 64, draw.randrange(700)]) for _ in range(tokens)], heads, device=sm90, holes=0.1))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_program(sm90: torch.device, heads: int, page_size: int, dtype: torch.dtype) -> None:
+    check(arguments_of([700, 3, 0, 1300], heads, device=sm90, page_size=page_size, dtype=dtype, counted=False))
+
+
+def test_a_graph_stays_right_when_indices_change(sm90: torch.device) -> None:
+    arguments = arguments_of([900, 70, 2000], 128, device=sm90)
+    arguments["kv_cache"].nan_to_num_()
+    mla_sparse.mla_sparse_with_kvcache(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, _ = mla_sparse.mla_sparse_with_kvcache(**arguments)
+    for lengths in ([900, 70, 2000], [1, 70, 64], [0, 0, 1500]):
+        arguments["topk_length"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        arguments["indices"].copy_(arguments["indices"].roll(1, 1))
+        graph.replay()
+        wanted, _ = tokenspeed_kernel.mla_sparse_with_kvcache(**arguments, solution="reference")
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.01)
+
+
+# -- on the emulator -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def emulated(multiprocessors: int, **options: Any) -> Iterator[None]:
+    sm90_emulator = pytest.importorskip("sm90_emulator")
+    pytest.importorskip("cutlass")
+    if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
+        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
+    _machine.multiprocessors.cache_clear()
+    mla_sparse._programs_of.cache_clear()
+    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, uninitialised=True, **options):
+        yield
+    _machine.multiprocessors.cache_clear()
+    mla_sparse._programs_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiprocessors", "options", "seed", "copies"),
+    [
+        # Three groups; one has parts of two tokens, and a token has parts in two.
+        ([300, 130, 0, 3], 6, {"holes": 0.2}, 3, "late"),
+        ([300, 130, 0, 3], 6, {"holes": 0.2}, 5, "random"),
+        # Maxima rise so much that sums are scaled anew.
+        ([130, 70], 4, {"softmax_scale": 1.0, "page_size": 1, "counted": False}, 1, "random"),
+        # A block has no key at all.
+        ([2, 65], 2, {"holes": 0.97, "top_k": 200}, 2, "late"),
+    ],
+)
+def test_on_the_emulator(lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str) -> None:
+    """Whatever warp goes on first, and however late copies and products are."""
+    with emulated(multiprocessors, seed=seed, copies=copies):
+        check(arguments_of(lengths, 128, **options))
+
+
+# -- what is launched ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tuple[Any, ...]]]]:
+    """Programs, configurations and arguments of launches, which are recorded instead of run."""
+    found: list[tuple[Any, Any, tuple[Any, ...]]] = []
+
+    def record(program: Any, config: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            for tensor in (given for given in arguments if isinstance(given, Tensor)):
+                if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+                    raise ValueError("refused")
+            found.append((program, config, arguments))
+
+        return launch
+
+    mla_sparse._programs_of.cache_clear()
+    monkeypatch.setattr(_programs.Program, "__call__", record)
+    monkeypatch.setattr(mla_sparse, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(mla_sparse, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield found
+    mla_sparse._programs_of.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
+def test_what_is_asked_for_is_compiled_ahead_of_time(
+    launches: list[tuple[Any, Any, tuple[Any, ...]]], heads: int, groups: int, dtype: torch.dtype
+) -> None:
+    """A group, which has all heads, is a CTA, or two with half of 128 heads each."""
+    mla_sparse.mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
+    (computes, config, handed), (merges, same, others) = launches
+    assert (computes, merges) == (mla_sparse.mla_sparse_program, mla_merge_program)
+    assert config in computes.configs()
+    assert same in merges.configs()
+    assert (config.heads, handed[7], others[4]) == (heads, groups, groups)
+
+
+def test_tokens_of_one_block_leave_nothing_to_merge(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    mla_sparse.mla_sparse_with_kvcache(**arguments_of([64, 3], 16))
+    assert [program for program, _, _ in launches] == [mla_sparse.mla_sparse_program]
+
+
+def test_other_layouts_are_copied(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    arguments = arguments_of([70, 3], 16)
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+    out = apart(torch.zeros(2, 16, LATENT, dtype=torch.bfloat16))
+    changed = {name: apart(arguments[name]) for name in ("q", "kv_cache", "indices")}
+    got, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, **changed, "out": out})
+    assert got is out
+    assert lse.shape == (2, 16)
+    (_, _, handed), (_, _, others) = launches
+    assert others[0] is handed[2]
+    for tensor, name in zip(handed, ("q", "kv_cache", "", "indices"), strict=False):
+        assert tensor.is_contiguous()
+        assert not name or torch.equal(tensor.nan_to_num(), arguments[name].nan_to_num())
+
+
+def test_an_empty_cache_and_an_empty_batch(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    arguments = arguments_of([0, 0], 16)
+    mla_sparse.mla_sparse_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
+    assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)
+    launches.clear()
+    out, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, "q": arguments["q"][:0], "indices": arguments["indices"][:0]})
+    assert (out.shape, lse.shape) == ((0, 16, LATENT), (0, 16))
+    assert launches == []
+
+
+# -- what is declared ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "served"),
+    [
+        ({"heads": 128}, True),
+        ({"heads": 16, "page_size": 1}, True),
+        ({"heads": 64, "page_size": 256, "dtype": torch.float16}, True),
+        ({"heads": 8}, False),
+        ({"heads": 128, "page_size": 24}, False),
+        ({"heads": 128, "dtype": torch.float32}, False),
+    ],
+    ids=str,
+)
+def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
+    with use_platform(named_platform("sm_90")):
+        explained = tokenspeed_kernel.mla_sparse_with_kvcache.explain(**arguments_of([70, 3], **options))
+    assert [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME] == [served]
