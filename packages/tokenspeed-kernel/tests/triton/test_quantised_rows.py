@@ -16,13 +16,22 @@ from tokenspeed_kernel.workbench.numerics.verify import default_device
 DEVICE = default_device()
 FP8: dict[str, Any] = {"granularity": "token", "dtype": torch.float8_e5m2}
 QUANTIZERS: dict[str, list[dict[str, Any]]] = {
-    "quantize_fp8": [FP8, {"granularity": "block", "block_size": 64}],
+    "quantize_fp8": [
+        FP8,
+        {"granularity": "block", "block_size": 64},
+        {"granularity": "block", "block_size": 32, "scale_dtype": torch.int32},
+    ],
     "quantize_fp8_with_scale": [{"scale": torch.tensor([0.01], device=DEVICE)}],
-    "quantize_mxfp8": [{}, {"scale_rounding": "up"}],
-    "quantize_nvfp4": [{"global_scale": torch.tensor(0.002, device=DEVICE)}],
+    "quantize_mxfp8": [{}, {"scale_rounding": "up"}, {"scale_layout": "128x4"}],
+    "quantize_nvfp4": [
+        {"global_scale": torch.tensor(0.002, device=DEVICE)},
+        {"global_scale": torch.tensor(0.002, device=DEVICE), "scale_layout": "128x4"},
+    ],
 }
 EACH = [(name, options) for name, listed in QUANTIZERS.items() for options in listed]
-each_quantizer = pytest.mark.parametrize(("name", "options"), EACH, ids=[f"{n}-{len(o)}" for n, o in EACH])
+each_quantizer = pytest.mark.parametrize(
+    ("name", "options"), EACH, ids=[f"{n}-{i}" for n, listed in QUANTIZERS.items() for i in range(len(listed))]
+)
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
