@@ -37,8 +37,8 @@ def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
 
 @triton.jit
 def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Writes zeros behind the rows that programs have, if these do not fill the tiles of 128x4; the programs of these tiles share the
-    work. ``first``: the first of the ``TILES`` tiles, of ``across`` beside each other, that hold this program's scales."""
+    """Writes zeros behind the rows that programs have, if these do not fill the tiles of 128x4; the programs of these tiles share
+    the work. ``first``: the first of the ``TILES`` tiles, of ``across`` beside each other, that hold this program's scales."""
     top = row // 128
     programs = tl.cdiv(rows - top * 128, ROWS)
     if programs * ROWS < 128:

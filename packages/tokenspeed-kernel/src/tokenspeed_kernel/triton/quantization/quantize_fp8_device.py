@@ -23,10 +23,11 @@ def scale_of(amax, LIMIT: tl.constexpr):
 def _stored_and_prepared(amax, FORMAT: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, E8M0: tl.constexpr):
     """The scales of groups from their largest magnitudes, as they are stored, and three numbers of each that `_encoded` takes."""
     if E8M0:
-        scale, reciprocal, kept = scale_of_blocks(amax, FORMAT, True)
-        return scale.to(tl.uint8), reciprocal.to(tl.float32, bitcast=True), kept, kept
-    scale = scale_of(amax, LIMIT)
-    factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
+        exponent, bits, divisor = scale_of_blocks(amax, FORMAT, True)
+        scale, factor, reciprocal = exponent.to(tl.uint8), bits.to(tl.float32, bitcast=True), divisor
+    else:
+        scale = scale_of(amax, LIMIT)
+        factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
     return scale, factor, divisor, reciprocal
 
 
@@ -44,8 +45,10 @@ def _encoded(
 ):
     """float32 over the scales that the numbers of `_stored_and_prepared` stand for, in 8 bits."""
     if E8M0:  # the factor is the reciprocal of a power of two, the divisor a mask for codes
-        return (encode_fp8(x * factor, FORMAT, NATIVE) & divisor).to(tl.uint8)
-    return encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
+        code = (encode_fp8(x * factor, FORMAT, NATIVE) & divisor).to(tl.uint8)
+    else:
+        code = encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
+    return code
 
 
 @triton.jit
