@@ -48,7 +48,17 @@ from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
 from family_peers import InForm
 
-from tokenspeed_kernel.workbench.benchmark import Method, Peer, Report, Row, Timing, Unsupported, collect_metadata, measure_roofline
+from tokenspeed_kernel.workbench.benchmark import (
+    Method,
+    Peer,
+    Report,
+    Row,
+    Timing,
+    Unsupported,
+    collect_metadata,
+    failure_of,
+    measure_roofline,
+)
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 from tokenspeed_kernel.workbench.numerics.compare import same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
@@ -99,20 +109,10 @@ class Contestant:
     calls: int = 1
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step of it. Whatever one does, the others must not be lost with it."""
-        if self.status != "measured":
-            return
-        try:
-            with torch.no_grad():
-                step()
-        except Unsupported as error:
-            self.status, self.reason = "skipped", str(error)
-        except ImportError as error:
-            self.status, self.reason = "absent", str(error)
-        except OutOfTimeError as error:
-            self.status, self.reason = "no time", str(error)
-        except Exception as error:
-            self.status, self.reason = "error", f"{type(error).__name__}: {str(error)[:300]}"
+        """Runs a step of it, if none has failed."""
+        if self.status == "measured":
+            failure = failure_of(step, {OutOfTimeError: "no time"})
+            self.status, self.reason = failure or (self.status, self.reason)
 
     def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
         """The call on these arguments."""

@@ -103,7 +103,7 @@ def _launch(
             as_bytes(stored.codes),
             as_bytes(stored.scales),
             given,
-            rows.count,
+            rows.per_matrix,
             rows.programs,
             intermediate,
             column_tiles,

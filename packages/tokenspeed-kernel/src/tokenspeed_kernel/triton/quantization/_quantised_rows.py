@@ -110,12 +110,12 @@ class Rows(NamedTuple):
     """How programs share rows.
 
     Attributes:
-        count: rows of a matrix: all, but where scales lie in tiles, which no two matrices share.
+        per_matrix: rows of a matrix: all, but where scales lie in tiles, which no two matrices share.
         programs: for each matrix.
         matrices: how many there are.
     """
 
-    count: int
+    per_matrix: int
     programs: int
     matrices: int
 
