@@ -71,13 +71,13 @@ def test_rows_that_are_computed_twice_have_the_bits_of_their_parts() -> None:
 
 
 @pytest.mark.parametrize("name", ["quantize_mxfp8", "quantize_nvfp4"])
-@pytest.mark.parametrize("first", ["rmsnorm", "silu_and_mul", "swiglu"])
+@pytest.mark.parametrize("first", ["rmsnorm", "silu_and_mul"])
 def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
     fused, options = getattr(tk, f"{first}_{name}"), QUANTIZERS[name][0]
-    # Rows that several programs share; and several matrices, one of whose rows is not finite beside columns that complete a tile.
-    wide, several = _draw(3, 2 * 1120).bfloat16(), _draw(2, 20, 2 * 80 if name == "quantize_nvfp4" else 2 * 96).bfloat16()
+    # Several matrices, one of whose rows is not finite beside columns that complete a tile; and a row that several programs share.
+    several = _draw(2, 20, 2 * 80 if name == "quantize_nvfp4" else 2 * 96).bfloat16()
     several[1, 7, 5] = math.nan
-    for x in (wide, several):
+    for x in (several,) if first == "rmsnorm" else (several, _draw(1, 2 * 1120).bfloat16()):
         given = {"weight": _draw(x.shape[-1])} if first == "rmsnorm" else {}
         codes, scale = fused(x, **given, **options, override=f"triton_{first}_{name}")
         wanted = codes, tk.swizzle_scales(scale, override="reference_swizzle_scales")
