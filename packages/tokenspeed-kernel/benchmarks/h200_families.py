@@ -60,7 +60,7 @@ from tokenspeed_kernel.workbench.benchmark import (
     measure_roofline,
 )
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
-from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.compare import decoded_outputs, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import refusal, written_to
 from tokenspeed_kernel_base.cases import nbytes
@@ -193,7 +193,7 @@ def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, 
     pairs: list[tuple[Any, Any]] = list(zip(as_list(got), expected.outputs, strict=True))
     exact = op.exact
     if op.has_hook("decoded") and not exact:
-        pairs = list(zip(*(_decoded(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
+        pairs = list(zip(*(decoded_outputs(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
     if isinstance(contestant.who, KernelSpec) or not pairs:
         written = written_to(op, arguments)
         pairs += [(written[name], wanted) for name, wanted in expected.written.items()]
@@ -206,10 +206,6 @@ def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, 
         if error > limit:
             contestant.status, contestant.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
     contestant.error = worst if math.isfinite(worst) else None
-
-
-def _decoded(op: Operator[Any, Any], arguments: Arguments, outputs: Sequence[Tensor]) -> list[Any]:
-    return list(op.run_hook("decoded", {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}))
 
 
 def _synchronize(device: torch.device) -> None:
