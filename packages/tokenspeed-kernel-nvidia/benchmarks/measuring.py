@@ -34,8 +34,8 @@ from tokenspeed_kernel.workbench.benchmark import (
     Report,
     Row,
     Timing,
-    Unsupported,
     collect_metadata,
+    failure_of,
     measure_roofline,
 )
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor
@@ -158,18 +158,10 @@ class Measurement:
     calls: list[Call] = field(default_factory=list)
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step of it. Whatever a peer does, the others must not be lost with it."""
-        if self.status != "measured":
-            return
-        try:
-            with torch.no_grad():
-                step()
-        except Unsupported as error:
-            self.status, self.reason = "skipped", str(error)
-        except ImportError as error:
-            self.status, self.reason = "absent", str(error)
-        except Exception as error:
-            self.status, self.reason = "error", f"{type(error).__name__}: {str(error)[:500]}"
+        """Runs a step of it, if none has failed."""
+        if self.status == "measured":
+            failure = failure_of(step)
+            self.status, self.reason = failure or (self.status, self.reason)
 
     def check(self, make: Callable[[], Call], errors_of: Callable[[Any], tuple[float, float]], limits: Limits) -> None:
         """Holds what a call returns against the reference: its error, and the worst row's. Of several checks the largest stay."""

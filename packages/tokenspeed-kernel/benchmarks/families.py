@@ -95,16 +95,22 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
         ),
         "rmsnorm_quantize_fp8": (
             "llama-3-8b prefill 8192, per token", "deepseek-v3 decode 128, blocks of 128", "llama-3-70b decode 64, per token",
+            "deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0",
         ),
         "rmsnorm_quantize_fp8_with_scale": ("llama-3-70b prefill 8192",),
-        "rmsnorm_quantize_mxfp8": ("qwen3-32b prefill 8192",),
-        "rmsnorm_quantize_nvfp4": ("qwen3-235b prefill 8192",),
+        "rmsnorm_quantize_mxfp8": (
+            "qwen3-32b prefill 8192, scales in tiles", "qwen3-32b decode 64, scales in tiles", "qwen3-32b prefill 8192",
+        ),
+        "rmsnorm_quantize_nvfp4": (
+            "qwen3-235b prefill 8192, scales in tiles", "qwen3-235b decode 64, scales in tiles", "qwen3-235b prefill 8192",
+        ),
         "silu_and_mul_quantize_fp8": (
             "llama-3-8b prefill 8192, per token", "qwen3-32b decode 64, per token", "deepseek-v3 prefill 4096, blocks of 128",
         ),
         "silu_and_mul_quantize_fp8_with_scale": ("llama-3-8b prefill 8192",),
-        "silu_and_mul_quantize_mxfp8": ("qwen3-32b prefill 8192",),
-        "silu_and_mul_quantize_nvfp4": ("qwen3-32b prefill 8192",),
+        "silu_and_mul_quantize_mxfp8": ("qwen3-32b prefill 8192, scales in tiles", "qwen3-32b prefill 8192"),
+        "silu_and_mul_quantize_nvfp4": ("qwen3-32b prefill 8192, scales in tiles", "qwen3-32b prefill 8192"),
+        "swiglu_quantize_mxfp8": ("gpt-oss-120b prefill 4096, top-4, scales in tiles",),
     },
     "products": {
         "mm": (
@@ -124,6 +130,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
     "scales and codes": {
         "swizzle_scales": ("llama-70b weight 28672 x 8192, nvfp4",),
         "unswizzle_scales": ("llama-70b weight 28672 x 8192, nvfp4",),
+        "quantize_fp8": ("deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0",),
         "quantize_nvfp4": ("llama-70b prefill 8192, scales in tiles", "llama-70b prefill 8192"),
         "quantize_mxfp8": ("gpt-oss-120b prefill 16384, scales in tiles", "gpt-oss-120b prefill 16384"),
     },

@@ -48,9 +48,19 @@ from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
 from family_peers import InForm
 
-from tokenspeed_kernel.workbench.benchmark import Method, Peer, Report, Row, Timing, Unsupported, collect_metadata, measure_roofline
+from tokenspeed_kernel.workbench.benchmark import (
+    Method,
+    Peer,
+    Report,
+    Row,
+    Timing,
+    Unsupported,
+    collect_metadata,
+    failure_of,
+    measure_roofline,
+)
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
-from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.compare import decoded_outputs, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import refusal, written_to
 from tokenspeed_kernel_base.cases import nbytes
@@ -99,20 +109,10 @@ class Contestant:
     calls: int = 1
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step of it. Whatever one does, the others must not be lost with it."""
-        if self.status != "measured":
-            return
-        try:
-            with torch.no_grad():
-                step()
-        except Unsupported as error:
-            self.status, self.reason = "skipped", str(error)
-        except ImportError as error:
-            self.status, self.reason = "absent", str(error)
-        except OutOfTimeError as error:
-            self.status, self.reason = "no time", str(error)
-        except Exception as error:
-            self.status, self.reason = "error", f"{type(error).__name__}: {str(error)[:300]}"
+        """Runs a step of it, if none has failed."""
+        if self.status == "measured":
+            failure = failure_of(step, {OutOfTimeError: "no time"})
+            self.status, self.reason = failure or (self.status, self.reason)
 
     def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
         """The call on these arguments."""
@@ -193,7 +193,7 @@ def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, 
     pairs: list[tuple[Any, Any]] = list(zip(as_list(got), expected.outputs, strict=True))
     exact = op.exact
     if op.has_hook("decoded") and not exact:
-        pairs = list(zip(*(_decoded(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
+        pairs = list(zip(*(decoded_outputs(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
     if isinstance(contestant.who, KernelSpec) or not pairs:
         written = written_to(op, arguments)
         pairs += [(written[name], wanted) for name, wanted in expected.written.items()]
@@ -206,10 +206,6 @@ def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, 
         if error > limit:
             contestant.status, contestant.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
     contestant.error = worst if math.isfinite(worst) else None
-
-
-def _decoded(op: Operator[Any, Any], arguments: Arguments, outputs: Sequence[Tensor]) -> list[Any]:
-    return list(op.run_hook("decoded", {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}))
 
 
 def _synchronize(device: torch.device) -> None:

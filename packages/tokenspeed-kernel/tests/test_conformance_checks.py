@@ -195,6 +195,7 @@ WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
     "causal_conv1d_decode",
     "causal_conv1d_prefill",
     "compact_kv_cache",
+    "dequantize_fp8",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
     "mm",

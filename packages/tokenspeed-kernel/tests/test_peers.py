@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.benchmark import Peer, Unsupported, bench_case, load_peers, peer
+from tokenspeed_kernel.workbench.benchmark import Peer, Unsupported, bench_case, failure_of, load_peers, peer
 from tokenspeed_kernel.workbench.benchmark.peers import PeerFileError, verify_peer
 from tokenspeed_kernel.workbench.numerics import Status
 from tokenspeed_kernel_base.cases import Case
@@ -127,6 +127,25 @@ def test_a_report_says_of_which_version_a_peer_is(scale: Any) -> None:
     for package, version in (("torch", importlib.metadata.version("torch")), ("no-such-package", ""), ("", "")):
         row = bench_case(peer(scale.mode, name="theirs", package=package)(right), case(), "cpu", budget_s=1e-9, rounds=1)
         assert row.version == version
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (None, None),
+        (Unsupported("too wide"), ("skipped", "too wide")),
+        (ModuleNotFoundError("No module named 'one'"), ("absent", "No module named 'one'")),
+        (TimeoutError("late"), ("no time", "late")),
+        (KeyError("x"), ("error", "KeyError: 'x'")),
+    ],
+)
+def test_why_a_step_failed_is_told(raised: Exception | None, told: tuple[str, str] | None) -> None:
+    def step() -> None:
+        assert not torch.is_grad_enabled()
+        if raised is not None:
+            raise raised
+
+    assert failure_of(step, {TimeoutError: "no time"}) == told
 
 
 def test_hints_may_be_left_out() -> None:

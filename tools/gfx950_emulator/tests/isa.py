@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 import gfx950_emulator.instructions  # noqa: F401  (registers the binders)
-from gfx950_emulator.decode import BINDERS
+from gfx950_emulator.binding import BINDERS
 
 WAVE = 64
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1

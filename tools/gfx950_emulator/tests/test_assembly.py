@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from gfx950_emulator.assembly import Argument, parse
+from gfx950_emulator.binding import split_encoding
 from gfx950_emulator.constants import CODE_STEP, EXEC, M0, VCC
-from gfx950_emulator.decode import decode, split_encoding
+from gfx950_emulator.decode import decode
 from gfx950_emulator.errors import UnknownInstruction, describe
 from gfx950_emulator.operands import SCALAR_BASE, Operand, parse_operand
 from gfx950_emulator.program import Program

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from gfx950_emulator.access import Access
+from gfx950_emulator.binding import Bound
 from gfx950_emulator.constants import EXEC, VCC
-from gfx950_emulator.decode import Access, Bound
 from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.group import Group, HighHalf, LaneMask
 from gfx950_emulator.outstanding import Deferred, Outstanding, Stored, entries

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from gfx950_emulator.assembly import parse
-from gfx950_emulator.decode import BINDERS, decode, split_encoding
+from gfx950_emulator.binding import BINDERS, split_encoding
+from gfx950_emulator.decode import decode
 from gfx950_emulator.errors import UnknownInstruction
 from gfx950_emulator.snippet import Snippet
 

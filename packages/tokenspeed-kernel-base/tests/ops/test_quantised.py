@@ -21,7 +21,7 @@ SOLUTIONS = pytest.mark.parametrize("solution", ["composed", "reference"])
 QUANTIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "quantize_fp8": (quantize_fp8, {"granularity": "block", "block_size": 32, "dtype": torch.float8_e5m2}),
     "quantize_fp8_with_scale": (quantize_fp8_with_scale, {"scale": torch.tensor([0.02]), "dtype": torch.float8_e4m3fnuz}),
-    "quantize_mxfp8": (quantize_mxfp8, {"scale_rounding": "up"}),
+    "quantize_mxfp8": (quantize_mxfp8, {"scale_rounding": "up", "scale_layout": "128x4"}),
     "quantize_nvfp4": (quantize_nvfp4, {"global_scale": torch.tensor(0.003)}),
 }
 each_quantizer = pytest.mark.parametrize("name", QUANTIZERS)

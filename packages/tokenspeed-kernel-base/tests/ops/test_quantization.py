@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, encode_e2m1, encode_fp8
+from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, e8m0_to_float, encode_e2m1, encode_fp8
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
@@ -61,6 +62,38 @@ def test_quantize_fp8_is_its_formula_in_every_bit(dtype: torch.dtype, granularit
         quotient = x[group] / expected
         assert quotient.dtype == np.float32
         assert _bytes(q[group]) == _bytes(encode_fp8(torch.from_numpy(quotient), dtype))
+
+
+@pytest.mark.parametrize("granularity", ["block", "block2d"])
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2], ids=str)
+@settings(deadline=None, max_examples=30)
+@given(x=_matrix(max_rows=5, columns=21))
+def test_fp8_scales_that_are_powers_of_two(dtype: torch.dtype, granularity: str, x: np.ndarray[Any, Any]) -> None:
+    """The least at which nothing saturates, told in exact arithmetic; packed, they are the same bytes with zeros behind."""
+    values = torch.from_numpy(x)
+    q, scale = quantize_fp8(values, granularity, 4, dtype, torch.uint8)
+    for index, group in _groups(x.shape, granularity, 4):  # type: ignore[arg-type]
+        amax, exponent = Fraction(float(np.abs(x[group]).max())), int(scale[index]) - 127
+        largest = int(FP8_MAX[dtype])
+        assert amax <= largest * Fraction(2) ** exponent
+        assert exponent == -127 or amax > largest * Fraction(2) ** (exponent - 1)
+        scaled = torch.from_numpy(x[group]).double() * 2.0**-exponent
+        assert _bytes(q[group]) == _bytes(encode_fp8(scaled.float(), dtype))
+    same, packed = quantize_fp8(values, granularity, 4, dtype, torch.int32)
+    assert _bytes(same) == _bytes(q)
+    stored = packed.view(torch.uint8)
+    assert torch.equal(stored[..., : scale.shape[-1]], scale)
+    assert not stored[..., scale.shape[-1] :].any()
+    wanted = dequantize_fp8(q, e8m0_to_float(scale), torch.float32, 4)
+    for form in (scale, packed):
+        assert torch.equal(dequantize_fp8(q, form, torch.float32, 4), wanted)
+
+
+def test_powers_of_two_of_blocks_that_are_not_finite() -> None:
+    x = torch.tensor([[1.0, float("nan"), 448.0, -0.0, 0.0, float("-inf"), 1e-45, 0.0, 449.0, -1.0]])
+    q, scale = quantize_fp8(x, "block", 2, scale_dtype=torch.uint8)
+    assert scale.tolist() == [[255, 127, 255, 0, 128]]
+    assert _bytes(q) == [0, 0, 0x7E, 0x80, 0, 0, 0, 0, 0x76, 0xB0]
 
 
 @settings(deadline=None)
@@ -315,7 +348,12 @@ def test_requests_state_formats_and_traits() -> None:
     tiles = request(dequantize_fp8, q=q, scale=torch.ones(2, 32), block_size=2).signature
     assert tiles.format_for("q") == fp8_format(E4M3, "block", (2, 2))
     dynamic = request(quantize_fp8, x=x, granularity="block", block_size=32)
-    assert dynamic.traits == {"k": 64, "granularity": "block", "dtype": "float8_e4m3fn", "block_size": 32}
+    stated = {"k": 64, "granularity": "block", "dtype": "float8_e4m3fn", "block_size": 32}
+    assert dynamic.traits == {**stated, "scales_e8m0": False, "scales_packed": False}
+    powers = request(quantize_fp8, x=x, granularity="block", block_size=32, scale_dtype=torch.uint8)
+    assert powers.traits == {**stated, "scales_e8m0": True, "scales_packed": False}
+    read = request(dequantize_fp8, q=q, scale=torch.ones(3, 1, dtype=torch.int32), block_size=16).signature
+    assert read.format_for("q") == fp8_format(E4M3, "block", (1, 16), torch.int32)
     packed = {"q": torch.zeros(3, 32, dtype=torch.uint8), "scale": torch.zeros(3, 2, dtype=torch.uint8)}
     assert request(dequantize_mxfp4, **packed).signature.format_for("q") == mxfp4_format()
     assert request(dequantize_mxfp4, **packed).traits == {"k": 64, "out_dtype": "bfloat16"}

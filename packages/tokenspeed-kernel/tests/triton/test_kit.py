@@ -16,6 +16,7 @@ import torch
 import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
 from tokenspeed_kernel.workbench.numerics import default_device
 from tokenspeed_kernel.workbench.numerics.conformance import Finding, Options, conform
+from tokenspeed_kernel.workbench.numerics.conformance.runner import CHECKS
 from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator
@@ -76,6 +77,16 @@ def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
     findings = conform(spec, default_device(), Options(shrink_seconds=0))
     assert wrong(findings) == []
     assert {"values", "strides", "bounds"} <= passed(findings)
+
+
+def test_batches_whose_scales_do_not_lie_in_rows() -> None:
+    """Tiles of scales hold those of many rows: what codes and scales stand for is compared."""
+    spec = KernelRegistry.get().get_by_name("triton_rmsnorm_quantize_mxfp8")
+    case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "scale_layout": "128x4"})
+    batches = "batch invariance"
+    findings = conform(spec, default_device(), Options(shrink_seconds=0, leave_out=frozenset(CHECKS) - {batches}), [case])
+    assert wrong(findings) == []
+    assert batches in passed(findings)
 
 
 # -- a kernel as somebody writes it -----------------------------------------------------------------------------------------------

@@ -16,13 +16,19 @@ from tokenspeed_kernel.workbench.numerics.verify import default_device
 DEVICE = default_device()
 FP8: dict[str, Any] = {"granularity": "token", "dtype": torch.float8_e5m2}
 QUANTIZERS: dict[str, list[dict[str, Any]]] = {
-    "quantize_fp8": [FP8, {"granularity": "block", "block_size": 64}],
+    "quantize_fp8": [
+        FP8,
+        {"granularity": "block", "block_size": 64},
+        {"granularity": "block", "block_size": 32, "scale_dtype": torch.int32},
+    ],
     "quantize_fp8_with_scale": [{"scale": torch.tensor([0.01], device=DEVICE)}],
     "quantize_mxfp8": [{}, {"scale_rounding": "up"}],
     "quantize_nvfp4": [{"global_scale": torch.tensor(0.002, device=DEVICE)}],
 }
 EACH = [(name, options) for name, listed in QUANTIZERS.items() for options in listed]
-each_quantizer = pytest.mark.parametrize(("name", "options"), EACH, ids=[f"{n}-{len(o)}" for n, o in EACH])
+each_quantizer = pytest.mark.parametrize(
+    ("name", "options"), EACH, ids=[f"{n}-{i}" for n, listed in QUANTIZERS.items() for i in range(len(listed))]
+)
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
@@ -62,6 +68,23 @@ def test_rows_that_are_computed_twice_have_the_bits_of_their_parts() -> None:
     x = _draw(2, 2 * 16500).half()
     wanted = tk.quantize_fp8(tk.silu_and_mul(x, override="triton_silu_and_mul"), override="triton_quantize_fp8")
     _same(tk.silu_and_mul_quantize_fp8(x, override="triton_silu_and_mul_quantize_fp8"), wanted)
+
+
+@pytest.mark.parametrize("name", ["quantize_mxfp8", "quantize_nvfp4"])
+@pytest.mark.parametrize("first", ["rmsnorm", "silu_and_mul"])
+def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
+    fused, options = getattr(tk, f"{first}_{name}"), QUANTIZERS[name][0]
+    # Several matrices, one of whose rows is not finite beside columns that complete a tile; and a row that several programs share.
+    several = _draw(2, 20, 2 * 80 if name == "quantize_nvfp4" else 2 * 96).bfloat16()
+    several[1, 7, 5] = math.nan
+    for x in (several,) if first == "rmsnorm" else (several, _draw(1, 2 * 1120).bfloat16()):
+        given = {"weight": _draw(x.shape[-1])} if first == "rmsnorm" else {}
+        codes, scale = fused(x, **given, **options, override=f"triton_{first}_{name}")
+        wanted = codes, tk.swizzle_scales(scale, override="reference_swizzle_scales")
+        place = torch.full(wanted[1].shape, 0x55, dtype=torch.uint8, device=DEVICE).view(scale.dtype)
+        got = fused(x, **given, **options, scale_layout="128x4", scale_out=place, override=f"triton_{first}_{name}")
+        assert got[1] is place
+        _same(got, wanted)
 
 
 @each_quantizer

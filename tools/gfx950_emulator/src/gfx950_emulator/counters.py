@@ -14,8 +14,8 @@ import numpy as np
 
 from gfx950_emulator.assembly import Instruction
 from gfx950_emulator.bank_conflicts import ConflictCache, phase_count
+from gfx950_emulator.binding import Bound, split_encoding
 from gfx950_emulator.constants import WAVE
-from gfx950_emulator.decode import Bound
 from gfx950_emulator.group import Group
 from gfx950_emulator.hardware import CACHE_LINE
 from gfx950_emulator.memory import GlobalMemory
@@ -177,8 +177,6 @@ class Counters:
 
     def by_mnemonic(self) -> Counter[str]:
         """Wave-instructions by mnemonic, without encoding suffix."""
-        from gfx950_emulator.decode import split_encoding
-
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[split_encoding(line.instruction.mnemonic)[0]] += line.executions

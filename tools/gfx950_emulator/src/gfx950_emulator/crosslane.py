@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gfx950_emulator.binding import Site
 from gfx950_emulator.constants import WAVE
-from gfx950_emulator.decode import Site
 from gfx950_emulator.group import Group
 
 _LANES = np.arange(WAVE)

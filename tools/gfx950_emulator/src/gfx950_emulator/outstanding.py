@@ -12,15 +12,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from gfx950_emulator.access import Access
 from gfx950_emulator.constants import WAVE
 
-if TYPE_CHECKING:
-    from gfx950_emulator.decode import Bound
-    from gfx950_emulator.group import Group
+
+class Issued(Protocol):
+    """An instruction that counts as outstanding: a `Bound`."""
+
+    @property
+    def memory(self) -> Access | None: ...
+
+
+class Waiting(Protocol):
+    """A `Group`, as far as its waiting is concerned.
+
+    Attributes:
+        machine: has the LDS, where data arrives.
+        shadow: what the sanitizer knows of registers, or None.
+    """
+
+    machine: Any
+    shadow: Any
 
 
 @dataclass
@@ -34,7 +50,7 @@ class Deferred:
         values: uint32 [count, N].
     """
 
-    bound: Bound
+    bound: Issued
     columns: np.ndarray
     addresses: np.ndarray
     values: np.ndarray
@@ -61,10 +77,9 @@ class Stored:
         return Stored(columns, self.addresses[kept], self.size)
 
 
-if TYPE_CHECKING:
-    # A bare `Bound` is only counted. A tuple is one operation of each wave: different ones, or one with what is known of it.
-    Entry = Bound | Deferred | Stored
-    Operation = Entry | tuple[Entry, ...]
+# A bare `Bound` is only counted. A tuple is one operation of each wave: different ones, or one with what is known of it.
+Entry: TypeAlias = "Issued | Deferred | Stored"
+Operation: TypeAlias = "Entry | tuple[Entry, ...]"
 
 
 class Outstanding:
@@ -79,7 +94,7 @@ class Outstanding:
         self.vector: list[Operation] = []
         self.local: list[Operation] = []
 
-    def wait_vector(self, group: Group, limit: int) -> None:
+    def wait_vector(self, group: Waiting, limit: int) -> None:
         """Waits until no more than ``limit`` operations are outstanding."""
         finished = self._finish(self.vector, limit)
         for entry in finished:
@@ -88,7 +103,7 @@ class Outstanding:
         if finished and group.shadow is not None:
             group.shadow.arrived(finished)
 
-    def wait_local(self, group: Group, limit: int) -> None:
+    def wait_local(self, group: Waiting, limit: int) -> None:
         """Scalar loads may overtake, so a limit above 0 says nothing about operations while one of them is outstanding."""
         if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
             return

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gfx950_emulator.assembly import Assembly, Instruction, parse
-from gfx950_emulator.decode import Bound, decode
+from gfx950_emulator.binding import Bound
+from gfx950_emulator.decode import decode
 
 ALWAYS = -1  # a register number that the sanitizer always looks at: marks memory operations, waits and branches
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gfx950_emulator.binding import Bound, Logic
 from gfx950_emulator.constants import EXEC, M0, MASK32, SCALARS, WAVE
 from gfx950_emulator.crosslane import dpp_read
-from gfx950_emulator.decode import Bound, Logic
 from gfx950_emulator.group import Group, all_lanes, no_lanes
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.operands import SCALAR_BASE, SCC_ID, parse_operand

@@ -60,9 +60,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gfx950_emulator import hardware as hw
+from gfx950_emulator.binding import Bound
 from gfx950_emulator.constants import WAVE
 from gfx950_emulator.counters import Counters
-from gfx950_emulator.decode import Bound
 from gfx950_emulator.occupancy import Occupancy, occupancy
 
 if TYPE_CHECKING:

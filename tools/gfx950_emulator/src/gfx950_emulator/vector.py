@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_emulator.binding import BINDERS, Bound, Site
 from gfx950_emulator.crosslane import dpp_plan, dpp_read
-from gfx950_emulator.decode import BINDERS, Bound, Site
 from gfx950_emulator.group import Group
 from gfx950_emulator.operands import SCALAR_BASE, Operand
 

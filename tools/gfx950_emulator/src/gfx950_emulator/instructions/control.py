@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gfx950_emulator.access import Access
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.constants import CODE_BASE, CODE_STEP, EXEC, MODE_DEFAULT, VCC, code_address
-from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group, agree
 from gfx950_emulator.instructions.scalar_values import any_lane, read64
 from gfx950_emulator.operands import SCALAR_BASE, SCC_ID, parse_operand

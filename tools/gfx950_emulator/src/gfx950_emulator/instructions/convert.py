@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gfx950_emulator import formats
-from gfx950_emulator.decode import Bound, Site, binder
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.formats import BF6, BF8, BF16, FP4, FP6, FP8, Format
 from gfx950_emulator.group import Group
 from gfx950_emulator.operands import Operand

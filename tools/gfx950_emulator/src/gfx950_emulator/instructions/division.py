@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.constants import VCC
-from gfx950_emulator.decode import Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.float_alu import exact_fma, fma32, fma64, one_by_one, round_to_odd
 from gfx950_emulator.vector import (

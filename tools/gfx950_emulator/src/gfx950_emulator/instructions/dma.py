@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gfx950_emulator.access import Access
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.constants import M0, WAVE
-from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group
-from gfx950_emulator.instructions.vector_memory import Shape, buffer_address, extend, fetch, global_address, per_lane
+from gfx950_emulator.instructions.vector_memory import TO_LDS, Shape, buffer_address, extend, fetch, global_address, per_lane
 from gfx950_emulator.local_memory import LIMIT, LocalMemory
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.operands import SCALAR_BASE
@@ -25,13 +26,12 @@ _SHAPES = {
 }  # fmt: skip
 
 
-def bind_buffer_to_lds(site: Site) -> Bound:
+def _buffer_to_lds(site: Site) -> Bound:
     """``buffer_load_dword v1, s[4:7], 0 offen lds``: no data register."""
-    site.take("lds")
-    name = site.mnemonic.removeprefix("buffer_load_")
-    if name not in _SHAPES:
-        raise site.unknown(f"{site.mnemonic} cannot load to LDS")
-    return _bind(site, _SHAPES[name], buffer_address(site, *site.operands))
+    return _bind(site, _SHAPES[site.mnemonic.removeprefix("buffer_load_")], buffer_address(site, *site.operands))
+
+
+TO_LDS.update(dict.fromkeys((f"buffer_load_{name}" for name in _SHAPES), _buffer_to_lds))
 
 
 @binder(*(f"global_load_lds_{name}" for name in _SHAPES))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gfx950_emulator.decode import Bound, Site, binder
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.vector import F16, F32, F64, I16, I32, MANTISSA_BITS, SMALLEST_NORMAL, U32, Form, source, vector_op
 
 Array = Any

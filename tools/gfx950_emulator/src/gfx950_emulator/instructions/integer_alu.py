@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gfx950_emulator.decode import Bound, Site, binder
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.formats import next_random
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.scalar_values import lanes_of

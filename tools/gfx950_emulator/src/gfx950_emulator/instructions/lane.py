@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.constants import MASK32, WAVE
-from gfx950_emulator.decode import Bound, Site, binder
 from gfx950_emulator.group import Group, agree
 from gfx950_emulator.instructions.scalar_values import read32
 from gfx950_emulator.memory import Fault

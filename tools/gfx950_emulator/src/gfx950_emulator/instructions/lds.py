@@ -9,9 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from gfx950_emulator.access import Access
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.constants import WAVE
 from gfx950_emulator.crosslane import swizzle_lanes
-from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.atomics import apply_in_order, check_aligned, operand_of, write_before
 from gfx950_emulator.instructions.vector_memory import Shape, active, write_loaded

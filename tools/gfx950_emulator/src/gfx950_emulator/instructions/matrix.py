@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gfx950_emulator import mfma
-from gfx950_emulator.decode import Bound, Site, binder
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.vector import U32, getter

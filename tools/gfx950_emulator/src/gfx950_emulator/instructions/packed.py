@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gfx950_emulator.decode import Bound, Site, binder
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.float_alu import fma16, fma32, maximum, maximum3_or_nan, minimum, minimum3_or_nan
 from gfx950_emulator.operands import Operand

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from gfx950_emulator.binding import Bound, Site, binder, implicit
 from gfx950_emulator.constants import MASK32
-from gfx950_emulator.decode import Bound, Site, binder, implicit
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.scalar_values import (
     MASK64,

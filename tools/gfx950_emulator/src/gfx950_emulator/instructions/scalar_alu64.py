@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_emulator.binding import Bound, Logic, Site, binder, implicit
 from gfx950_emulator.constants import EXEC
-from gfx950_emulator.decode import Bound, Logic, Site, binder, implicit
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.scalar_values import (
     MASK64,

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_emulator.binding import Bound, Site
 from gfx950_emulator.constants import EXEC, MASK32
-from gfx950_emulator.decode import Bound, Site
 from gfx950_emulator.group import Group, all_lanes, no_lanes
 from gfx950_emulator.operands import SCC_ID, Operand
 

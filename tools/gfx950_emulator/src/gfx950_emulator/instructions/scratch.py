@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gfx950_emulator.decode import Access, Bound, Site, binder
+from gfx950_emulator.access import Access
+from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.scalar_values import read32
 from gfx950_emulator.instructions.vector_memory import LOADS, STORES, active, write_loaded

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gfx950_emulator.access import Access
+from gfx950_emulator.binding import Binder, Bound, Site, binder
 from gfx950_emulator.constants import WAVE
-from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.atomics import apply_in_order, check_aligned, operand_of, operations, write_before
 from gfx950_emulator.instructions.scalar_values import read32, read64
@@ -41,6 +42,9 @@ class Shape:
     def dwords(self) -> int:
         return max(1, self.size // 4)
 
+
+TO_LDS: dict[str, Binder] = {}
+"""Binders of buffer loads with the modifier ``lds``, which another module has."""
 
 LOADS = {
     "ubyte": Shape(1), "sbyte": Shape(1, signed=True), "ushort": Shape(2), "sshort": Shape(2, signed=True),
@@ -181,10 +185,10 @@ def _parts(site: Site, data_first: bool) -> tuple[Operand, Callable, list[Operan
 @binder(*(f"{space}_load_{name}" for space in ("buffer", "global") for name in LOADS))
 def _load(site: Site) -> Bound:
     shape = LOADS[site.mnemonic.split("_load_")[1]]
-    if site.modifiers.get("lds"):
-        from gfx950_emulator.instructions.dma import bind_buffer_to_lds  # it is built on this module
-
-        return bind_buffer_to_lds(site)
+    if site.take("lds"):
+        if site.mnemonic not in TO_LDS:
+            raise site.unknown(f"{site.mnemonic} cannot load to LDS")
+        return TO_LDS[site.mnemonic](site)
     begins_swap = _begins_swap(site)
     data, address, addressing = _parts(site, data_first=True)
     row, dwords = data.index, shape.dwords

@@ -24,6 +24,7 @@ def silu_and_mul_quantize_fp8(
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -36,6 +37,7 @@ def silu_and_mul_quantize_fp8(
         granularity: what shares a scale, as in `quantize_fp8`: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``.
         block_size: elements of a block along an axis, >= 1; without meaning for the first two.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
+        scale_dtype: float32; or for blocks uint8 (e8m0) or int32 (four e8m0 in a number), as in `quantize_fp8`.
         out: receives q; must not overlap x.
         scale_out: receives the scales.
 
@@ -54,7 +56,7 @@ def silu_and_mul_quantize_fp8(
 
     Safe in CUDA graphs.
     """
-    return quantize_fp8(silu_and_mul(x), granularity, block_size, dtype, out=out, scale_out=scale_out)
+    return quantize_fp8(silu_and_mul(x), granularity, block_size, dtype, scale_dtype, out=out, scale_out=scale_out)
 
 
 @operator("activation", "silu_and_mul_quantize_fp8_with_scale", formats=("x",), varying=("rows",), scales=("scale",), composed=True)
@@ -112,7 +114,7 @@ def silu_and_mul_quantize_mxfp8(
         scale_out: receives the scales.
 
     Returns:
-        q: float8_e4m3fn ``[..., d]``; scale: uint8 (e8m0) ``[..., d/32]``.
+        q: float8_e4m3fn ``[..., d]``; scale: uint8 (e8m0) ``[..., d/32]``, or in tiles, as `quantize_mxfp8` gives them.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
@@ -189,6 +191,10 @@ for _function, _hooks in (
         _function.decoded(_hooks.decoded)
 
 
+PACKED: dict[str, Any] = {"granularity": "block", "scale_dtype": torch.int32}
+TILES: dict[str, Any] = {"scale_layout": "128x4"}
+
+
 @recipe
 def gated_inputs(
     *shape: int,
@@ -216,6 +222,11 @@ def _() -> list[Case]:
         Case("no rows", gated_inputs(0, 2 * 64)),
         Case("blocks of 32, float16", gated_inputs(5, 2 * 96, dtype=torch.float16, granularity="block", block_size=32)),
         Case("longer rows than are held", gated_inputs(1, 2 * 17000)),
+        Case("blocks of 128, e8m0", gated_inputs(3, 2 * 300, granularity="block", scale_dtype=torch.uint8)),
+        Case("blocks of 128, packed e8m0", gated_inputs(2, 3, 2 * 1300, **PACKED)),
+        Case("tiles of 32 x 32, e8m0", gated_inputs(40, 2 * 80, granularity="block2d", block_size=32, scale_dtype=torch.uint8)),
+        Case("deepseek-v3.1 expert, 512 rows, blocks of 128, packed e8m0", gated_inputs(512, 2 * 2048, **PACKED), large=True),
+        Case("deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0", gated_inputs(4096, 2 * 18432, **PACKED), large=True),
         Case("qwen3-8b decode 64, per token", gated_inputs(64, 2 * 12288), large=True),
         Case("qwen3-32b decode 64, per token", gated_inputs(64, 2 * 25600), large=True),
         Case("llama-3-8b prefill 8192, per token", gated_inputs(8192, 2 * 14336), large=True),
@@ -244,6 +255,10 @@ def _() -> list[Case]:
         Case("scales rounded up", gated_inputs(3, 2 * 96, scale_rounding="up")),
         Case("no rows", gated_inputs(0, 2 * 64)),
         Case("three axes, float16", gated_inputs(2, 3, 2 * 160, dtype=torch.float16)),
+        Case("scales in tiles, two matrices", gated_inputs(2, 20, 2 * 32, **TILES)),
+        Case("scales in tiles, rounded up, wide", gated_inputs(3, 2 * 1184, scale_rounding="up", **TILES)),
+        Case("qwen3-32b decode 64, scales in tiles", gated_inputs(64, 2 * 25600, **TILES), large=True),
+        Case("qwen3-32b prefill 8192, scales in tiles", gated_inputs(8192, 2 * 25600, **TILES), large=True),
         Case("qwen3-32b decode 64", gated_inputs(64, 2 * 25600), large=True),
         Case("qwen3-32b prefill 8192", gated_inputs(8192, 2 * 25600), large=True),
     ]
@@ -256,7 +271,9 @@ def _() -> list[Case]:
         Case("three axes, float16", gated_inputs(2, 3, 2 * 160, dtype=torch.float16, global_scale=0.002)),
         Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("three rows", gated_inputs(3, 2 * 96, global_scale=0.002)),
-        Case("scales in tiles", gated_inputs(130, 2 * 48, global_scale=0.002, scale_layout="128x4")),
+        Case("scales in tiles", gated_inputs(130, 2 * 48, global_scale=0.002, **TILES)),
+        Case("qwen3-235b expert, 512 rows, scales in tiles", gated_inputs(512, 2 * 1536, global_scale=0.002, **TILES), large=True),
+        Case("qwen3-32b prefill 8192, scales in tiles", gated_inputs(8192, 2 * 25600, global_scale=0.002, **TILES), large=True),
         Case("qwen3-235b expert, 512 rows", gated_inputs(512, 2 * 1536, global_scale=0.002), large=True),
         Case("qwen3-32b prefill 8192", gated_inputs(8192, 2 * 25600, global_scale=0.002), large=True),
     ]

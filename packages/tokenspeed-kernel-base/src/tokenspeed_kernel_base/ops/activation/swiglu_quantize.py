@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import gated_inputs
+from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import PACKED, TILES, gated_inputs
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
 from tokenspeed_kernel_base.ops.quantization.composed import Quantised
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
@@ -28,6 +28,7 @@ def swiglu_quantize_fp8(
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -44,6 +45,7 @@ def swiglu_quantize_fp8(
         granularity: what shares a scale, as in `quantize_fp8`: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``.
         block_size: elements of a block along an axis, >= 1; without meaning for the first two.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
+        scale_dtype: float32; or for blocks uint8 (e8m0) or int32 (four e8m0 in a number), as in `quantize_fp8`.
         out: receives q; must not overlap x.
         scale_out: receives the scales.
 
@@ -62,7 +64,8 @@ def swiglu_quantize_fp8(
 
     Safe in CUDA graphs.
     """
-    return quantize_fp8(swiglu(x, alpha, limit, beta, interleaved), granularity, block_size, dtype, out=out, scale_out=scale_out)
+    activated = swiglu(x, alpha, limit, beta, interleaved)
+    return quantize_fp8(activated, granularity, block_size, dtype, scale_dtype, out=out, scale_out=scale_out)
 
 
 @operator("activation", "swiglu_quantize_fp8_with_scale", formats=("x",), varying=("rows",), scales=("scale",), composed=True)
@@ -136,7 +139,7 @@ def swiglu_quantize_mxfp8(
         scale_out: receives the scales.
 
     Returns:
-        q: float8_e4m3fn ``[..., d]``; scale: uint8 (e8m0) ``[..., d/32]``.
+        q: float8_e4m3fn ``[..., d]``; scale: uint8 (e8m0) ``[..., d/32]``, or in tiles, as `quantize_mxfp8` gives them.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
@@ -231,6 +234,7 @@ def _() -> list[Case]:
         Case("per token, float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0)),
         Case("gpt-oss, narrow, blocks of 128", gated_inputs(3, 2 * 180, granularity="block", **_GPT_OSS)),
         Case("no rows", gated_inputs(0, 2 * 64)),
+        Case("gpt-oss, narrow, blocks of 32, packed e8m0", gated_inputs(5, 2 * 180, block_size=32, **PACKED, **_GPT_OSS)),
         Case("interleaved, longer rows than are held", gated_inputs(1, 2 * 17000, interleaved=True)),
         Case("gpt-oss-120b decode 64, top-4, per token", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
         Case("gpt-oss-120b prefill 4096, top-4, per token", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
@@ -253,6 +257,8 @@ def _() -> list[Case]:
         Case("one block, float32", gated_inputs(1, 2 * 32, dtype=torch.float32, limit=7.0)),
         Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, **_GPT_OSS)),
         Case("scales in tiles", gated_inputs(130, 2 * 96, scale_layout="128x4", **_GPT_OSS)),
+        Case("gpt-oss-120b decode 64, top-4, scales in tiles", gated_inputs(256, 2 * 2880, **TILES, **_GPT_OSS), large=True),
+        Case("gpt-oss-120b prefill 4096, top-4, scales in tiles", gated_inputs(16384, 2 * 2880, **TILES, **_GPT_OSS), large=True),
         Case("no rows", gated_inputs(0, 2 * 64)),
         Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
         Case("gpt-oss-120b prefill 4096, top-4", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
@@ -264,6 +270,12 @@ def _() -> list[Case]:
     return [
         Case("one block, float32", gated_inputs(1, 2 * 16, dtype=torch.float32, limit=7.0, global_scale=0.002)),
         Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, global_scale=0.002, **_GPT_OSS)),
+        Case("two matrices, scales in tiles", gated_inputs(2, 20, 2 * 80, global_scale=0.002, **TILES, **_GPT_OSS)),
         Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, global_scale=0.002, **_GPT_OSS), large=True),
+        Case(
+            "gpt-oss-120b decode 64, top-4, scales in tiles",
+            gated_inputs(64 * 4, 2 * 2880, global_scale=0.002, **TILES, **_GPT_OSS),
+            large=True,
+        ),
     ]

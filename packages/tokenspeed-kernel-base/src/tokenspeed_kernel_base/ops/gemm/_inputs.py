@@ -106,7 +106,7 @@ def _scales(draw: Draw, kind: str, shape: tuple[int, ...], about: float) -> Tens
     exponent = 127 + round(math.log2(about))
     if kind == "e8m0":
         return draw.integers(exponent - 1, exponent + 2, *shape, dtype=torch.uint8)
-    return pack_e8m0(draw.integers(exponent - 1, exponent + 2, *shape, 4, dtype=torch.uint8))
+    return pack_e8m0(draw.integers(exponent - 1, exponent + 2, *shape[:-1], 4 * shape[-1], dtype=torch.uint8))
 
 
 def _weight(draw: Draw, batch: tuple[int, ...], k: int, n: int) -> Tensor:

@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
     decode_nvfp4,
     e8m0_to_float,
     pack_e8m0,
+    poison_packed,
     poison_padding,
     unpack_e8m0,
     unswizzle,
@@ -130,16 +131,13 @@ def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | N
         if scale is None:
             continue
         if variation.want is Want.CAPTURED and scale.dtype == torch.int32:
-            changed[name] = pack_e8m0(variation.draw.integers(120, 128, *scale.shape, 4, dtype=torch.uint8))
+            *lead, packed = scale.shape
+            changed[name] = pack_e8m0(variation.draw.integers(120, 128, *lead, 4 * packed, dtype=torch.uint8))
         elif variation.want is Want.UNUSED and _swizzled(operand, scale):
             block = BLOCK_NVFP4 if scale.dtype == E4M3 else BLOCK_MX
             changed[name] = poison_padding(scale, _lines(role, operand), _k(role, operand) // block)
         elif variation.want is Want.UNUSED and scale.dtype == torch.int32:
-            axis, unused = -1 if role == "a" else -2, -blocks(_k(role, operand), BLOCK_FP8) % 4
-            made = scale.clone()
-            if unused and scale.shape[axis]:
-                made.select(axis, -1).bitwise_or_(-1 << 8 * (4 - unused))
-            changed[name] = made
+            changed[name] = poison_packed(scale, blocks(_k(role, operand), BLOCK_FP8), -1 if role == "a" else -2)
     return changed
 
 

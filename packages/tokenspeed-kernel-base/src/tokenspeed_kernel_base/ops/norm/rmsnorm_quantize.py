@@ -37,6 +37,7 @@ def rmsnorm_quantize_fp8(
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -53,6 +54,7 @@ def rmsnorm_quantize_fp8(
         granularity: what shares a scale, as in `quantize_fp8`: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``.
         block_size: elements of a block along an axis, >= 1; without meaning for the first two.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
+        scale_dtype: float32; or for blocks uint8 (e8m0) or int32 (four e8m0 in a number), as in `quantize_fp8`.
         out: receives q.
         scale_out: receives the scales.
         residual_out: receives the sum; may be the residual or x. Only with a residual.
@@ -78,7 +80,7 @@ def rmsnorm_quantize_fp8(
         normed, total = rmsnorm(x, weight, eps), None
     else:
         normed, total = rmsnorm(x, weight, eps, residual=residual, residual_out=residual_out)
-    q, scale = quantize_fp8(normed, granularity, block_size, dtype, out=out, scale_out=scale_out)
+    q, scale = quantize_fp8(normed, granularity, block_size, dtype, scale_dtype, out=out, scale_out=scale_out)
     return (q, scale) if total is None else (q, scale, total)
 
 
@@ -304,6 +306,10 @@ def _inputs(
     return make
 
 
+_PACKED: dict[str, Any] = {"granularity": "block", "scale_dtype": torch.int32}
+_TILES: dict[str, Any] = {"scale_layout": "128x4"}
+
+
 @rmsnorm_quantize_fp8.cases
 def _() -> list[Case]:
     return [
@@ -312,11 +318,18 @@ def _() -> list[Case]:
         Case("per tensor, e5m2", _inputs(2, 3, 40, granularity="tensor", dtype=torch.float16, to=torch.float8_e5m2)),
         Case("no rows", _inputs(0, 64)),
         Case("blocks of 32, float16", _inputs(5, 96, dtype=torch.float16, granularity="block", block_size=32)),
+        Case(
+            "blocks of 128, e8m0, without residual", _inputs(3, 300, residual=False, granularity="block", scale_dtype=torch.uint8)
+        ),
+        Case("blocks of 32, packed e8m0", _inputs(2, 3, 200, block_size=32, **_PACKED)),
+        Case("one block of 128, packed e8m0, e5m2", _inputs(9, 72, to=torch.float8_e5m2, **_PACKED)),
         Case("qwen3-8b decode 64, per token", _inputs(64, 4096), large=True),
         Case("llama-3-70b decode 64, per token", _inputs(64, 8192), large=True),
         Case("llama-3-8b prefill 8192, per token", _inputs(8192, 4096), large=True),
         Case("deepseek-v3 decode 128, blocks of 128", _inputs(128, 7168, granularity="block"), large=True),
         Case("deepseek-v3 prefill 4096, blocks of 128", _inputs(4096, 7168, granularity="block"), large=True),
+        Case("deepseek-v3.1 decode 128, blocks of 128, packed e8m0", _inputs(128, 7168, **_PACKED), large=True),
+        Case("deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0", _inputs(4096, 7168, **_PACKED), large=True),
     ]
 
 
@@ -340,7 +353,13 @@ def _() -> list[Case]:
         Case("without residual, scales rounded up", _inputs(3, 96, residual=False, scale_rounding="up")),
         Case("no rows", _inputs(0, 64)),
         Case("three axes, float16", _inputs(2, 3, 160, dtype=torch.float16)),
-        Case("scales in tiles", _inputs(130, 96, scale_layout="128x4")),
+        Case("scales in tiles", _inputs(130, 96, **_TILES)),
+        Case(
+            "scales in tiles, two matrices, without residual, rounded up",
+            _inputs(2, 3, 160, residual=False, scale_rounding="up", **_TILES),
+        ),
+        Case("qwen3-32b decode 64, scales in tiles", _inputs(64, 5120, **_TILES), large=True),
+        Case("qwen3-32b prefill 8192, scales in tiles", _inputs(8192, 5120, **_TILES), large=True),
         Case("qwen3-32b decode 64", _inputs(64, 5120), large=True),
         Case("qwen3-32b prefill 8192", _inputs(8192, 5120), large=True),
     ]
@@ -353,7 +372,9 @@ def _() -> list[Case]:
         Case("without residual", _inputs(3, 96, residual=False, global_scale=0.001)),
         Case("no rows", _inputs(0, 64, global_scale=0.001)),
         Case("three axes, float16", _inputs(2, 3, 160, dtype=torch.float16, global_scale=0.001)),
-        Case("scales in tiles, two matrices", _inputs(2, 130, 48, global_scale=0.001, scale_layout="128x4")),
+        Case("scales in tiles, two matrices", _inputs(2, 130, 48, global_scale=0.001, **_TILES)),
+        Case("qwen3-235b decode 64, scales in tiles", _inputs(64, 4096, global_scale=0.001, **_TILES), large=True),
+        Case("qwen3-235b prefill 8192, scales in tiles", _inputs(8192, 4096, global_scale=0.001, **_TILES), large=True),
         Case("qwen3-235b decode 64", _inputs(64, 4096, global_scale=0.001), large=True),
         Case("qwen3-235b prefill 8192", _inputs(8192, 4096, global_scale=0.001), large=True),
     ]

@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
     unswizzle,
 )
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp8_format, nvfp4_format
+from tokenspeed_kernel_base.ops.quantization.fp8 import decode_quantised
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat, dense_tensor_format
 
 
@@ -44,14 +45,15 @@ class Quantised:
         block: elements that share a scale, where ``first`` is a gated activation, whose result must consist of whole blocks.
 
     Attributes:
-        coded: whether another last bit of what is quantised may change all codes of a block, so that the operator has `decoded`.
+        coded: whether another last bit of what is quantised may change all codes of a block, so that the operator has `decoded`: it
+            does where scales are rounded.
     """
 
     def __init__(self, first: Any, second: Any, block: int = 1) -> None:
         self._first, self._second, self._block = first.operator, second.operator, block
         # For options that the operator does not offer.
         self._defaults = {parameter.name: parameter.default for parameter in self._second.parameters if not parameter.required}
-        self.coded = self._second.mode in ("quantize_mxfp8", "quantize_nvfp4")
+        self.coded = self._second.mode in ("quantize_fp8", "quantize_mxfp8", "quantize_nvfp4")
 
     def traits(self, **arguments: Any) -> dict[str, object]:
         """Those of both."""
@@ -81,9 +83,14 @@ class Quantised:
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
-        """What ``second``'s codes and scales stand for, then what else ``first`` makes."""
+        """What ``second``'s codes and scales stand for, then what else ``first`` makes. float32 scales and their codes are left as
+        they are: another last bit changes the ones by as much, and few of the others."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         codes, scale = arguments["out"], arguments["scale_out"]
+        if "granularity" in arguments:
+            if scale.dtype == torch.float32:
+                return codes, scale, *others
+            return Decoded(*decode_quantised(codes, scale, arguments["granularity"], arguments["block_size"])), *others
         k, block = (2 * codes.shape[-1], BLOCK_NVFP4) if "global_scale" in arguments else (codes.shape[-1], BLOCK_MX)
         if arguments["scale_layout"] == "128x4":
             scale = unswizzle(scale, codes.shape[-2], k // block)

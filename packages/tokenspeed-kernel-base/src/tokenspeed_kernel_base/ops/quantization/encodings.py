@@ -194,9 +194,20 @@ def poison_padding(scale: Tensor, rows: int, columns: int) -> Tensor:
     return torch.where(held != 0, made, 255).view(scale.dtype)
 
 
+def poison_packed(packed: Tensor, count: int, axis: int = -1) -> Tensor:
+    """A copy of e8m0 scales, four in an int32 along an axis, whose bytes behind the first ``count`` are 255, NaN."""
+    made = packed.clone()
+    unused = -count % 4
+    if unused and made.shape[axis]:
+        made.select(axis, -1).bitwise_or_(-1 << 8 * (4 - unused))
+    return made
+
+
 def pack_e8m0(exponents: Tensor) -> Tensor:
-    """uint8 ``[..., 4]`` to int32 ``[...]``, the first in the lowest byte: the reverse of `unpack_e8m0`."""
-    first, second, third, fourth = exponents.to(torch.int32).unbind(-1)
+    """uint8 ``[..., count]`` to int32 ``[..., ceil(count/4)]``, the first in the lowest byte, zeros behind the last: the reverse of
+    `unpack_e8m0`."""
+    padded = functional.pad(exponents, (0, -exponents.shape[-1] % 4))
+    first, second, third, fourth = split_blocks(padded.to(torch.int32), 4).unbind(-1)
     return first | second << 8 | third << 16 | fourth << 24
 
 
@@ -211,26 +222,39 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
     return x.contiguous().view(*x.shape[:-1], x.shape[-1] // block, block)
 
 
-def _share_exponents(x: Tensor, emax: int, largest: float | None = None) -> tuple[Tensor, Tensor]:
-    """x over its blocks' shared scales, float32 ``[..., k]``, and those scales as e8m0, uint8 ``[..., k/32]``.
+def e8m0_of(amax: Tensor, emax: int, largest: float | None = None) -> Tensor:
+    """The e8m0 scales, int32, of groups whose largest magnitudes are ``amax``, float32: see above.
 
     ``emax`` is the exponent of the largest power of two that elements have. With ``largest``, their largest number, scales are
     rounded up so that nothing exceeds it.
     """
-    blocks = split_blocks(x.float(), BLOCK_MX)
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
-    amax = blocks.abs().amax(-1)
     field = amax.view(torch.int32) >> 23
     finite = field != 255
     if largest is not None:
         # Magnitudes of more than the largest number's mantissa need the next power of two.
         mantissa = amax.view(torch.int32) & 0x7FFFFF
         field = field + (mantissa > round((largest * 2.0**-emax - 1) * 2**23)).to(torch.int32)
-    scale = torch.where(finite, (field - emax).clamp(min=0), _E8M0_NAN)
+    return torch.where(finite, (field - emax).clamp(min=0), _E8M0_NAN)
+
+
+def over_e8m0(x: Tensor, scale: Tensor) -> Tensor:
+    """float32 values over powers of two, given as e8m0 (int32) that `e8m0_of` made; 0 where a scale is NaN."""
     # Multiplying by the reciprocal, 2^(127 - byte), is exact. It is normal for all bytes that occur: 0 to 254 - emax.
     reciprocal = ((254 - scale) << 23).view(torch.float32)
-    scaled = torch.where(finite.unsqueeze(-1), blocks * reciprocal.unsqueeze(-1), 0.0)
-    return scaled.flatten(-2), scale.to(torch.uint8)
+    return torch.where(scale != _E8M0_NAN, x * reciprocal, 0.0)
+
+
+def e8m0_of_fp8(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest scales at which no element of a group saturates in ``dtype`` (e4m3fn or e5m2), as `e8m0_of` gives them."""
+    return e8m0_of(amax, _EMAX_FP8[dtype], FP8_MAX[dtype])
+
+
+def _share_exponents(x: Tensor, emax: int, largest: float | None = None) -> tuple[Tensor, Tensor]:
+    """x over its blocks' shared scales, float32 ``[..., k]``, and those scales as e8m0, uint8 ``[..., k/32]``; see `e8m0_of`."""
+    blocks = split_blocks(x.float(), BLOCK_MX)
+    scale = e8m0_of(blocks.abs().amax(-1), emax, largest)
+    return over_e8m0(blocks, scale.unsqueeze(-1)).flatten(-2), scale.to(torch.uint8)
 
 
 def _scale_blocks(values: Tensor, scale: Tensor, block: int) -> Tensor:

@@ -70,13 +70,20 @@ def blocks(size: int, block_size: int) -> int:
     return (size + block_size - 1) // block_size
 
 
-def scale_layouts(shape: Sequence[int], block_size: int) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes that float32 scales of a tensor ``[..., m, k]`` may have, by layout.
+def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32) -> dict[str, list[tuple[int, ...]]]:
+    """The shapes that scales of a tensor ``[..., m, k]`` may have, by layout. ``dtype``: float32; or, of blocks alone, one
+    of e8m0, or int32 for four of these in a number.
 
     Where a shape fits several layouts they mean the same, and the first is its name.
     """
     *lead, k = shape
-    layouts: dict[str, list[tuple[int, ...]]] = {
+    if dtype != torch.float32:
+        along = blocks(k, block_size) if dtype in E8M0 else blocks(blocks(k, block_size), 4)
+        layouts = {"block": [(*lead, along)]}
+        if lead:
+            layouts["block2d"] = [(*lead[:-1], blocks(lead[-1], block_size), along)]
+        return layouts
+    layouts = {
         "tensor": [(), (1,)],
         "token": [(*lead, 1)],
         "block": [(*lead, blocks(k, block_size))],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +19,23 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
     SOURCE_DTYPES,
     decode_fp8,
     divide,
+    e8m0_of_fp8,
+    e8m0_to_float,
     encode_fp8,
     expand_scale,
+    over_e8m0,
+    pack_e8m0,
+    poison_packed,
     split_blocks,
+    unpack_e8m0,
 )
-from tokenspeed_kernel_base.ops.quantization.formats import blocks, fp8_format, scale_layout, scale_layouts
-from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
+from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks, fp8_format, scale_layout, scale_layouts
+from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dtype_name, format_signature
+from tokenspeed_kernel_base.variation import Variation, Want
 
 GRANULARITIES = ("tensor", "token", "block", "block2d")
+E8M0_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # whose scales may be e8m0
+SCALE_DTYPES = (torch.float32, torch.uint8, torch.int32)
 
 
 @operator("quantization", "quantize_fp8", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows", "m"))
@@ -34,6 +44,7 @@ def quantize_fp8(
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -49,6 +60,14 @@ def quantize_fp8(
     the scale is infinite, q is NaN at the infinities and 0 elsewhere. A NaN of q is ``0x7f`` (e4m3fnuz: ``0x80``). A group
     without elements has ``amax = 0``.
 
+    Scales of blocks and tiles may be powers of two (e8m0, as `mm` reads them), the smallest at which nothing saturates::
+
+        exponent = max(ceil(log2(amax / largest)), -127)
+        scale    = exponent + 127
+        q        = dtype(x / 2^exponent)
+
+    Then a group that holds a NaN or an infinity gets ``scale = 255``, which is NaN, and all of q 0; one of zeros gets the scale 0.
+
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``.
         granularity: what a group is. ``"tensor"``: all of x; ``"token"``: a row; ``"block"``: ``block_size`` consecutive elements
@@ -56,12 +75,15 @@ def quantize_fp8(
             Blocks at the end of an axis may be short.
         block_size: elements of a block along an axis, >= 1; without meaning for the other granularities.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
+        scale_dtype: float32; or, for blocks and tiles in float8_e4m3fn or float8_e5m2, uint8 (e8m0), or int32: e8m0 of four
+            consecutive blocks of a row, or tiles of a row of tiles, the first in the lowest byte, with zeros behind the last.
         out: receives q.
         scale_out: receives the scales.
 
     Returns:
-        q: ``dtype [..., k]``; scale: float32 ``[1]``, ``[..., 1]``, ``[..., ceil(k/block_size)]`` or
-        ``[..., ceil(m/block_size), ceil(k/block_size)]`` for x ``[..., m, k]``.
+        q: ``dtype [..., k]``; scale: ``scale_dtype [1]``, ``[..., 1]``, ``[..., ceil(k/block_size)]`` or
+        ``[..., ceil(m/block_size), ceil(k/block_size)]`` for x ``[..., m, k]``; in int32 a quarter as many along the last axis,
+        rounded up.
 
     Raises:
         TypeError, ValueError: see above; nothing has been launched then.
@@ -79,8 +101,14 @@ def quantize_fp8(
     """
     wide = x.float().contiguous()
     block_size = _within(block_size, x.shape)
-    scale = divide(_largest(wide.abs(), granularity, block_size), FP8_MAX[dtype]).clamp(min=SMALLEST_NORMAL)
-    return encode_fp8(wide / expand_scale(scale, _block_shape(granularity, block_size), x.shape), dtype), scale
+    block_shape, amax = _block_shape(granularity, block_size), _largest(wide.abs(), granularity, block_size)
+    if scale_dtype != torch.float32:
+        exponents = e8m0_of_fp8(amax, dtype)
+        stored = exponents.to(torch.uint8)
+        scaled = over_e8m0(wide, expand_scale(exponents, block_shape, x.shape))
+        return encode_fp8(scaled, dtype), pack_e8m0(stored) if scale_dtype == torch.int32 else stored
+    scale = divide(amax, FP8_MAX[dtype]).clamp(min=SMALLEST_NORMAL)
+    return encode_fp8(wide / expand_scale(scale, block_shape, x.shape), dtype), scale
 
 
 def _within(block_size: int, shape: Sequence[int]) -> int:
@@ -119,26 +147,43 @@ def _scale_shape(shape: tuple[int, ...], granularity: str, block_size: int) -> t
     return (*lead[:-1], blocks(lead[-1], block_size), blocks(k, block_size))
 
 
+def quantised_scale_shape(shape: tuple[int, ...], granularity: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape of the scales of a tensor of this shape, as `quantize_fp8` makes them."""
+    *lead, columns = _scale_shape(shape, granularity, block_size)
+    return (*lead, blocks(columns, 4) if scale_dtype == torch.int32 else columns)
+
+
 @quantize_fp8.traits
-def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype) -> dict[str, object]:
-    traits: dict[str, object] = {"k": x.shape[-1], "granularity": granularity, "dtype": dtype_name(dtype)}
+def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> dict[str, object]:
+    traits: dict[str, object] = {
+        "k": x.shape[-1],
+        "granularity": granularity,
+        "dtype": dtype_name(dtype),
+        "scales_e8m0": scale_dtype != torch.float32,
+        "scales_packed": scale_dtype == torch.int32,
+    }
     if _block_shape(granularity, block_size):
         traits["block_size"] = block_size
     return traits
 
 
 @quantize_fp8.check
-def _(check: Checker, x: Tensor, granularity: str, block_size: int, dtype: torch.dtype) -> None:
+def _(check: Checker, x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
     check.one_of("granularity", granularity, GRANULARITIES)
     check.tensor("x", x, "... m k" if granularity == "block2d" else "... k", SOURCE_DTYPES)
     check.require(block_size >= 1, "block_size", "at least 1", block_size)
     check.one_of("dtype", dtype, sorted(FP8, key=str))
+    check.one_of("scale_dtype", scale_dtype, SCALE_DTYPES)
+    if scale_dtype != torch.float32:
+        blocked = bool(_block_shape(granularity, block_size))
+        check.require(blocked, "granularity", f"'block' or 'block2d' with scale_dtype={scale_dtype}", granularity)
+        check.require(dtype in E8M0_DTYPES, "dtype", f"float8_e4m3fn or float8_e5m2 with scale_dtype={scale_dtype}", dtype)
 
 
 @quantize_fp8.fake
-def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shape = _scale_shape(tuple(x.shape), granularity, block_size)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=torch.float32)
+def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = quantised_scale_shape(tuple(x.shape), granularity, block_size, scale_dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(shape, dtype=scale_dtype)
 
 
 def _uneven(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -160,7 +205,7 @@ def _inputs(
     return make
 
 
-def _extremes(draw: Draw) -> dict[str, Any]:
+def _extremes(draw: Draw, **options: Any) -> dict[str, Any]:
     rows = [
         [float("nan"), 1.0, -2.0, 0.0],
         [float("inf"), 1.0, -2.0, float("-inf")],
@@ -168,7 +213,10 @@ def _extremes(draw: Draw) -> dict[str, Any]:
         [1e-45, -1e-40, 1e-38, 0.0],
         [-0.0, 0.0, -0.0, -0.0],
     ]
-    return {"x": draw.tensor(rows, torch.float32)}
+    return {"x": draw.tensor(rows, torch.float32), **options}
+
+
+_PACKED: dict[str, Any] = {"granularity": "block", "scale_dtype": torch.int32}
 
 
 @quantize_fp8.cases
@@ -185,7 +233,15 @@ def _() -> list[Case]:
         Case("one element", _inputs(1, 1)),
         Case("no tokens", _inputs(0, 2880, granularity="block")),
         Case("NaN, infinities, huge, tiny and zero rows", _extremes),
+        Case("blocks of 128, e8m0", _inputs(3, 4, 300, granularity="block", scale_dtype=torch.uint8)),
+        Case("blocks of 64, packed e8m0, e5m2", _inputs(9, 448, to=torch.float8_e5m2, block_size=64, **_PACKED)),
+        Case("tiles of 32 x 32, e8m0", _inputs(2, 40, 70, granularity="block2d", block_size=32, scale_dtype=torch.uint8)),
+        Case("tiles of 16 x 16, packed e8m0", _inputs(2, 20, 90, block_size=16, **{**_PACKED, "granularity": "block2d"})),
+        Case("NaN, infinities and others, packed e8m0", lambda draw: _extremes(draw, block_size=2, **_PACKED)),
+        Case("no tokens, packed e8m0", _inputs(0, 2880, **_PACKED)),
         Case("deepseek-v3 prefill 4096, blocks of 128", _inputs(4096, 7168, granularity="block"), large=True),
+        Case("deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0", _inputs(4096, 7168, **_PACKED), large=True),
+        Case("deepseek-v3.1 decode 64, blocks of 128, packed e8m0", _inputs(64, 7168, **_PACKED), large=True),
         Case("llama-70b prefill 8192, per token", _inputs(8192, 8192), large=True),
         Case("llama-70b prefill 8192, per tensor", _inputs(8192, 8192, granularity="tensor"), large=True),
         Case("llama-70b weight 8192 x 8192, tiles of 128 x 128", _inputs(8192, 8192, granularity="block2d"), large=True),
@@ -196,11 +252,9 @@ def _() -> list[Case]:
 
 
 @quantize_fp8.cost
-def _(x: Tensor, granularity: str, block_size: int) -> Cost:
-    scales = 1
-    for size in _scale_shape(tuple(x.shape), granularity, block_size):
-        scales *= size
-    return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() + 4 * scales)
+def _(x: Tensor, granularity: str, block_size: int, scale_dtype: torch.dtype) -> Cost:
+    scales = math.prod(quantised_scale_shape(tuple(x.shape), granularity, block_size, scale_dtype))
+    return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() + scale_dtype.itemsize * scales)
 
 
 @operator(
@@ -251,12 +305,12 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> dict[str, object]:
 @quantize_fp8_with_scale.check
 def _(check: Checker, x: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
     check.tensor("x", x, "... k", SOURCE_DTYPES)
+    check.dtype("scale", scale, torch.float32)
     _check_scale(check, scale, _static_layouts(x))
     check.one_of("dtype", dtype, sorted(FP8, key=str))
 
 
 def _check_scale(check: Checker, scale: Tensor, layouts: dict[str, list[tuple[int, ...]]]) -> str:
-    check.dtype("scale", scale, torch.float32)
     layout = scale_layout(layouts, scale.shape)
     if layout is None:
         shapes = [f"{list(shape)} ({name})" for name, shapes in layouts.items() for shape in shapes]
@@ -313,7 +367,8 @@ def dequantize_fp8(
         q: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz ``[..., k]``.
         scale: float32; the first of these whose shape it has: for all of q ``[]`` or ``[1]``; per token ``[..., 1]``; per block
             ``[..., ceil(k/block_size)]``; per channel ``[k]``; per tile ``[..., ceil(m/block_size), ceil(k/block_size)]`` for q
-            ``[..., m, k]``.
+            ``[..., m, k]``. Per block or tile it may be e8m0 (uint8 or float8_e8m0fnu), or four e8m0 in an int32, as `quantize_fp8`
+            makes them, for float8_e4m3fn and float8_e5m2.
         out_dtype: float16, bfloat16 or float32.
         block_size: elements of a block or tile along an axis, >= 1.
         out: receives the result.
@@ -333,15 +388,33 @@ def dequantize_fp8(
 
     Safe in CUDA graphs.
     """
-    layout = scale_layout(scale_layouts(q.shape, block_size), scale.shape)
-    return decode_fp8(q.contiguous(), scale, _block_shape(layout or "", _within(block_size, q.shape)), out_dtype)
+    layout = scale_layout(scale_layouts(q.shape, block_size, scale.dtype), scale.shape) or ""
+    return decode_fp8(
+        q.contiguous(), _as_float(q, scale, block_size), _block_shape(layout, _within(block_size, q.shape)), out_dtype
+    )
+
+
+def _as_float(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
+    """Scales in float32, one for each group."""
+    if scale.dtype == torch.float32:
+        return scale
+    exponents = scale.view(torch.uint8) if scale.dtype in E8M0 else unpack_e8m0(scale, blocks(q.shape[-1], block_size))
+    return e8m0_to_float(exponents)
+
+
+def decode_quantised(q: Tensor, scale: Tensor, granularity: str, block_size: int) -> tuple[Tensor, TensorFormat]:
+    """The values, in float32, of what `quantize_fp8` made with scales of blocks or tiles, and their format."""
+    stored = torch.uint8 if scale.dtype in E8M0 else scale.dtype
+    values = decode_fp8(q, _as_float(q, scale, block_size), _block_shape(granularity, block_size), torch.float32)
+    return values, fp8_format(q.dtype, "block", _block_shape(granularity, block_size), stored)
 
 
 @dequantize_fp8.formats
 def _(q: Tensor, scale: Tensor, block_size: int) -> FormatSignature:
-    layout = scale_layout(scale_layouts(q.shape, block_size), scale.shape) or ""
+    layout = scale_layout(scale_layouts(q.shape, block_size, scale.dtype), scale.shape) or ""
     block_shape = _block_shape(layout, block_size) or None
-    return format_signature(q=fp8_format(q.dtype, "block" if block_shape else layout, block_shape))
+    stored = torch.uint8 if scale.dtype in E8M0 else scale.dtype
+    return format_signature(q=fp8_format(q.dtype, "block" if block_shape else layout, block_shape, stored))
 
 
 @dequantize_fp8.traits
@@ -353,8 +426,19 @@ def _(q: Tensor, out_dtype: torch.dtype) -> dict[str, object]:
 def _(check: Checker, q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size: int) -> None:
     check.tensor("q", q, "... k", FP8)
     check.require(block_size >= 1, "block_size", "at least 1", block_size)
-    _check_scale(check, scale, scale_layouts(q.shape, block_size))
+    check.dtype("scale", scale, {torch.float32} | ((E8M0 | {torch.int32}) if q.dtype in E8M0_DTYPES else set()))
+    _check_scale(check, scale, scale_layouts(q.shape, block_size, scale.dtype))
     check.one_of("out_dtype", out_dtype, sorted(SOURCE_DTYPES, key=str))
+
+
+@dequantize_fp8.vary
+def _(variation: Variation, q: Tensor, scale: Tensor, block_size: int) -> dict[str, Any]:
+    if scale.dtype != torch.int32:
+        return {}
+    if variation.want is Want.CAPTURED:
+        *lead, packed = scale.shape
+        return {"scale": pack_e8m0(variation.draw.integers(118, 124, *lead, 4 * packed, dtype=torch.uint8))}
+    return {"scale": poison_packed(scale, blocks(q.shape[-1], block_size))} if variation.want is Want.UNUSED else {}
 
 
 @dequantize_fp8.fake
@@ -369,6 +453,25 @@ def _encoded(
     def make(draw: Draw) -> dict[str, Any]:
         scale = draw.uniform(*scale_shape, low=0.005, high=0.1)
         return {"q": encode_fp8(draw.normal(*shape, scale=100.0), dtype), "scale": scale, **options}
+
+    return make
+
+
+@recipe
+def _powers(
+    *shape: int,
+    columns: int,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.int32,
+    **options: Any,
+) -> Callable[[Draw], dict[str, Any]]:
+    """Scales that are e8m0, of blocks of 32: a byte each, or four in a number."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        each = 1 if scale_dtype == torch.uint8 else 4
+        exponents = draw.integers(118, 124, *shape[:-1], each * columns, dtype=torch.uint8)
+        scale = exponents if each == 1 else pack_e8m0(exponents)
+        return {"q": encode_fp8(draw.normal(*shape, scale=100.0), dtype), "scale": scale, "block_size": 32, **options}
 
     return make
 
@@ -390,6 +493,8 @@ def _() -> list[Case]:
         Case("e5m2", _encoded(6, 77, scale_shape=(6, 1), dtype=torch.float8_e5m2)),
         Case("e4m3fnuz, blocks of 16", _encoded(6, 64, scale_shape=(6, 4), dtype=torch.float8_e4m3fnuz, block_size=16)),
         Case("no tokens", _encoded(0, 77, scale_shape=(0, 1))),
+        Case("blocks of 32, e8m0, to float32", _powers(5, 72, columns=3, scale_dtype=torch.uint8, out_dtype=torch.float32)),
+        Case("blocks of 32, packed e8m0, e5m2", _powers(3, 2, 200, columns=2, dtype=torch.float8_e5m2)),
         Case("deepseek-v3 weight 7168 x 2048, tiles of 128 x 128", _encoded(7168, 2048, scale_shape=(56, 16)), large=True),
     ]
 

@@ -16,15 +16,17 @@ from tokenspeed_kernel.triton.activation.gated import tile_for
 from tokenspeed_kernel.triton.common import as_rows, cdiv, for_architecture, multiprocessors, next_power_of_2
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
     DECLARED,
-    GROUPS,
+    FP8_TRAITS,
     ROW,
     Form,
     as_bytes,
     fp8_form,
     fp8_with_scale_form,
+    least_columns,
     mxfp8_form,
     nothing_to,
     nvfp4_form,
+    rows_for,
     stored_for,
 )
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -33,7 +35,6 @@ from tokenspeed_kernel_base.registry import register_kernel
 device_code = DeviceModule(__name__ + "_device")
 
 _DECLARED = {**DECLARED, "tags": {"determinism"}}
-_FP8: dict[str, Any] = {"granularity": {"token", "block"}, "block_size": GROUPS}
 _GIVEN: dict[str, Any] = {"granularity": "tensor"}
 _SWIGLU: dict[str, Any] = {"interleaved": any, "limit": any}
 
@@ -66,11 +67,11 @@ _MOST_WARPS = {"nvidia": 32, "any": 16}
 
 
 @functools.cache
-def tile_of(intermediate: int, group: int, most_warps: int = _WARPS) -> Tile:
-    """The tile for results of this many columns, as `Form.group` says cut into groups."""
-    if group != ROW:
+def tile_of(intermediate: int, least: int, most_warps: int = _WARPS) -> Tile:
+    """The tile for results of this many columns; `least_columns` of the form."""
+    if least != ROW:
         tile = tile_for(intermediate)
-        columns = max(tile.columns, group)
+        columns = max(tile.columns, least)
         return Tile(max(1, tile.rows * tile.columns // columns), columns, tile.warps)
     if intermediate * _WARPS > _LONGEST_ROW * most_warps:
         return Tile(1, _STEP, _STEP_WARPS)
@@ -93,16 +94,17 @@ def _launch(
     stored = stored_for(x, (*x.shape[:-1], intermediate), form, dtype, out, scale_out)
     if stored.codes.numel():
         source = as_rows(x)
-        rows = source.shape[0]
-        few = rows <= multiprocessors(x.device)
-        tile = tile_of(intermediate, form.group, for_architecture(_MOST_WARPS, x.device) if few else _WARPS)
+        few = source.shape[0] <= multiprocessors(x.device)
+        tile = tile_of(intermediate, least_columns(form), for_architecture(_MOST_WARPS, x.device) if few else _WARPS)
+        rows = rows_for(x, source.shape[0], form, tile.rows)
         column_tiles = 1 if form.group == ROW else cdiv(intermediate, tile.columns)
-        device_code.gated_quantize_kernel[(cdiv(rows, tile.rows) * column_tiles,)](
+        device_code.gated_quantize_kernel[(rows.programs * rows.matrices * column_tiles,)](
             source,
             as_bytes(stored.codes),
             as_bytes(stored.scales),
             given,
-            rows,
+            rows.per_matrix,
+            rows.programs,
             intermediate,
             column_tiles,
             float(activation.alpha),
@@ -123,17 +125,18 @@ def _launch(
     return stored.finish(out, scale_out)
 
 
-@register_kernel("activation", "silu_and_mul_quantize_fp8", traits=_FP8, **_DECLARED)
+@register_kernel("activation", "silu_and_mul_quantize_fp8", traits=FP8_TRAITS, **_DECLARED)
 def silu_and_mul_quantize_fp8(
     x: Tensor,
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_fp8`."""
-    return _launch(x, Activation(True), fp8_form(x, granularity, block_size, dtype), dtype, None, out, scale_out)
+    return _launch(x, Activation(True), fp8_form(x, granularity, block_size, dtype, scale_dtype), dtype, None, out, scale_out)
 
 
 @register_kernel("activation", "silu_and_mul_quantize_fp8_with_scale", traits=_GIVEN, **_DECLARED)
@@ -144,7 +147,9 @@ def silu_and_mul_quantize_fp8_with_scale(
     return _launch(x, Activation(True), fp8_with_scale_form(x, dtype), dtype, scale, out, None)[0]
 
 
-@register_kernel("activation", "silu_and_mul_quantize_mxfp8", traits={"scales_rounded_up": any}, **_DECLARED)
+@register_kernel(
+    "activation", "silu_and_mul_quantize_mxfp8", traits={"scales_rounded_up": any, "scales_in_tiles": any}, **_DECLARED
+)
 def silu_and_mul_quantize_mxfp8(
     x: Tensor,
     scale_rounding: str = "down",
@@ -153,18 +158,18 @@ def silu_and_mul_quantize_mxfp8(
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_mxfp8`."""
-    return _launch(x, Activation(True), mxfp8_form(x, scale_rounding), torch.float8_e4m3fn, None, out, scale_out)
+    return _launch(x, Activation(True), mxfp8_form(x, scale_rounding, scale_layout), torch.float8_e4m3fn, None, out, scale_out)
 
 
-@register_kernel("activation", "silu_and_mul_quantize_nvfp4", **_DECLARED)
+@register_kernel("activation", "silu_and_mul_quantize_nvfp4", traits={"scales_in_tiles": any}, **_DECLARED)
 def silu_and_mul_quantize_nvfp4(
     x: Tensor, global_scale: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_nvfp4`."""
-    return _launch(x, Activation(True), nvfp4_form(x), torch.uint8, global_scale, out, scale_out)
+    return _launch(x, Activation(True), nvfp4_form(x, scale_layout), torch.uint8, global_scale, out, scale_out)
 
 
-@register_kernel("activation", "swiglu_quantize_fp8", traits={**_FP8, **_SWIGLU}, **_DECLARED)
+@register_kernel("activation", "swiglu_quantize_fp8", traits={**FP8_TRAITS, **_SWIGLU}, **_DECLARED)
 def swiglu_quantize_fp8(
     x: Tensor,
     alpha: float = 1.702,
@@ -174,12 +179,13 @@ def swiglu_quantize_fp8(
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.swiglu_quantize_fp8`."""
     activation = Activation(False, alpha, limit, beta, interleaved)
-    return _launch(x, activation, fp8_form(x, granularity, block_size, dtype), dtype, None, out, scale_out)
+    return _launch(x, activation, fp8_form(x, granularity, block_size, dtype, scale_dtype), dtype, None, out, scale_out)
 
 
 @register_kernel("activation", "swiglu_quantize_fp8_with_scale", traits={**_GIVEN, **_SWIGLU}, **_DECLARED)
@@ -198,7 +204,9 @@ def swiglu_quantize_fp8_with_scale(
     return _launch(x, activation, fp8_with_scale_form(x, dtype), dtype, scale, out, None)[0]
 
 
-@register_kernel("activation", "swiglu_quantize_mxfp8", traits={"scales_rounded_up": any, **_SWIGLU}, **_DECLARED)
+@register_kernel(
+    "activation", "swiglu_quantize_mxfp8", traits={"scales_rounded_up": any, "scales_in_tiles": any, **_SWIGLU}, **_DECLARED
+)
 def swiglu_quantize_mxfp8(
     x: Tensor,
     alpha: float = 1.702,
@@ -212,10 +220,10 @@ def swiglu_quantize_mxfp8(
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.swiglu_quantize_mxfp8`."""
     activation = Activation(False, alpha, limit, beta, interleaved)
-    return _launch(x, activation, mxfp8_form(x, scale_rounding), torch.float8_e4m3fn, None, out, scale_out)
+    return _launch(x, activation, mxfp8_form(x, scale_rounding, scale_layout), torch.float8_e4m3fn, None, out, scale_out)
 
 
-@register_kernel("activation", "swiglu_quantize_nvfp4", traits=_SWIGLU, **_DECLARED)
+@register_kernel("activation", "swiglu_quantize_nvfp4", traits={"scales_in_tiles": any, **_SWIGLU}, **_DECLARED)
 def swiglu_quantize_nvfp4(
     x: Tensor,
     global_scale: Tensor,
@@ -229,4 +237,4 @@ def swiglu_quantize_nvfp4(
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.swiglu_quantize_nvfp4`."""
     activation = Activation(False, alpha, limit, beta, interleaved)
-    return _launch(x, activation, nvfp4_form(x), torch.uint8, global_scale, out, scale_out)
+    return _launch(x, activation, nvfp4_form(x, scale_layout), torch.uint8, global_scale, out, scale_out)

@@ -7,7 +7,12 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.activation.gated_device import gate_tile
 from tokenspeed_kernel.triton.quantization._encode_device import larger, largest, round_to
-from tokenspeed_kernel.triton.quantization._quantised_rows_device import store_fp8_with, store_quantised
+from tokenspeed_kernel.triton.quantization._quantised_rows_device import (
+    of_matrix,
+    rows_of_program,
+    store_fp8_with,
+    store_quantised,
+)
 from tokenspeed_kernel.triton.quantization.quantize_fp8_device import scale_of
 
 
@@ -33,13 +38,14 @@ def _rounded_tile(
     return round_to(made, x.dtype.element_ty, INTERPRETED).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "column_tiles"])
+@triton.jit(do_not_specialize=["rows", "programs", "column_tiles"])
 def gated_quantize_kernel(
     x,
     codes,
     scales,
     given,
     rows,
+    programs,
     intermediate,
     column_tiles,
     alpha,
@@ -56,7 +62,10 @@ def gated_quantize_kernel(
 ):
     """``TWICE``: a program takes one row, whose tiles it computes first for its largest magnitude, and then again."""
     INTERPRETED: tl.constexpr = FORM.interpreted
-    first_row = (tl.program_id(0) // column_tiles) * ROWS
+    first_row, before = rows_of_program(tl.program_id(0) // column_tiles, programs, rows, ROWS, FORM)
+    if FORM.scales == "tiles":
+        codes, scales = of_matrix(codes, scales, before, rows, intermediate, FORM)
+        x += before * x_stride
     row = first_row + tl.arange(0, ROWS)[:, None]
     if TWICE:
         amax = tl.zeros((ROWS, COLUMNS), tl.float32)

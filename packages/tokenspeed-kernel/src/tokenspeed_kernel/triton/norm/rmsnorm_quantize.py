@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import as_rows, cdiv, has_rows, launch_options, may_overlap
+from tokenspeed_kernel.triton.common import as_rows, has_rows, launch_options, may_overlap
 from tokenspeed_kernel.triton.norm.rmsnorm import LONGEST_ROW, tile_for
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
     DECLARED,
-    GROUPS,
+    FP8_TRAITS,
     Form,
     as_bytes,
     fp8_form,
     fp8_with_scale_form,
+    least_columns,
     mxfp8_form,
     nothing_to,
     nvfp4_form,
+    rows_for,
     stored_for,
 )
 from tokenspeed_kernel.triton.quantization._rows import finish
@@ -55,11 +57,12 @@ def _launch(
         total = residual_out if residual_out is not None and has_rows(residual_out) else x.new_empty(x.shape)
     if x.numel():
         tile = tile_for(hidden)
-        block = max(tile.block, form.group)
+        block = max(tile.block, least_columns(form))
+        rows_each = max(1, tile.rows * tile.block // block)
         source = as_rows(x)
         added, sums = (source, source) if residual is None or total is None else (as_rows(residual), as_rows(total))
-        rows, early = source.shape[0], may_overlap(x.device)
-        device_code.rmsnorm_quantize_kernel[(cdiv(rows, tile.rows),)](
+        rows, early = rows_for(x, source.shape[0], form, rows_each), may_overlap(x.device)
+        device_code.rmsnorm_quantize_kernel[(rows.programs * rows.matrices,)](
             source,
             added,
             weight,
@@ -67,7 +70,8 @@ def _launch(
             as_bytes(stored.codes),
             as_bytes(stored.scales),
             given,
-            rows,
+            rows.per_matrix,
+            rows.programs,
             hidden,
             eps,
             source.stride(0),
@@ -75,7 +79,7 @@ def _launch(
             weight.stride(0),
             sums.stride(0),
             HAS_RESIDUAL=residual is not None,
-            ROWS=tile.rows,
+            ROWS=rows_each,
             BLOCK=block,
             FORM=form,
             EARLY=early,
@@ -91,7 +95,7 @@ def _launch(
 @register_kernel(
     "norm",
     "rmsnorm_quantize_fp8",
-    traits={**_TRAITS, "granularity": {"token", "block"}, "block_size": GROUPS},
+    traits={**_TRAITS, **FP8_TRAITS},
     **_DECLARED,
 )
 def rmsnorm_quantize_fp8(
@@ -102,12 +106,13 @@ def rmsnorm_quantize_fp8(
     granularity: str = "token",
     block_size: int = 128,
     dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_fp8`."""
-    form = fp8_form(x, granularity, block_size, dtype)
+    form = fp8_form(x, granularity, block_size, dtype, scale_dtype)
     return _launch(x, weight, eps, residual, form, dtype, None, out, scale_out, residual_out)
 
 
@@ -127,7 +132,9 @@ def rmsnorm_quantize_fp8_with_scale(
     return made[0] if residual is None else made
 
 
-@register_kernel("norm", "rmsnorm_quantize_mxfp8", traits={**_TRAITS, "scales_rounded_up": any}, **_DECLARED)
+@register_kernel(
+    "norm", "rmsnorm_quantize_mxfp8", traits={**_TRAITS, "scales_rounded_up": any, "scales_in_tiles": any}, **_DECLARED
+)
 def rmsnorm_quantize_mxfp8(
     x: Tensor,
     weight: Tensor,
@@ -140,11 +147,11 @@ def rmsnorm_quantize_mxfp8(
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_mxfp8`."""
-    form = mxfp8_form(x, scale_rounding)
+    form = mxfp8_form(x, scale_rounding, scale_layout)
     return _launch(x, weight, eps, residual, form, torch.float8_e4m3fn, None, out, scale_out, residual_out)
 
 
-@register_kernel("norm", "rmsnorm_quantize_nvfp4", traits=_TRAITS, **_DECLARED)
+@register_kernel("norm", "rmsnorm_quantize_nvfp4", traits={**_TRAITS, "scales_in_tiles": any}, **_DECLARED)
 def rmsnorm_quantize_nvfp4(
     x: Tensor,
     weight: Tensor,
@@ -157,4 +164,5 @@ def rmsnorm_quantize_nvfp4(
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_nvfp4`."""
-    return _launch(x, weight, eps, residual, nvfp4_form(x), torch.uint8, global_scale, out, scale_out, residual_out)
+    form = nvfp4_form(x, scale_layout)
+    return _launch(x, weight, eps, residual, form, torch.uint8, global_scale, out, scale_out, residual_out)

@@ -8,10 +8,10 @@ import triton.language as tl
 from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.norm.rmsnorm_device import normalise_rows
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
-from tokenspeed_kernel.triton.quantization._quantised_rows_device import store_quantised
+from tokenspeed_kernel.triton.quantization._quantised_rows_device import of_matrix, rows_of_program, store_quantised
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "programs"])
 def rmsnorm_quantize_kernel(
     x,
     residual,
@@ -21,6 +21,7 @@ def rmsnorm_quantize_kernel(
     scales,
     given,
     rows,
+    programs,
     hidden,
     eps,
     x_stride,
@@ -34,7 +35,12 @@ def rmsnorm_quantize_kernel(
     EARLY: tl.constexpr,
 ):
     start(EARLY)
-    first = tl.program_id(0) * ROWS
+    first, before = rows_of_program(tl.program_id(0), programs, rows, ROWS, FORM)
+    if FORM.scales == "tiles":
+        codes, scales = of_matrix(codes, scales, before, rows, hidden, FORM)
+        x += before * x_stride
+        residual += before * residual_stride
+        residual_out += before * residual_out_stride
     row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     INTERPRETED: tl.constexpr = FORM.interpreted

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
 from tokenspeed_kernel.triton.quantization._rows import finish
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, FP8_MAX, SMALLEST_NORMAL
+from tokenspeed_kernel_base.ops.quantization.formats import swizzled_shape
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
@@ -20,6 +21,8 @@ ROW, GIVEN = 0, -1
 
 GROUPS = frozenset({8, 16, 32, 64, 128, 256, 512, 1024})
 """Elements of blocks in 8 bits that tiles are cut into: powers of two, as tiles have."""
+
+_STORED = {"linear": "rows", "128x4": "tiles"}
 
 DECLARED: dict[str, Any] = {
     "solution": "triton",
@@ -30,11 +33,22 @@ DECLARED: dict[str, Any] = {
 """What the declarations of these kernels have in common."""
 
 
+FP8_TRAITS: dict[str, Any] = {
+    "granularity": {"token", "block"},
+    "block_size": GROUPS,
+    "scales_e8m0": any,
+    "scales_packed": any,
+}
+"""Those of kernels that make scales of 8-bit floats."""
+
+
 class Form(NamedTuple):
     """What rows are quantised to.
 
     Attributes:
         name: "fp8", "mxfp8" or "nvfp4".
+        scales: how they are stored: "rows"; "packed", four e8m0 of a row in a number; or "tiles" of 128x4.
+        e8m0: whether scales of fp8 are.
         format: the 8-bit float, of fp8.
         limit: its largest finite value.
         group: consecutive elements that share a scale; or `ROW`, or `GIVEN`.
@@ -44,6 +58,8 @@ class Form(NamedTuple):
     """
 
     name: str
+    scales: str
+    e8m0: bool
     format: str
     limit: float
     group: int
@@ -53,27 +69,63 @@ class Form(NamedTuple):
     steps: int
 
 
-def form_of(x: Tensor, name: str, group: int, dtype: torch.dtype = torch.float8_e4m3fn, up: bool = False) -> Form:
+def form_of(
+    x: Tensor,
+    name: str,
+    group: int,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    up: bool = False,
+    scales: str = "rows",
+    e8m0: bool = False,
+) -> Form:
     """The form of what is computed from x, and rounded to its dtype before it is quantised."""
-    able = abilities(x.device)
-    return Form(name, FP8_NAMES[dtype], FP8_MAX[dtype], group, up, able.native, able.interpreted, division_steps(x.dtype))
+    able, steps = abilities(x.device), division_steps(x.dtype)
+    return Form(name, scales, e8m0, FP8_NAMES[dtype], FP8_MAX[dtype], group, up, able.native, able.interpreted, steps)
 
 
-def fp8_form(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype) -> Form:
+def fp8_form(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Form:
     """The form for granularity ``"token"`` or ``"block"``."""
-    return form_of(x, "fp8", ROW if granularity == "token" else block_size, dtype)
+    group, scales = ROW if granularity == "token" else block_size, "packed" if scale_dtype == torch.int32 else "rows"
+    return form_of(x, "fp8", group, dtype, scales=scales, e8m0=scale_dtype != torch.float32)
 
 
 def fp8_with_scale_form(x: Tensor, dtype: torch.dtype) -> Form:
     return form_of(x, "fp8", GIVEN, dtype)
 
 
-def mxfp8_form(x: Tensor, scale_rounding: str) -> Form:
-    return form_of(x, "mxfp8", BLOCK_MX, up=scale_rounding == "up")
+def mxfp8_form(x: Tensor, scale_rounding: str, scale_layout: str) -> Form:
+    return form_of(x, "mxfp8", BLOCK_MX, up=scale_rounding == "up", scales=_STORED[scale_layout])
 
 
-def nvfp4_form(x: Tensor) -> Form:
-    return form_of(x, "nvfp4", BLOCK_NVFP4)
+def nvfp4_form(x: Tensor, scale_layout: str) -> Form:
+    return form_of(x, "nvfp4", BLOCK_NVFP4, scales=_STORED[scale_layout])
+
+
+def least_columns(form: Form) -> int:
+    """Columns that a tile must have: whole groups; four of them where four scales of a row lie together, which it completes."""
+    return form.group if form.scales == "rows" else 4 * form.group
+
+
+class Rows(NamedTuple):
+    """How programs share rows.
+
+    Attributes:
+        per_matrix: rows of a matrix: all, but where scales lie in tiles, which no two matrices share.
+        programs: for each matrix.
+        matrices: how many there are.
+    """
+
+    per_matrix: int
+    programs: int
+    matrices: int
+
+
+def rows_for(x: Tensor, rows: int, form: Form, per_program: int) -> Rows:
+    """The rows of x, ``rows`` in all, of which a program takes ``per_program``."""
+    if form.scales != "tiles":
+        return Rows(rows, cdiv(rows, per_program), 1)
+    count = x.shape[-2]
+    return Rows(count, cdiv(count, per_program), rows // count)
 
 
 class Stored(NamedTuple):
@@ -102,15 +154,19 @@ def stored_for(
     made = out if out is not None and out.is_contiguous() else x.new_empty(codes, dtype=dtype)
     if form.group == GIVEN:
         return Stored(made, made)
-    scales = (*lead, 1 if form.group == ROW else -(-columns // form.group))
-    scale_dtype = {"fp8": torch.float32, "mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}[form.name]
+    groups = 1 if form.group == ROW else cdiv(columns, form.group)
+    scales = (*lead, cdiv(groups, 4) if form.scales == "packed" else groups)
+    if form.scales == "tiles":
+        scales = (*lead[:-1], *swizzled_shape(lead[-1], groups))
+    eight = torch.int32 if form.scales == "packed" else torch.uint8 if form.e8m0 else torch.float32
+    scale_dtype = {"fp8": eight, "mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}[form.name]
     provided = scale_out is not None and scale_out.is_contiguous()
     return Stored(made, scale_out if provided and scale_out is not None else x.new_empty(scales, dtype=scale_dtype))
 
 
 def as_bytes(scales: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every device can store; float32 as it is."""
-    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+    """8-bit floats as bytes, which every device can store, and packed scales too; float32 as it is."""
+    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 
 def nothing_to(scales: Tensor) -> None:

@@ -5,10 +5,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.quantization._encode_device import divide, divide_any, encode_fp8, prepare_divisor
+from tokenspeed_kernel.triton.quantization._encode_device import (
+    divide,
+    divide_any,
+    encode_fp8,
+    prepare_divisor,
+    row_and_column_of,
+    swizzled_in_tile,
+)
 from tokenspeed_kernel.triton.quantization.quantize_fp8_device import fp8_of_groups
 from tokenspeed_kernel.triton.quantization.quantize_mx_device import mxfp8_of_blocks
 from tokenspeed_kernel.triton.quantization.quantize_nvfp4_device import nvfp4_of_blocks
+
+
+@triton.jit
+def rows_of_program(program, programs, rows, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """The first row of a program in its matrix, and the first row of that (int64) among all; see `Rows`."""
+    if FORM.scales == "tiles":
+        return program % programs * ROWS, (program // programs).to(tl.int64) * rows
+    return program * ROWS, tl.zeros((), tl.int64)
+
+
+@triton.jit
+def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
+    """Where codes and scales of a matrix lie, which has ``before`` rows in front of it."""
+    if FORM.scales == "tiles":
+        across = tl.cdiv(tl.cdiv(columns, FORM.group), 4)
+        scales += before // rows * tl.cdiv(rows, 128) * across * 512
+    return codes + before * (columns // (2 if FORM.name == "nvfp4" else 1)), scales
+
+
+@triton.jit
+def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Writes zeros behind the rows that programs have, if these do not fill the tiles of 128x4; the programs of these tiles share
+    the work. ``first``: the first of the ``TILES`` tiles, of ``across`` beside each other, that hold this program's scales."""
+    top = row // 128
+    programs = tl.cdiv(rows - top * 128, ROWS)
+    if programs * ROWS < 128:
+        byte = tl.arange(0, 512)
+        behind, _ = row_and_column_of(byte, 1)
+        start = scales + (tl.cast(top, tl.int64) * across + first) * 512
+        for tile in range((row - top * 128) // ROWS, tl.minimum(TILES, across - first), programs):
+            tl.store(start + tile * 512 + byte, tl.zeros((512,), tl.uint8), mask=behind >= programs * ROWS)
 
 
 @triton.jit
@@ -17,7 +55,8 @@ def store_quantised(values, row, first, rows, columns, codes, scales, given, FOR
 
     ``values``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype that is quantised, 0 outside. ``row``, ``first``: the tile's first
     row and column, the latter a multiple of a group, of ``rows`` and ``columns``. ``given``: the scale of all elements where it is
-    known, and the global scale of nvfp4. Where a row has one scale, the tile holds whole rows.
+    known, and the global scale of nvfp4. Where a row has one scale, the tile holds whole rows. Where scales lie in tiles of 128x4
+    or in packed numbers, it has a multiple of four groups, and zeros are written where these hold no scale.
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
@@ -40,14 +79,26 @@ def store_quantised(values, row, first, rows, columns, codes, scales, given, FOR
         there = (at_row < rows) & (at_first < columns)
         if FORM.name == "fp8":
             LIMIT: tl.constexpr = FORM.limit
-            code, scale = fp8_of_groups(groups, FORMAT, LIMIT, NATIVE, INTERPRETED, STEPS)
+            E8M0: tl.constexpr = FORM.e8m0
+            code, scale = fp8_of_groups(groups, FORMAT, LIMIT, NATIVE, INTERPRETED, STEPS, E8M0)
         elif FORM.name == "mxfp8":
             UP: tl.constexpr = FORM.up
             code, scale = mxfp8_of_blocks(groups, UP, NATIVE)
         else:
             code, scale = nvfp4_of_blocks(groups, tl.load(given), NATIVE, INTERPRETED, STEPS)
-        across = tl.cdiv(columns, GROUP)
-        tl.store(scales + at_row * across + at_first // GROUP, scale, mask=there)
+        across, number = tl.cdiv(columns, GROUP), at_first // GROUP
+        if FORM.scales == "rows":
+            tl.store(scales + at_row * across + number, scale, mask=there)
+        else:
+            padded = tl.cdiv(across, 4) * 4
+            scale = tl.where(there, scale, 0).to(tl.uint8)
+            if FORM.scales == "packed":
+                tl.store(scales + at_row * padded + number, scale, mask=(at_row < rows) & (number < padded))
+            else:
+                tile = at_row // 128 * (padded // 4) + number // 4
+                inside_tiles = (at_row < tl.cdiv(rows, 128) * 128) & (number < padded)
+                tl.store(scales + tile * 512 + swizzled_in_tile(at_row, number), scale, mask=inside_tiles)
+                _complete_tiles(scales, row, rows, first // (4 * GROUP), padded // 4, ROWS, ACROSS // 4)
         ITEMS: tl.constexpr = 2 if FORM.name == "nvfp4" else 1
         within = tl.arange(0, GROUP // ITEMS)[None, :]
         inside = there[:, None] & (at_first[:, None] + within * ITEMS < columns)

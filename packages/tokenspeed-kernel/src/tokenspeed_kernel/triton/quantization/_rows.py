@@ -65,6 +65,14 @@ def groups_of(x: Tensor, length: int) -> Groups:
     return Groups(rows, cdiv(k, length), length, k, length, x.stride(0))
 
 
+def packed_groups_of(x: Tensor, length: int) -> Groups:
+    """`groups_of`, with as many empty groups behind each row as make their number a multiple of four."""
+    rows, k = x.shape
+    if cdiv(k, length) % 4 == 0:
+        return groups_of(x, length)
+    return Groups(rows, cdiv(cdiv(k, length), 4) * 4, min(length, k), k, min(length, k), x.stride(0))
+
+
 def grid(groups: Groups, per_program: int) -> tuple[int]:
     return (groups.outer * cdiv(groups.count, per_program),)
 

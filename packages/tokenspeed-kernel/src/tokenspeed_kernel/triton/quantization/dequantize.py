@@ -38,13 +38,16 @@ device_code = DeviceModule(__name__ + "_device")
 def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size: int, out: Tensor | None) -> Tensor:
     made = made_or(out, tuple(q.shape), out_dtype, q)
     if q.numel():
-        layout = scale_layout(scale_layouts(q.shape, block_size), scale.shape)
+        layout = scale_layout(scale_layouts(q.shape, block_size, scale.dtype), scale.shape)
         matrix = as_matrix(q, whole=layout == "tensor")
         rows, columns = matrix.shape
         tile = matrix_tile(matrix, most_columns=block_size if layout in ("block", "block2d") else None)
         able = abilities(q.device)
         tiled = layout == "block2d"
         scale = scale.contiguous()
+        e8m0 = scale.dtype != torch.float32
+        if e8m0:  # of packed ones, the bytes in the order of the blocks
+            scale = scale.view(torch.uint8)
         scale_columns = scale.shape[-1] if scale.ndim else 1
         device_code.dequantize_fp8_kernel[(cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
             matrix,
@@ -64,6 +67,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size:
             FORMAT=FP8_NAMES[q.dtype],
             NATIVE=able.native,
             INTERPRETED=able.interpreted,
+            E8M0=e8m0,
             LAYOUT=layout,
             ONE_BLOCK=block_size % tile.columns == 0,
             num_warps=tile.warps,

@@ -34,6 +34,7 @@ def dequantize_fp8_kernel(
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    E8M0: tl.constexpr,
     LAYOUT: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
@@ -59,6 +60,8 @@ def dequantize_fp8_kernel(
             scale = tl.load(scale_ptr + at + first * scale_column_stride, mask=row < rows)
         else:
             scale = tl.load(scale_ptr + at + column.to(tl.int32) // block_columns * scale_column_stride, mask=inside)
+    if E8M0:
+        scale = decode_e8m0(scale)
     value = round_to(value * scale, out_ptr.dtype.element_ty, INTERPRETED)
     tl.store(out_ptr + row * columns + column, value, mask=inside)
 

@@ -13,9 +13,19 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, multiprocessors, next_power_of_2
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
-from tokenspeed_kernel.triton.quantization._rows import Config, config_for, finish, grid, groups_of, made_or, rows_of
+from tokenspeed_kernel.triton.quantization._rows import (
+    Config,
+    config_for,
+    finish,
+    grid,
+    groups_of,
+    made_or,
+    packed_groups_of,
+    rows_of,
+)
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, SMALLEST_NORMAL
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantised_scale_shape
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
@@ -43,25 +53,24 @@ _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
     solution="triton",
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
+    traits={"scales_e8m0": any, "scales_packed": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
 def quantize_fp8(
-    x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, out: Tensor | None, scale_out: Tensor | None
+    x: Tensor,
+    granularity: str,
+    block_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    out: Tensor | None,
+    scale_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     k = x.shape[-1]
-    if granularity == "tensor":
-        scale_shape: tuple[int, ...] = (1,)
-    elif granularity == "token":
-        scale_shape = (*x.shape[:-1], 1)
-    elif granularity == "block":
-        scale_shape = (*x.shape[:-1], cdiv(k, block_size))
-    else:
-        scale_shape = (*x.shape[:-2], cdiv(x.shape[-2], block_size), cdiv(k, block_size))
     q = made_or(out, tuple(x.shape), dtype, x)
-    scale = made_or(scale_out, scale_shape, torch.float32, x)
+    scale = made_or(scale_out, quantised_scale_shape(tuple(x.shape), granularity, block_size, scale_dtype), scale_dtype, x)
     if not x.numel():
-        scale.fill_(SMALLEST_NORMAL)
+        scale.fill_(SMALLEST_NORMAL if scale_dtype == torch.float32 else 0)
     elif granularity == "tensor":
         _whole(x, q, scale)
     elif granularity == "block2d":
@@ -86,20 +95,22 @@ def _groups(x: Tensor, q: Tensor, scale: Tensor, length: int) -> None:
     rows = rows_of(x)
     if min(length, x.shape[-1]) > _HELD:
         return _regions(rows[None], q, scale, 1, length)
-    groups = groups_of(rows, length)
+    packed = scale.dtype == torch.int32
+    groups = packed_groups_of(rows, length) if packed else groups_of(rows, length)
     padded = next_power_of_2(groups.length)
     config = config_for(x.numel())
     per_program = max(config.tile // padded, 1)
     device_code.quantize_groups_kernel[grid(groups, per_program)](
         rows,
         q.view(torch.uint8),
-        scale,
+        scale.view(torch.uint8) if packed else scale,
         groups.count,
         groups.length,
         groups.limit,
         groups.stride,
         groups.outer_stride,
         SHORT_LAST=groups.short_last,
+        E8M0=scale.dtype != torch.float32,
         GROUPS=per_program,
         LENGTH=padded,
         FULL=padded == groups.length,
@@ -117,6 +128,7 @@ def _tiles(x: Tensor, q: Tensor, scale: Tensor, block_size: int) -> None:
 def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> None:
     """Regions of x ``[batch, m, k]``, the last axis of unit stride."""
     batch, m, k = x.shape
+    packed = scale.dtype == torch.int32
     rows, columns = min(rows, m), min(columns, k)
     regions_m, regions_k = cdiv(m, rows), cdiv(k, columns)
     padded_rows, padded_columns = next_power_of_2(rows), next_power_of_2(columns)
@@ -127,7 +139,7 @@ def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> No
     device_code.quantize_regions_kernel[(batch * regions_m * regions_k,)](
         x,
         q.view(torch.uint8),
-        scale,
+        scale.view(torch.uint8) if packed else scale,
         m,
         k,
         rows,
@@ -138,6 +150,8 @@ def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> No
         x.stride(1),
         ROWS=padded_rows,
         COLUMNS=padded_columns,
+        E8M0=scale.dtype != torch.float32,
+        PACKED=packed,
         ONCE=once,
         EVEN_ROWS=m % padded_rows == 0 and rows == padded_rows,
         num_warps=_REGION_WARPS if once and padded_rows * padded_columns > _CHUNK else _CHUNK_WARPS,

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_fp8, larger, largest, prepare_divisor
+from tokenspeed_kernel.triton.quantization.quantize_mx_device import scale_of_blocks
 from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
@@ -19,14 +20,65 @@ def scale_of(amax, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def fp8_of_groups(
-    x, FORMAT: tl.constexpr, LIMIT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr
+def _stored_and_prepared(amax, FORMAT: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, E8M0: tl.constexpr):
+    """The scales of groups from their largest magnitudes, as they are stored, and three numbers of each that `_encoded` takes."""
+    if E8M0:
+        exponent, bits, divisor = scale_of_blocks(amax, FORMAT, True)
+        scale, factor, reciprocal = exponent.to(tl.uint8), bits.to(tl.float32, bitcast=True), divisor
+    else:
+        scale = scale_of(amax, LIMIT)
+        factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
+    return scale, factor, divisor, reciprocal
+
+
+@triton.jit
+def _encoded(
+    x,
+    factor,
+    divisor,
+    reciprocal,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    STEPS: tl.constexpr,
+    E8M0: tl.constexpr,
 ):
-    """Groups, float32 ``[GROUPS, LENGTH]``, in 8 bits, and their scales ``[GROUPS]``."""
-    scale = scale_of(largest(x, 1), LIMIT)
-    factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
-    quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
-    return encode_fp8(quotient, FORMAT, NATIVE), scale
+    """float32 over the scales that the numbers of `_stored_and_prepared` stand for, in 8 bits."""
+    if E8M0:  # the factor is the reciprocal of a power of two, the divisor a mask for codes
+        code = (encode_fp8(x * factor, FORMAT, NATIVE) & divisor).to(tl.uint8)
+    else:
+        code = encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
+    return code
+
+
+@triton.jit
+def fp8_of_groups(
+    x,
+    FORMAT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    STEPS: tl.constexpr,
+    E8M0: tl.constexpr,
+):
+    """Groups, float32 ``[GROUPS, LENGTH]``, in 8 bits, and their scales ``[GROUPS]``: float32, or uint8 with ``E8M0``."""
+    scale, factor, divisor, reciprocal = _stored_and_prepared(largest(x, 1), FORMAT, LIMIT, INTERPRETED, E8M0)
+    code = _encoded(x, factor[:, None], divisor[:, None], reciprocal[:, None], FORMAT, NATIVE, INTERPRETED, STEPS, E8M0)
+    return code, scale
+
+
+@triton.jit
+def _store_scale_of_region(scale_ptr, scale, region, regions_k, PACKED: tl.constexpr):
+    """Writes the scale of a region. ``PACKED``: as a byte of a number; who comes last in a row writes the zeros behind it too."""
+    if PACKED:
+        pitch = tl.cdiv(regions_k, 4) * 4
+        column = region % regions_k
+        reach = tl.where(column == regions_k - 1, pitch - column, 1)
+        at = tl.arange(0, 4)
+        byte = tl.where(at == 0, scale, 0).to(tl.uint8)
+        tl.store(scale_ptr + (region // regions_k).to(tl.int64) * pitch + column + at, byte, mask=at < reach)
+    else:
+        tl.store(scale_ptr + region, scale)
 
 
 @triton.jit
@@ -48,8 +100,10 @@ def quantize_groups_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     STEPS: tl.constexpr,
+    E8M0: tl.constexpr,
 ):
-    """``GROUPS`` groups of one outer row; q and the scales are contiguous."""
+    """``GROUPS`` groups of one outer row; q and the scales are contiguous. Groups that lie behind the row complete packed numbers:
+    their scale is 0."""
     programs = tl.cdiv(count, GROUPS)
     outer = (tl.program_id(0) // programs).to(tl.int64)
     group = (tl.program_id(0) % programs) * GROUPS + tl.arange(0, GROUPS)
@@ -61,7 +115,7 @@ def quantize_groups_kernel(
         inside = inside & (group[:, None] * length + within < limit)
     wide_group = group.to(tl.int64)[:, None]
     x = tl.load(x_ptr + outer * x_outer_stride + wide_group * x_stride + within, mask=inside, other=0.0).to(tl.float32)
-    code, scale = fp8_of_groups(x, FORMAT, LIMIT, NATIVE, INTERPRETED, STEPS)
+    code, scale = fp8_of_groups(x, FORMAT, LIMIT, NATIVE, INTERPRETED, STEPS, E8M0)
     tl.store(scale_ptr + outer * count + group, scale, mask=group < count)
     tl.store(q_ptr + outer * limit + wide_group * length + within, code, mask=inside)
 
@@ -84,6 +138,8 @@ def quantize_regions_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     STEPS: tl.constexpr,
+    E8M0: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ONCE: tl.constexpr,
@@ -102,10 +158,10 @@ def quantize_regions_kernel(
         # Without a mask that is different for every element, registers suffice for all of them.
         inside = (column < right) if EVEN_ROWS else (row < bottom) & (column < right)
         x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
-        scale = scale_of(largest(largest(x, 1), 0), LIMIT)
-        tl.store(scale_ptr + region, scale)
-        factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
-        code = encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
+        amax = largest(largest(x, 1), 0)
+        scale, factor, divisor, reciprocal = _stored_and_prepared(amax, FORMAT, LIMIT, INTERPRETED, E8M0)
+        _store_scale_of_region(scale_ptr, scale, region, regions_k, PACKED)
+        code = _encoded(x, factor, divisor, reciprocal, FORMAT, NATIVE, INTERPRETED, STEPS, E8M0)
         tl.store(q_ptr + row.to(tl.int64) * k + column, code, mask=inside)
     else:
         amax = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -115,15 +171,15 @@ def quantize_regions_kernel(
                 inside = (row < bottom) & (column < right)
                 x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
                 amax = larger(amax, tl.abs(x))
-        scale = scale_of(largest(largest(amax, 1), 0), LIMIT)
-        tl.store(scale_ptr + region, scale)
-        factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
+        largest_of_all = largest(largest(amax, 1), 0)
+        scale, factor, divisor, reciprocal = _stored_and_prepared(largest_of_all, FORMAT, LIMIT, INTERPRETED, E8M0)
+        _store_scale_of_region(scale_ptr, scale, region, regions_k, PACKED)
         for first_row in range(top, bottom, ROWS):
             for first_column in range(left, right, COLUMNS):
                 row, column = first_row + tl.arange(0, ROWS)[:, None], first_column + tl.arange(0, COLUMNS)[None, :]
                 inside = (row < bottom) & (column < right)
                 x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
-                code = encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
+                code = _encoded(x, factor, divisor, reciprocal, FORMAT, NATIVE, INTERPRETED, STEPS, E8M0)
                 tl.store(q_ptr + row.to(tl.int64) * k + column, code, mask=inside)
 
 

@@ -17,21 +17,22 @@ from tokenspeed_kernel.triton.quantization._encode_device import (
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 
 _BLOCK = tl.constexpr(BLOCK_MX)
-# Exponents of the largest powers of two that elements have.
-_EMAX_E4M3, _EMAX_E2M1 = tl.constexpr(8), tl.constexpr(2)
 
 
 @triton.jit
-def scale_of_blocks(amax, FP4: tl.constexpr, UP: tl.constexpr):
+def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
     """e8m0 scales (int32) of blocks from their largest magnitudes, bits of the reciprocals, and a mask for codes: 0 where a block
-    is not finite, all of whose codes are those of +0. ``UP``: scales of e4m3 are rounded up."""
+    is not finite, all of whose codes are those of +0. ``FORMAT``: e4m3fn, e5m2 or e2m1; ``UP``: scales of the first two are rounded
+    up."""
+    # The exponent of the largest power of two that elements have.
+    EMAX: tl.constexpr = 2 if FORMAT == "e2m1" else (15 if FORMAT == "e5m2" else 8)
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
     bits = amax.to(tl.int32, bitcast=True)
     field = bits >> 23
     finite = field != 255
-    if UP:  # magnitudes beyond 448, whose mantissa is 1.75, carry into the next power of two
+    if UP:  # magnitudes beyond 448 (of e5m2 57344), whose mantissa is 1.75, carry into the next power of two
         field = (bits + (0x7FFFFF - 0x600000)) >> 23
-    scale = tl.where(finite, tl.maximum(field - (_EMAX_E2M1 if FP4 else _EMAX_E4M3), 0), 255)
+    scale = tl.where(finite, tl.maximum(field - EMAX, 0), 255)
     # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks.
     return scale, (254 - scale) << 23, tl.where(finite, 255, 0)
 
@@ -39,7 +40,7 @@ def scale_of_blocks(amax, FP4: tl.constexpr, UP: tl.constexpr):
 @triton.jit
 def mxfp8_of_blocks(x, UP: tl.constexpr, NATIVE: tl.constexpr):
     """Blocks, float32 ``[BLOCKS, 32]``, as e4m3 (uint8), and their scales ``[BLOCKS]``."""
-    scale, reciprocal, kept = scale_of_blocks(largest(x, 1), False, UP)
+    scale, reciprocal, kept = scale_of_blocks(largest(x, 1), "e4m3fn", UP)
     code = encode_fp8(x * reciprocal[:, None].to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
     return (code & kept[:, None]).to(tl.uint8), scale.to(tl.uint8)
 
@@ -81,7 +82,7 @@ def quantize_mx_kernel(
             amax = largest(x, 1)
     # Where there is no block, its largest magnitude is 0, and so is the scale.
     if FP4:
-        scale, reciprocal, kept = scale_of_blocks(amax, FP4, UP)
+        scale, reciprocal, kept = scale_of_blocks(amax, "e2m1", UP)
         tl.store(scale_ptr + first_scale + tl.arange(0, BLOCKS), scale.to(tl.uint8), mask=stored)
         reciprocal = reciprocal[:, None]
         if PAIRS:

@@ -2,7 +2,7 @@
 
 from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, load_peers, peer
+from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, failure_of, load_peers, peer
 from tokenspeed_kernel.workbench.benchmark.results import Launch, Metadata, Method, Report, ReportError, Row, appended, load_report
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, Share, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
@@ -33,6 +33,7 @@ __all__ = [
     "cached_roofline",
     "collect_metadata",
     "compare",
+    "failure_of",
     "load_peers",
     "load_report",
     "measure",

@@ -36,6 +36,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,9 +49,34 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import Kind, Parameter, tensor_arguments
 
+_LONGEST_REASON = 500
+
 
 class Unsupported(Exception):
     """A peer raises it with the reason why a case is none of its."""
+
+
+def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = MappingProxyType({})) -> tuple[str, str] | None:
+    """Runs a step of a measurement without gradients, and tells why it failed. Whatever one contestant does, the others must not
+    be lost with it.
+
+    Args:
+        step: what is run.
+        known: names of failures by the exceptions that stand for them, besides those below.
+
+    Returns:
+        The kind of failure and its reason: ``"skipped"`` where `Unsupported` was raised, ``"absent"`` where an import failed, a
+        name of ``known``, else ``"error"``; None where nothing failed.
+    """
+    try:
+        with torch.no_grad():
+            step()
+    except Exception as error:
+        for kind, name in {Unsupported: "skipped", ImportError: "absent", **known}.items():
+            if isinstance(error, kind):
+                return name, str(error)
+        return "error", f"{type(error).__name__}: {str(error)[:_LONGEST_REASON]}"
+    return None
 
 
 @dataclass(frozen=True)

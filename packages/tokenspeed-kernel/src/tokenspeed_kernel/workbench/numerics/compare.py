@@ -120,11 +120,12 @@ def compare_results(
     if op.has_hook("decoded") and tolerance is not EXACT:
         pairs = list(zip(lowering.as_list(got), lowering.as_list(expected), strict=False))
         if len(pairs) == len(lowering.as_list(expected)) and all(_alike(one, other) for one, other in pairs):
-            got, expected = (_decoded(op, arguments, [pair[index] for pair in pairs]) for index in (0, 1))
+            got, expected = (decoded_outputs(op, arguments, [pair[index] for pair in pairs]) for index in (0, 1))
     return compare(got, expected, tolerance, written)
 
 
-def _decoded(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:
+def decoded_outputs(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:
+    """The outputs of a call with these arguments as the operator's hook ``decoded`` has them."""
     made = {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}
     return tuple(op.run_hook("decoded", made))
 

@@ -77,10 +77,12 @@ _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding
 
 # Decoded values of results that kernels quantise: what is quantised differs in its last bit now and then, and then a value near
 # the middle of two steps falls to either side.
+# A step is up to an eighth of the value; and where the largest of a block is 512 of its scale in one result, and a little less in
+# the other, it saturates at 448 there, a seventh less.
+_POWERS_OF_TWO = Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side")
 _BY_FORMAT = {
-    # A step is up to an eighth of the value; and where the largest of a block is 512 of its scale in one result, and a little less
-    # in the other, it saturates at 448 there, a seventh less.
-    "mxfp8": Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
+    "mxfp8": _POWERS_OF_TWO,
+    "fp8": _POWERS_OF_TWO,
     # A step is up to half of the value, or a quarter of the root mean square near 0, and some blocks have another scale.
     "nvfp4": Tolerance(2**-1, 2**-2, 0.1, "a value between two steps of e2m1, or of its scale, falls to either side"),
 }
@@ -104,7 +106,7 @@ def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None
     if exact:
         return EXACT
     if isinstance(of, TensorFormat):
-        return _BY_FORMAT[of.format]
+        return _BY_FORMAT[of.format].widened(_BY_DTYPE.get(of.storage_dtype, EXACT))
     if not of.is_floating_point:
         return _INTEGERS
     tolerance = _BY_DTYPE.get(of, EXACT)

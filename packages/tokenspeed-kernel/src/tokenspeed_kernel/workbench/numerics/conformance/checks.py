@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors
+from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors, decoded_outputs
 from tokenspeed_kernel.workbench.numerics.conformance import guards, waiting
 from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace, edge_values, empty_cases
 from tokenspeed_kernel.workbench.numerics.conformance.graphs import replay_faults
@@ -31,6 +31,7 @@ from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import Kind
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # The tag of a kernel that waits for the device. It cannot be captured in a graph, and is not asked to be.
@@ -260,6 +261,11 @@ def _has_items(space: CaseSpace, case: Case) -> bool:
     return count_items(space.op, space.op.complete(case.build(space.device, space.seed))) > 1
 
 
+def _values(op: Operator[Any, Any], arguments: dict[str, Any], outputs: list[Tensor]) -> list[Tensor]:
+    """What outputs stand for, where they are codes and scales."""
+    return [part.values if isinstance(part, Decoded) else part for part in decoded_outputs(op, arguments, outputs)]
+
+
 def _batch_faults(space: CaseSpace, case: Case) -> list[str]:
     op, spec = space.op, space.spec
     build = functools.partial(case.build, space.device, space.seed)
@@ -267,10 +273,15 @@ def _batch_faults(space: CaseSpace, case: Case) -> list[str]:
     if items < 2:
         raise LookupError("a batch of fewer than 2 items")
     whole = lowering.as_list(run_kernel(op, spec, op.prepared(op.complete(build()), spec)))
+    complete, total = first_items(op, op.complete(build()), items)
+    # Scales of a matrix that lie in tiles do not lie along its rows; what they and the codes stand for does.
+    in_rows = not op.has_hook("decoded") or all(output.shape[:1] == (total,) for output in whole)
+    whole = whole if in_rows else _values(op, complete, whole)
     faults = []
     for count in dict.fromkeys((1, items // 2, items - 1)):
         arguments, rows = first_items(op, op.complete(build()), count)
         alone = lowering.as_list(run_kernel(op, spec, op.prepared(arguments, spec)))
+        alone = alone if in_rows else _values(op, arguments, alone)
         for index, (got, all_rows) in enumerate(zip(alone, whole, strict=True)):
             compared = compare_tensors(f"output {index}", got, all_rows[:rows], EXACT)
             if compared.fault:

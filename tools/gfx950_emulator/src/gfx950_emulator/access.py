@@ -1,0 +1,22 @@
+"""What a memory instruction accesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Access:
+    """A memory instruction, for wait counters, sanitizer, counters and timing.
+
+    Attributes:
+        space: ``"global"``, ``"lds"``, ``"scalar"``, ``"scratch"`` or ``"dma"`` (global memory to LDS).
+        direction: ``"load"``, ``"store"``, ``"atomic"``, or ``"permute"`` (LDS instructions that touch no memory).
+        size: bytes per lane (of the whole instruction for scalar loads).
+        counter: the wait counter that it raises: ``"vmcnt"`` or ``"lgkmcnt"``.
+    """
+
+    space: str
+    direction: str
+    size: int
+    counter: str

@@ -1,0 +1,137 @@
+"""What an instruction as written is bound to: which registers it reads and writes, and a function that executes it.
+
+Families of instructions register a *binder* for each mnemonic (`gfx950_emulator.instructions`), which `gfx950_emulator.decode`
+looks up. A binder runs once per instruction of a kernel, looks at operands and modifiers, and returns a `Bound` whose
+``run(group)`` does the work, so that nothing is parsed while a kernel executes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from gfx950_emulator.access import Access
+from gfx950_emulator.assembly import Assembly, Instruction
+from gfx950_emulator.errors import UnknownInstruction
+from gfx950_emulator.group import Group
+from gfx950_emulator.operands import Operand, parse_operand
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An instruction ready to run.
+
+    Attributes:
+        run: executes it for all waves of a group.
+        writes, reads: registers by their sanitizer numbers (`gfx950_emulator.operands`), implicit ones included.
+        unit: where it executes: ``valu``, ``trans``, ``mfma``, ``salu``, ``smem``, ``vmem``, ``lds``, ``wait``, ``barrier``,
+            ``branch``, ``end``, ``nop``.
+        target: index of the instruction that a branch goes to.
+        jump: of a jump through a register: ``jump(group)`` is the index of the next instruction, or one per wave.
+        condition: of a conditional branch: ``condition(group)`` is a bool, or a bool per wave.
+        demands: registers whose content leaves the wave or decides what it does next (addresses, stored data): they must be
+            initialised. None is short for none.
+        moves: the instruction only moves bits, within or across lanes, so that running it on a mask of uninitialised bits
+            tells which bits of the result are uninitialised.
+        memory: what a memory instruction accesses, see `Access`.
+    """
+
+    run: Callable[[Group], None]
+    writes: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    unit: str = "valu"
+    target: int | None = None
+    condition: Callable[[Group], object] | None = None
+    jump: Callable[[Group], object] | None = None
+    demands: tuple[int, ...] = ()
+    moves: bool = False
+    memory: Access | None = None
+    extra: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Logic:
+    """A logical operation on lane masks, for the sanitizer: a bit that one operand decides alone needs no other.
+
+    Attributes:
+        first, second: the operands as bool [L]; their registers are ``first_ids`` and ``second_ids``.
+        decisive_a, decisive_b: what the first or the second operand must be to decide; None where neither can.
+        result_ids: registers that get the result; SCC is not among them.
+        saved_ids: registers that get the second operand as it was (EXEC, where it is saved).
+    """
+
+    first: Callable[[Group], np.ndarray]
+    second: Callable[[Group], np.ndarray]
+    first_ids: tuple[int, ...]
+    second_ids: tuple[int, ...]
+    decisive_a: bool | None
+    decisive_b: bool | None
+    result_ids: tuple[int, ...]
+    saved_ids: tuple[int, ...] = ()
+
+
+class Site:
+    """An instruction that is being bound, with what binders need of it."""
+
+    def __init__(self, instruction: Instruction, assembly: Assembly) -> None:
+        self.instruction = instruction
+        self.assembly = assembly
+        self.mnemonic, self.encoding = split_encoding(instruction.mnemonic)
+        self.modifiers = dict(instruction.modifiers)
+        self._operands: list[Operand] | None = None
+
+    @property
+    def operands(self) -> list[Operand]:
+        if self._operands is None:
+            try:
+                self._operands = [parse_operand(text, self.assembly.vgprs) for text in self.instruction.operands]
+            except ValueError as error:
+                raise self.unknown(str(error)) from None
+        return self._operands
+
+    def unknown(self, reason: str) -> UnknownInstruction:
+        return UnknownInstruction(reason, self.assembly.name, self.instruction)
+
+    def take(self, name: str, default: object = None) -> object:
+        """Reads a modifier and marks it as understood."""
+        return self.modifiers.pop(name, default)
+
+    def done(self) -> None:
+        """Raises `UnknownInstruction` if a modifier was not understood. Cache hints mean nothing here."""
+        left = set(self.modifiers) - {"sc0", "sc1", "nt", "glc", "slc", "dlc", "scc"}
+        if left:
+            raise self.unknown(f"modifier {', '.join(sorted(left))} of {self.instruction.mnemonic} is not implemented")
+
+    def ids(self, operands: Iterable[Operand]) -> tuple[int, ...]:
+        return tuple(register for operand in operands for register in operand.ids)
+
+
+Binder = Callable[[Site], Bound]
+BINDERS: dict[str, Binder] = {}
+
+
+def binder(*mnemonics: str) -> Callable[[Binder], Binder]:
+    """Registers a function as the binder of mnemonics (without encoding suffix)."""
+
+    def register(function: Binder) -> Binder:
+        for mnemonic in mnemonics:
+            if mnemonic in BINDERS:
+                raise ValueError(f"{mnemonic} has two binders")
+            BINDERS[mnemonic] = function
+        return function
+
+    return register
+
+
+def split_encoding(mnemonic: str) -> tuple[str, str]:
+    """``"v_add_u32_dpp"`` is ``("v_add_u32", "dpp")``; the encoding is empty where the name says none."""
+    match = re.fullmatch(r"(\w+?)_(e32|e64|dpp|sdwa|e64_dpp)", mnemonic)
+    return (match[1], match[2]) if match else (mnemonic, "")
+
+
+def implicit(bound: Bound, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Bound:
+    """The same with registers added that the text does not name."""
+    return replace(bound, reads=(*bound.reads, *reads), writes=(*bound.writes, *writes))
