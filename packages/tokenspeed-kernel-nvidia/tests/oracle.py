@@ -23,12 +23,14 @@ class Options:
         sinks: ``[heads]`` or None.
         softmax_scale: None is ``1 / sqrt(head_dim)``.
         is_causal: whether a token sees no later ones.
+        logit_cap: the limit of scores; 0 for none.
     """
 
     window_left: int = -1
     sinks: Tensor | None = None
     softmax_scale: float | None = None
     is_causal: bool = True
+    logit_cap: float = 0.0
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -43,6 +45,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     grouped = q.float().view(q_len, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.float()) * scale
+    if options.logit_cap > 0:
+        scores = options.logit_cap * (scores / options.logit_cap).tanh()
     place = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
     behind = place - torch.arange(kv_len, device=q.device)
     hidden = torch.zeros_like(behind, dtype=torch.bool)
@@ -188,6 +192,7 @@ def paged(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    v_head_dim: int | None = None,
 ) -> Paged:
     """Random sequences in a paged cache, which has a page more than they need."""
     draw = torch.Generator(device).manual_seed(seed)
@@ -196,15 +201,17 @@ def paged(
     # Beyond a sequence's pages the table may say anything.
     page_table = torch.full((len(kv_lens), max([1, *counts])), 2**31 - 1, dtype=torch.int32)
     used = 0
-    shape = (sum(counts) + 1, page_size, kv_heads, head_dim)
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+    shape = (sum(counts) + 1, page_size, kv_heads)
+    widths = head_dim, v_head_dim or head_dim
+    k_cache, v_cache = (torch.full((*shape, width), torch.nan, dtype=dtype, device=device) for width in widths)
     for index, (count, kv_len) in enumerate(zip(counts, kv_lens, strict=True)):
         pages = order[used : used + count]
         used += count
         page_table[index, :count] = pages
         for cache in (k_cache, v_cache):
-            tokens = torch.full((count * page_size, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
-            tokens[:kv_len] = torch.randn((kv_len, kv_heads, head_dim), generator=draw, device=device).to(dtype)
-            cache[pages.long().to(device)] = tokens.view(count, page_size, kv_heads, head_dim)
+            width = cache.shape[3]
+            tokens = torch.full((count * page_size, kv_heads, width), torch.nan, dtype=dtype, device=device)
+            tokens[:kv_len] = torch.randn((kv_len, kv_heads, width), generator=draw, device=device).to(dtype)
+            cache[pages.long().to(device)] = tokens.view(count, page_size, kv_heads, width)
     q = torch.randn((sum(q_lens), heads, head_dim), generator=draw, device=device).to(dtype)
     return Paged(q, k_cache, v_cache, page_table.to(device), q_lens, kv_lens)

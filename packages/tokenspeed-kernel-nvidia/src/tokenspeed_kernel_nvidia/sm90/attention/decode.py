@@ -25,9 +25,19 @@ from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES, ROWS, Config, Work, config_of, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
+    CONSUMERS,
+    PAGE_SIZES,
+    PIECES,
+    ROWS,
+    WIDTHS,
+    Config,
+    Work,
+    config_of,
+    every_config,
+)
+from tokenspeed_kernel_nvidia.sm90.attention.served import PAGED, PAGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
@@ -46,19 +56,20 @@ def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _program_of(
     dtype: torch.dtype,
     cache: torch.dtype,
-    head_dim: int,
+    widths: tuple[int, int],
     page_size: int,
     heads: int,
     kv_heads: int,
     q_len: int,
     work: Work,
+    capped: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
     """The program, groups, and floats of partial results."""
     rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
-    config = config_of(DTYPES[dtype], head_dim, page_size, rows, work, cache != dtype)
+    config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped)
     groups = max(1, config.resident * multiprocessors(device) * config.heads // kv_heads)
-    return decode_program(config), groups, 2 * groups * kv_heads * rows * (head_dim + 2)
+    return decode_program(config), groups, 2 * groups * kv_heads * rows * (widths[1] + 2)
 
 
 def mha_decode_with_kvcache(
@@ -86,10 +97,13 @@ def mha_decode_with_kvcache(
     """
     tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
+    v_head_dim = v_cache.shape[3]
+    if out is None and v_head_dim != head_dim:
+        out = q.new_empty(tokens, heads, v_head_dim)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         if not pages:  # all sequences are empty, but a TMA wants something to describe
-            k_cache = v_cache = k_cache.new_zeros(1, *k_cache.shape[1:])
+            k_cache, v_cache = (cache.new_zeros(1, *cache.shape[1:]) for cache in (k_cache, v_cache))
         device, batch = q.get_device(), tokens // max_seqlen_q
         shown = max_seqlen_k if window_left < 0 else min(max_seqlen_k, window_left + max_seqlen_q)
         work: Work = "short"
@@ -98,7 +112,11 @@ def mha_decode_with_kvcache(
         elif window_left >= 0 and batch * kv_heads >= MANY and kv_heads % CONSUMERS == 0:
             work = "many short"
         cache = k_cache.dtype
-        launch, groups, floats = _program_of(q.dtype, cache, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
+        scale, cap_scale = scales_of_scores(head_dim, softmax_scale, logit_cap)
+        widths, capped = (head_dim, v_head_dim), cap_scale is not None
+        launch, groups, floats = _program_of(
+            q.dtype, cache, widths, page_size, heads, kv_heads, max_seqlen_q, work, capped, device
+        )
         k_scale, *of_keys = scales_at(k_scale)
         v_scale, *of_values = scales_at(v_scale)
         if cache != q.dtype:
@@ -113,32 +131,34 @@ def mha_decode_with_kvcache(
         elif groups > batch:
             groups = batch
         sinks, *its = sinks_at(sinks)
-        scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = partial_at, counters_at, lse_at, *its, max_seqlen_q, max_seqlen_k, window_left, groups, scale, *of_keys, *of_values
+        sizes = max_seqlen_q, max_seqlen_k, window_left, groups
+        others = partial_at, counters_at, lse_at, *its, *sizes, scale, *of_keys, *of_values, cap_scale
         out = launched(launch, q, k_cache, v_cache, out, (page_table, cache_seqlens), others)
     elif out is None:
         out = torch.empty_like(q)
     return out if lse is None else (out, lse)
 
 
-for _head_dim in HEAD_DIMS:
+for _widths in WIDTHS:
+    _name = "_".join(str(width) for width in dict.fromkeys(_widths))
     # Query heads a key head, times new tokens, must be at most the rows that programs are made for.
     for _suffix, _least, _most in (("", 1, 8), ("_wide", 9, 16)):
         register_kernel(
             "attention",
             "mha_decode_with_kvcache",
-            name=f"cutedsl_mha_decode_with_kvcache{_suffix}_{_head_dim}",
+            name=f"cutedsl_mha_decode_with_kvcache{_suffix}_{_name}",
             solution="cutedsl",
             capability=CUTEDSL_HOPPER,
             signatures=PAGED | PAGED_FP8,
             traits=traits(
-                _head_dim,
+                *_widths,
                 gqa_ratio=between(_least, _most),
                 new_tokens=at_most(max(ROWS) // _most),
                 page_size=set(PAGE_SIZES),
                 sliding_window=any,
                 multi_query=any,
+                logit_cap=any,
                 scaled=any,
             ),
             priority=Priority.SPECIALIZED,

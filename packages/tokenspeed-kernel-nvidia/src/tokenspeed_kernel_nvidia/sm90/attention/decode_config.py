@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention import served
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
+# Widths of keys and of values.
+WIDTHS = (*((head_dim, head_dim) for head_dim in served.HEAD_DIMS), *served.OTHER_WIDTHS)
+PAGE_SIZES = (1, *served.PAGE_SIZES)
 CONSUMERS = 4  # warps that compute; one more loads
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
@@ -20,23 +23,61 @@ SHORT = ("short", "many short")
 
 
 @dataclass(frozen=True)
+class Row:
+    """How a key or value lies in shared memory: in panels, which have a row of 128 or 64 bytes for it.
+
+    Attributes:
+        width: its numbers.
+        number_bytes: bytes of each.
+    """
+
+    width: int
+    number_bytes: int
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of a panel's row: 64 where that leaves less of the last panel empty."""
+        used = self.width * self.number_bytes
+        return 128 if -(-used // 128) * 128 == -(-used // 64) * 64 else 64
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel."""
+        return self.panel_bytes // self.number_bytes
+
+    @property
+    def panels(self) -> int:
+        """Panels, of which the last may be wider than what is left of the row. Nobody reads what lies there."""
+        return -(-self.width // self.panel)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all panels."""
+        return self.panels * self.panel
+
+
+@dataclass(frozen=True)
 class Config:
     """A program.
 
     Attributes:
         dtype: of q, the caches and the output.
-        head_dim: of keys and values.
-        box: keys that one TMA instruction loads, all of one page.
+        head_dim: of keys.
+        v_head_dim: of values.
+        box: keys that one TMA instruction loads, all of one page. With pages of one token it is 1, and each key's row is copied by
+            itself, without TMA.
         rows: query rows of a key head that there is room for: its query heads times the new tokens of a sequence.
         split: whether sequences are divided among groups.
         block: keys of a tile.
         resident: CTAs that share a multiprocessor.
         heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
         fp8: whether the caches are e4m3. Their numbers become float16 on their way to the products, and queries with them.
+        capped: whether scores have a limit, ``logit_cap``.
     """
 
     dtype: str
     head_dim: int
+    v_head_dim: int
     box: int
     rows: int
     split: bool
@@ -44,6 +85,7 @@ class Config:
     resident: int
     heads: int = 1
     fp8: bool = False
+    capped: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -51,20 +93,30 @@ class Config:
         return 1 if self.fp8 else 2
 
     @property
-    def panel(self) -> int:
-        """Columns of keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
-        return min(self.head_dim, 128 // self.kv_bytes)
+    def gathered(self) -> bool:
+        """Whether each key's row is copied by itself."""
+        return self.box == 1
+
+    @property
+    def k_row(self) -> Row:
+        """How a key lies in shared memory."""
+        return Row(self.head_dim, self.kv_bytes)
+
+    @property
+    def v_row(self) -> Row:
+        """How a value lies in shared memory."""
+        return Row(self.v_head_dim, self.kv_bytes)
 
     @property
     def width(self) -> int:
         """Numbers of a row of results in shared memory, so that a lane's stores go to other banks than its neighbours'. A lane
         stores two numbers at once, four with an fp8 cache."""
-        return self.head_dim + (16 if self.fp8 else 8)
+        return self.v_head_dim + (16 if self.fp8 else 8)
 
     @property
     def row_warps(self) -> int:
         """Warps that share the rows of a tile, each with all its keys: a warp's sums have 64 registers a thread at most."""
-        return max(1, self.rows // (32 if self.head_dim == 64 else 16))
+        return max(1, self.rows // (32 if max(self.head_dim, self.v_head_dim) == 64 else 16))
 
     @property
     def parts(self) -> int:
@@ -85,8 +137,8 @@ class Config:
 
     @property
     def stage_numbers(self) -> int:
-        """Keys and values of a tile, in numbers."""
-        return 2 * self.heads * self.block * self.head_dim
+        """Keys and values of a tile, in numbers, and what their panels have besides."""
+        return self.heads * self.block * (self.k_row.columns + self.v_row.columns)
 
     @property
     def stages(self) -> int:
@@ -95,23 +147,38 @@ class Config:
         return room // (self.kv_bytes * self.stage_numbers) // self.parts * self.parts
 
 
-def config_of(dtype: str, head_dim: int, page_size: int, rows: int, work: Work, fp8: bool = False) -> Config:
+def config_of(
+    dtype: str,
+    widths: tuple[int, int],
+    page_size: int,
+    rows: int,
+    work: Work,
+    fp8: bool = False,
+    capped: bool = False,
+) -> Config:
     """The program for some work.
 
     Figures are microseconds on an H200 of 64 query heads and 8 key heads of dimension 64, in pages of 64, in a CUDA graph with an
     ordinary kernel between calls. They compare: there were few calls in a graph, whose start is in them.
+
+    Args:
+        widths: of keys and of values.
     """
-    block, resident, heads = _tile(head_dim, rows, work, fp8)
-    return Config(dtype, head_dim, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8)
+    block, resident, heads = _tile(*widths, rows, work, fp8)
+    return Config(dtype, *widths, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8, capped)
 
 
-def _tile(head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
+def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
     """Keys of a tile, CTAs of a multiprocessor, and key heads of a CTA. Figures are of caches in 16 bits."""
-    if work == "many short" and rows * head_dim <= 2048:  # what registers allow
+    if work == "many short" and rows * head_dim <= 2048 and head_dim <= 128:  # what registers allow
         # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
+    if head_dim > 128:  # so that each warp has a tile in the ring; queries and sums of 16 rows of 256 take most registers
+        return 16, 1 if rows > 8 and v_head_dim > 128 else 2, 1
     if head_dim == 128:
         return 32, 2, 1  # what registers allow
+    if head_dim > 64:
+        return 16 if rows > 8 else 32, 2, 1  # so that there is a tile for each warp, and one on its way
     if work in SHORT:
         # 64 windows of 128: 9.4, with 32 keys 9.9. With an fp8 cache the registers are for three CTAs.
         return 16, (3 if fp8 else 4) if rows == 8 else 2, 1
@@ -126,9 +193,10 @@ def _tile(head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, in
 def every_config() -> list[Config]:
     """All that is served."""
     some = {
-        config_of(dtype, head_dim, page_size, rows, work, fp8): None
+        config_of(dtype, widths, page_size, rows, work, fp8, capped): None
+        for capped in (False, True)
         for dtype in DTYPES.values()
-        for head_dim in HEAD_DIMS
+        for widths in WIDTHS
         for rows in ROWS
         for work in get_args(Work)
         for page_size in PAGE_SIZES

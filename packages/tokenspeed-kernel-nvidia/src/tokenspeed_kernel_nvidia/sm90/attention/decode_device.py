@@ -8,7 +8,7 @@ warps and CTAs have found.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,12 +17,12 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
-from tokenspeed_kernel_nvidia.sm90.attention.decode_load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.decode_gather_device import CacheRows, Gatherer
 from tokenspeed_kernel_nvidia.sm90.attention.decode_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import THREADS, Call, PageTable, Rows
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import prefetch_line
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, prefetch_line
 from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
@@ -41,16 +41,17 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     pages, page_size = size(), size(divisibility=config.box)
-    shape = pages, page_size, kv_heads, config.head_dim
-    k_cache, v_cache = (arguments.byte_rows(*shape) if config.fp8 else rows(config.dtype, *shape) for _ in range(2))
-    q, out = (rows(config.dtype, tokens, heads, config.head_dim) for _ in range(2))
+    shape = pages, page_size, kv_heads
+    widths = config.head_dim, config.v_head_dim
+    k_cache, v_cache = (arguments.byte_rows(*shape, x) if config.fp8 else rows(config.dtype, *shape, x) for x in widths)
+    q, out = (rows(config.dtype, tokens, heads, x) for x in widths)
     page_table = ints(batch, size(), contiguous=False)
     scalars = [*(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(5)), Float32(0)]
-    scalars += [Int64(0), Int32(0)] * 2
+    scalars += [Int64(0), Int32(0)] * 2 + [Float32(0) if config.capped else None]
     return q, k_cache, v_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
 
-class Decode(Loader, Consumers):
+class Decode(Gatherer, Consumers):
     """The kernel of one configuration."""
 
     @cute.jit
@@ -76,18 +77,22 @@ class Decode(Loader, Consumers):
         k_apart: Int32,
         v_scales: Int64,
         v_apart: Int32,
+        cap_scale: Optional[Float32],
         stream: cuda.CUstream,
     ):
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        k = make_tma(load, tokens_first(k_cache, True), (self.box, self.panel, self.heads))
-        v = make_tma(load, tokens_first(v_cache, True), (self.box, self.panel, self.heads))
+        if const_expr(self.config.gathered):
+            k, v = (CacheRows(x.iterator.toint(), x.stride[0], x.stride[2]) for x in (k_cache, v_cache))
+        else:
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            k = make_tma(load, tokens_first(k_cache, True), (self.box, self.keys.columns, self.heads))
+            v = make_tma(load, tokens_first(v_cache, True), (self.box, self.values.columns, self.heads))
         kv_heads = k_cache.shape[2]
         self.kernel(
             k, v, Rows(q.iterator.toint(), q.stride[0], q.stride[1]), Rows(out.iterator.toint(), out.stride[0], out.stride[1]),
             PageTable(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0], partial, counters, lse, Sinks(sinks, sinks_kind), q_len, q.shape[1] // kv_heads, kv_heads,
             max_seqlen_k, window_left, groups, cute.arch.popc(k_cache.shape[1] - 1), scale,
-            Scales(k_scales, k_apart), Scales(v_scales, v_apart),
+            Scales(k_scales, k_apart), Scales(v_scales, v_apart), cap_scale,
         ).launch(
             grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=self.config.resident,
@@ -97,8 +102,8 @@ class Decode(Loader, Consumers):
     @cute.kernel
     def kernel(
         self,
-        k: Tma,
-        v: Tma,
+        k: Tma | CacheRows,
+        v: Tma | CacheRows,
         q: Rows,
         out: Rows,
         page_table: PageTable,
@@ -118,14 +123,15 @@ class Decode(Loader, Consumers):
         scale: Float32,
         k_scales: Scales,
         v_scales: Scales,
+        cap_scale: Optional[Float32],
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kv_head, group, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             q, out, page_table, cache_seqlens, batch, partial, counters, lse, sinks, q_len, gqa_ratio, kv_heads, max_seqlen_k,
-            window_left, groups, page_shift, scale, k_scales, v_scales, group, kv_head * self.heads,
-            pipeline(storage.full, storage.empty),
+            window_left, groups, page_shift, scale, k_scales, v_scales, cap_scale, group,
+            kv_head * self.heads, pipeline(storage.full, storage.empty),
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
@@ -133,25 +139,31 @@ class Decode(Loader, Consumers):
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    call.pipe.init(stage, self.config.readers)
+                    call.pipe.full.init(stage, LANES if self.config.gathered else 1)
+                    call.pipe.empty.init(stage, self.config.readers)
                 begun.init(0, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            cpasync.prefetch_descriptor(k.atom)
-            cpasync.prefetch_descriptor(v.atom)
+            if const_expr(not self.config.gathered):
+                cpasync.prefetch_descriptor(k.atom)
+                cpasync.prefetch_descriptor(v.atom)
         else:
             self.prefetch_lines(call)
         if const_expr(not self.config.split):
             cute.arch.sync_threads()
-            if warp == PREFETCH_WARP:
-                self.prefetch_l2(call, begun, k, v)
+            if const_expr(not self.config.gathered):
+                if warp == PREFETCH_WARP:
+                    self.prefetch_l2(call, begun, k, v)
         # Whatever ran before may have written what is read here; what runs next may begin once there is room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 begun.arrive(first_to_read())
-            self.load(call, k, v)
+            if const_expr(self.config.gathered):
+                self.gather(call, k, v)
+            else:
+                self.load(call, k, v)
         else:
             self.consume(call)
 

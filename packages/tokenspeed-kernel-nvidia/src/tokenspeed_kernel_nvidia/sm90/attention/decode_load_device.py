@@ -17,6 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
     SHARE,
     THREADS,
     Call,
+    Panels,
     Tiles,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
@@ -41,10 +42,14 @@ class Loader(Sharing, Tiles):
         return share, Int32(0)
 
     @cute.jit
-    def load(self, call: Call, k: Tma, v: Tma):
-        """Fills the ring of tiles. Lengths and numbers of pages are read a sequence ahead."""
+    def plan(self, call: Call):
+        """Finds this CTA's work, and tells the others.
+
+        Returns:
+            The sequence that it begins in, that one's length, the tile there, how many tiles or sequences there are, and how many
+            sequences further the next one is.
+        """
         lane = cute.arch.lane_idx()
-        shift = call.page_shift
         step = Int32(1)
         if const_expr(self.config.split):
             sequence, length, offset, left, share, _none = [Int32(0)] * 6
@@ -64,10 +69,18 @@ class Loader(Sharing, Tiles):
             call.plan[SHARE] = share
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
-        k_to, k_from = self.partition(call, k, 0)
-        v_to, v_from = self.partition(call, v, self.config.stage_numbers // 2)
+        return sequence, length, offset, left, step
 
-        box_bytes = 2 * self.config.kv_bytes * self.heads * self.box * self.head_dim
+    @cute.jit
+    def load(self, call: Call, k: Tma, v: Tma):
+        """Fills the ring of tiles. Lengths and numbers of pages are read a sequence ahead."""
+        lane = cute.arch.lane_idx()
+        shift = call.page_shift
+        sequence, length, offset, left, step = self.plan(call)
+        k_to, k_from = self.partition(call, k, self.keys)
+        v_to, v_from = self.partition(call, v, self.values)
+
+        box_bytes = self.config.kv_bytes * self.config.stage_numbers // self.boxes
         index = Int32(0)  # of a tile, among all of this CTA
         next_length = self.length_of(call, sequence + step)
         begin, first, count = self.visible(call, length)
@@ -102,10 +115,14 @@ class Loader(Sharing, Tiles):
                     page = cute.arch.shuffle_sync(pages, (position >> shift) - first_page)
                     slot = (position - (position >> shift << shift)) // self.box
                     if first_box <= each < after_box:
-                        for panel in cutlass.range_constexpr(self.panels):
+                        for panel in cutlass.range_constexpr(max(self.keys.count, self.values.count)):
                             full = call.pipe.full.of(at)
-                            cute.copy(k.atom, k_from[None, slot, panel, page], k_to[None, each, panel, at.stage], tma_bar_ptr=full)
-                            cute.copy(v.atom, v_from[None, slot, panel, page], v_to[None, each, panel, at.stage], tma_bar_ptr=full)
+                            if const_expr(panel < self.keys.count):
+                                source, to = k_from[None, slot, panel, page], k_to[None, each, panel, at.stage]
+                                cute.copy(k.atom, source, to, tma_bar_ptr=full)
+                            if const_expr(panel < self.values.count):
+                                source, to = v_from[None, slot, panel, page], v_to[None, each, panel, at.stage]
+                                cute.copy(v.atom, source, to, tma_bar_ptr=full)
                 index += 1
             sequence += step
             length, begin, first, count, first_page, pages = next_length, next_begin, next_first, next_count, next_page, next_pages
@@ -119,8 +136,8 @@ class Loader(Sharing, Tiles):
         found, the copy engine leaves out what is not in the cache.
         """
         shift = call.page_shift
-        _, k_from = self.partition(call, k, 0)
-        _, v_from = self.partition(call, v, 0)
+        _, k_from = self.partition(call, k, self.keys)
+        _, v_from = self.partition(call, v, self.values)
         sequence = call.group
         while sequence < call.batch and sequence < AHEAD * call.groups:
             length = self.length_of(call, sequence, True)
@@ -134,9 +151,11 @@ class Loader(Sharing, Tiles):
                 page = cute.arch.shuffle_sync(pages, (position >> shift) - first_page)
                 slot = (position - (position >> shift << shift)) // self.box
                 if position + self.box > begin and position < length:
-                    for panel in cutlass.range_constexpr(self.panels):
-                        cute.prefetch(k.atom, k_from[None, slot, panel, page])
-                        cute.prefetch(v.atom, v_from[None, slot, panel, page])
+                    for panel in cutlass.range_constexpr(max(self.keys.count, self.values.count)):
+                        if const_expr(panel < self.keys.count):
+                            cute.prefetch(k.atom, k_from[None, slot, panel, page])
+                        if const_expr(panel < self.values.count):
+                            cute.prefetch(v.atom, v_from[None, slot, panel, page])
                 box += 1
             sequence += call.groups
 
@@ -152,15 +171,15 @@ class Loader(Sharing, Tiles):
         return page
 
     @cute.jit
-    def partition(self, call: Call, kv: Tma, first: cutlass.Constexpr[int]):
-        """Boxes in the ring, whose tiles begin ``first`` elements into a stage, and boxes of this CTA's key heads in a cache."""
-        panel = self.panel
+    def partition(self, call: Call, kv: Tma, panels: cutlass.Constexpr[Panels]):
+        """Boxes in the ring, and boxes of this CTA's key heads in a cache."""
+        panel = panels.columns
         row = self.heads * panel
         layout = cute.make_layout(
-            (self.box, panel, self.heads, self.boxes, self.panels, self.stages),
+            (self.box, panel, self.heads, self.boxes, panels.count, self.stages),
             stride=(panel, 1, self.box * panel, self.box * row, self.block * row, self.config.stage_numbers),
         )
-        tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(self.row_bytes), dtype=self.kv_dtype) + first
+        tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(panels.row_bytes), dtype=self.kv_dtype) + panels.begin
         source = cute.local_tile(kv.tensor, (self.box, panel, self.heads), (None, None, call.kv_head // self.heads, None))
         target = cute.group_modes(cute.make_tensor(tiles, layout), 0, 3)
         return cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), target, cute.group_modes(source, 0, 3))

@@ -37,7 +37,8 @@ class Sums:
     Attributes:
         acc: ``[tile, 8 columns, element]``, see `registers_device`.
         row_max, row_sum: ``[tile, row]``; sums of this lane's columns only.
-        scale: what scores are multiplied with: softmax_scale, log2(e), and what takes q and an fp8 cache to float16. One number.
+        scale: what products are multiplied with: ``scale`` or ``cap_scale`` of the call, and what takes q and an fp8 cache to
+            float16. One number.
     """
 
     acc: cute.Tensor
@@ -65,7 +66,7 @@ class Merger(Tiles):
                 q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
                 if token < call.q_len:
                     to = call.out.at(sequence * call.q_len + token, q_head) + lane % 4 * (2 * self.together)
-                    for column in cutlass.range_constexpr(0, self.head_dim // 4, self.together):
+                    for column in cutlass.range_constexpr(0, self.v_head_dim // 4, self.together):
                         own = [number * factor for number in self.own_columns(sums, tile, r, column)]
                         words = [pack(self.dtype, own[at], own[at + 1]) for at in range(0, self.together, 2)]
                         store_words(to + column * 8, words)
@@ -74,7 +75,7 @@ class Merger(Tiles):
 
     def scale(self, call: Call, sums: Sums) -> Float32:
         """What scores are multiplied with."""
-        return sums.scale[0] if self.fp8 else call.scale
+        return sums.scale[0] if self.fp8 and not self.config.capped else call.scale
 
     @cute.jit
     def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
@@ -109,7 +110,7 @@ class Merger(Tiles):
                 if lane % 4 == 0:
                     store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums), row_sum])
                 to = call.results.toint() + (row * self.width + lane % 4 * self.together) * 4
-                for column in cutlass.range_constexpr(0, self.head_dim // 4, self.together):
+                for column in cutlass.range_constexpr(0, self.v_head_dim // 4, self.together):
                     store_floats("shared", to + column * 16, self.own_columns(sums, tile, r, column))
 
     @cute.jit

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Merger, Sums
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call, Panels
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     any_lane,
@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     widen_fp8,
     widened,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2, soft_capped
 
 EXPONENT = 127 + 14  # of the largest query in float16, as float32 has it; 15 is the format's last
 LEAST_EXPONENT = 27  # of queries: those of smaller ones, and of zeros, would need a factor that float32 does not have
@@ -41,7 +41,7 @@ class Consumers(Merger):
         thread, _, _ = cute.arch.thread_idx()
         queries = cute.make_rmem_tensor((self.tiles, self.head_dim // 16, 4), Uint32)
         sums = Sums(
-            cute.make_rmem_tensor((self.tiles, self.head_dim // 8, 2 * self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, self.v_head_dim // 8, 2 * self.used), Float32),
             cute.make_rmem_tensor((self.tiles, self.used), Float32),
             cute.make_rmem_tensor((self.tiles, self.used), Float32),
             cute.make_rmem_tensor((1,), Float32),
@@ -91,7 +91,7 @@ class Consumers(Merger):
             length = self.length_of(call, sequence)
             begin, first, count = self.visible(call, length)
             self.load_queries(call, sequence, kv_head, Int32(0), queries, sums)
-            tiles_at = warp * (self.box * self.row_bytes)
+            tiles_at = warp * (self.box * self.keys.row_bytes)
             self.walk(call, tiles_at, index, index + count, first - index, length, begin, Int32(0), queries, sums)
             self.write_sums(call, sequence, kv_head, sums, sinks)
             index += count
@@ -119,7 +119,7 @@ class Consumers(Merger):
                             if const_expr(self.fp8):  # keys come in this order
                                 at = each // 2 * 32 + lane % 4 * 8 + each % 2 * 4
                             queries[tile, each // 2, each % 2 * 2 + r] = load_word(source + at)
-            for column in cutlass.range_constexpr(self.head_dim // 8):
+            for column in cutlass.range_constexpr(self.v_head_dim // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
                     sums.acc[tile, column, each] = Float32(0.0)
 
@@ -132,7 +132,7 @@ class Consumers(Merger):
 
         Fp8 numbers become float16 by one instruction for two, and bfloat16 by several. Warps that share rows find the same power.
         """
-        scale = call.scale * call.k_scales.of(kv_head)
+        scale = (call.cap_scale if self.config.capped else call.scale) * call.k_scales.of(kv_head)
         if const_expr(self.dtype is not cutlass.Float16):
             highest = Float32(0.0)
             for tile in cutlass.range_constexpr(self.tiles):
@@ -197,11 +197,13 @@ class Consumers(Merger):
         sums: Sums,
     ):
         """Takes one tile of keys and values, from position ``start`` on, into a warp's sums."""
-        values_at = tile_at + self.panel_bytes * self.panels
+        values_at = tile_at + self.values.begin * self.config.kv_bytes
         # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
         if start < begin or start + self.block > length:
             self.clear_values(values_at, start, length, begin)
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(self.fp8) else self.qk_mma(tile_at, queries)
+        if const_expr(self.config.capped):
+            self.cap(call, scores, sums)
         windowed = call.window_left >= 0
         if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
             self.mask(call, scores, start, length, first_row, windowed)
@@ -211,20 +213,25 @@ class Consumers(Merger):
         else:
             self.pv_mma(values_at, probs, sums)
 
-    def row_at(self, row: int | Int32) -> int | Int32:
-        """Where a row of a tile is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
-        return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
+    @cute.jit
+    def cap(self, call: Call, scores: cute.Tensor, sums: Sums):
+        """Brings a tile's products between -1 and 1: as shares of the scores' limit."""
+        scale = sums.scale[0] if const_expr(self.fp8) else call.cap_scale
+        for tile in cutlass.range_constexpr(self.tiles):
+            for key in cutlass.range_constexpr(self.block // 8):
+                for each in cutlass.range_constexpr(2 * self.used):
+                    scores[tile, key, each] = soft_capped(scores[tile, key, each] * scale)
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
         """Writes zeros to the values of positions that no query sees."""
         lane = cute.arch.lane_idx()
-        for each in cutlass.range_constexpr((self.block * self.panels + 31) // 32):
+        for each in cutlass.range_constexpr((self.block * self.values.count + 31) // 32):
             row = each * 32 + lane
             position = start + row % self.block
-            if row < self.block * self.panels and (position < begin or position >= length):
-                for piece in cutlass.range_constexpr(self.row_bytes // 16):
-                    at = row // self.block * self.panel_bytes + self.row_at(row % self.block)
+            if row < self.block * self.values.count and (position < begin or position >= length):
+                for piece in cutlass.range_constexpr(self.values.row_bytes // 16):
+                    at = row // self.block * self.values.bytes + self.values.row_at(row % self.block)
                     store_floats("shared", values_at + at + piece * 16, [Float32(0.0)] * 4)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -241,12 +248,13 @@ class Consumers(Merger):
             products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
                 b = ldmatrix(
-                    tile_at + lane_row * 128 + ((lane_matrix ^ lane_row) * 16 ^ (chunk % 8 * 16))
-                    + (self.row_at(key * 8) + chunk // 8 * self.panel_bytes),
+                    tile_at + lane_row * self.keys.row_bytes
+                    + ((lane_matrix ^ self.keys.turned(lane_row)) * 16 ^ self.keys.piece_in_row(chunk))
+                    + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)),
                     False,
                 )  # fmt: skip
                 for tile in cutlass.range_constexpr(self.tiles):
-                    for half in cutlass.range_constexpr(2):
+                    for half in cutlass.range_constexpr(min(2, self.head_dim // 16 - chunk // 2)):
                         a = [queries[tile, chunk // 2 + half, each] for each in range(4)]
                         products[tile] = mma_m16n8k16(self.dtype, products[tile], a, b[2 * half : 2 * half + 2])
             for tile in cutlass.range_constexpr(self.tiles):
@@ -255,10 +263,10 @@ class Consumers(Merger):
         return scores
 
     @cute.jit
-    def swizzled(self, lane_row: Int32, piece: Int32):
+    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, piece: Int32):
         """Where 16 bytes of one of 8 rows lie, of the pieces of 16 bytes that rows begin with."""
-        turned = lane_row if const_expr(self.row_bytes == 128) else lane_row // 2
-        return lane_row * self.row_bytes + (piece ^ turned) * 16
+        turned = panels.turned(lane_row)
+        return lane_row * panels.row_bytes + (piece ^ turned) * 16
 
     @cute.jit
     def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):
@@ -268,14 +276,14 @@ class Consumers(Merger):
         of 8 heads of dimension 64 took 158 us instead of 143 on an H200, of dimension 128 286 instead of 256.
         """
         lane = cute.arch.lane_idx()
-        at = tile_at + self.swizzled(lane % 8, lane // 8)
+        at = tile_at + self.swizzled(self.keys, lane % 8, lane // 8)
         keys, chunks = self.block // 8, self.head_dim // 16
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
             products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, chunks, 4):
-                words = ldmatrix((at ^ self.piece_in_row(chunk)) + (self.row_at(key * 8) + self.panel_at(chunk)), False)
-                for each in cutlass.range_constexpr(4):
+                words = ldmatrix((at ^ self.keys.piece_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False)
+                for each in cutlass.range_constexpr(min(4, chunks - chunk)):
                     b = widen_fp8(self.mma_dtype, words[each])
                     for tile in cutlass.range_constexpr(self.tiles):
                         a = [queries[tile, chunk + each, place] for place in range(4)]
@@ -284,14 +292,6 @@ class Consumers(Merger):
                 for each in cutlass.range_constexpr(4):
                     scores[tile, key, each] = products[tile][each]
         return scores
-
-    def piece_in_row(self, chunk: int) -> int:
-        """Which bits of an address a chunk of 16 bytes changes within its panel."""
-        return chunk % (self.row_bytes // 16) * 16
-
-    def panel_at(self, chunk: int) -> int:
-        """Where the panel of a chunk of 16 bytes begins."""
-        return chunk // (self.row_bytes // 16) * self.panel_bytes
 
     @cute.jit
     def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, first_row: Int32, windowed: cutlass.Boolean):
@@ -332,7 +332,7 @@ class Consumers(Merger):
                     decay = exp2((sums.row_max[tile, r] - own) * scale)
                     sums.row_max[tile, r] = own
                     sums.row_sum[tile, r] *= decay
-                    for column in cutlass.range_constexpr(self.head_dim // 8):
+                    for column in cutlass.range_constexpr(self.v_head_dim // 8):
                         sums.acc[tile, column, 2 * r] *= decay
                         sums.acc[tile, column, 2 * r + 1] *= decay
 
@@ -359,16 +359,17 @@ class Consumers(Merger):
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
         lane_matrix = lane // 8
-        matrix_at = values_at + lane_row * 128 + lane_matrix % 2 * 1024 + ((lane_matrix // 2) ^ lane_row) * 16
-        for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 2):
+        row_bytes, turned = self.values.row_bytes, self.values.turned(lane_row)
+        matrix_at = values_at + lane_row * row_bytes + lane_matrix % 2 * (8 * row_bytes) + ((lane_matrix // 2) ^ turned) * 16
+        for chunk in cutlass.range_constexpr(0, self.v_head_dim // 8, 2):
             acc = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.tiles)]
             for tile in cutlass.range_constexpr(self.tiles):
                 for half in cutlass.range_constexpr(2):
                     for each in cutlass.range_constexpr(2 * self.used):
                         acc[tile][half][each] = sums.acc[tile, chunk + half, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                place = self.row_at(key * 8) + chunk // 8 * self.panel_bytes
-                b = ldmatrix((matrix_at ^ (chunk % 8 * 16)) + place, True)
+                place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
+                b = ldmatrix((matrix_at ^ self.values.piece_in_row(chunk)) + place, True)
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
                     for half in cutlass.range_constexpr(2):
@@ -382,23 +383,25 @@ class Consumers(Merger):
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
         """`pv_mma` of fp8 values. Matrices are transposed by pairs of numbers, so a product has every other column."""
         lane = cute.arch.lane_idx()
-        matrix_at = values_at + self.swizzled(lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.row_bytes)
-        for chunk in cutlass.range_constexpr(0, self.head_dim // 16, 2):
+        at = values_at + self.swizzled(self.values, lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.values.row_bytes)
+        for chunk in cutlass.range_constexpr(0, self.v_head_dim // 16, 2):
+            parts = 2 * min(2, self.v_head_dim // 16 - chunk)
             acc = [[[Float32(0.0)] * 4 for _ in range(4)] for _ in range(self.tiles)]
             for tile in cutlass.range_constexpr(self.tiles):
-                for part in cutlass.range_constexpr(4):
+                for part in cutlass.range_constexpr(parts):
                     for each in cutlass.range_constexpr(2 * self.used):
                         acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                words = ldmatrix((matrix_at ^ self.piece_in_row(chunk)) + (self.row_at(key * 8) + self.panel_at(chunk)), True)
+                place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
+                words = ldmatrix((at ^ self.values.piece_in_row(chunk)) + place, True)
                 # Two keys' numbers of two columns each: a pair of the even column, and one of the odd.
                 pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
-                    for part in cutlass.range_constexpr(4):
+                    for part in cutlass.range_constexpr(parts):
                         b = [pairs[part // 2 * 2][part % 2], pairs[part // 2 * 2 + 1][part % 2]]
                         acc[tile][part] = mma_m16n8k16(self.mma_dtype, acc[tile][part], a, b)
             for tile in cutlass.range_constexpr(self.tiles):
-                for part in cutlass.range_constexpr(4):
+                for part in cutlass.range_constexpr(parts):
                     for each in cutlass.range_constexpr(2 * self.used):
                         sums.acc[tile, 2 * chunk + part, each] = acc[tile][part][each]

@@ -3,12 +3,12 @@
 # mypy: ignore-errors
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config, Row
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
@@ -63,8 +63,9 @@ class Call:
         window_left: as the operator's.
         groups: that share the work; each has CTAs for all key heads.
         page_shift: log2 of the page size.
-        scale: softmax_scale * log2(e).
+        scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
         k_scales, v_scales: of an fp8 cache.
+        cap_scale: takes a product to what `soft_capped` wants of it; None where scores are not capped.
         group, kv_head: this CTA's group, and its first key head.
         pipe: the barriers of the ring of tiles.
         plan: where the CTA is: see SEQUENCE.
@@ -92,6 +93,7 @@ class Call:
     scale: Float32
     k_scales: Scales
     v_scales: Scales
+    cap_scale: Optional[Float32]
     group: Int32
     kv_head: Int32
     pipe: Pipeline
@@ -100,6 +102,43 @@ class Call:
     results: cute.Pointer
     sink_values: cute.Pointer
     tiles: cute.Pointer
+
+
+class Panels:
+    """Where the keys, or the values, of a tile lie in a stage of the ring.
+
+    Attributes:
+        width: numbers of a key.
+        columns, row_bytes: of a panel's row.
+        count: panels.
+        begin: the first one's place, in numbers.
+        bytes: of a panel, with the rows of all key heads.
+    """
+
+    def __init__(self, config: Config, row: Row, box: int, begin: int) -> None:
+        self.width = row.width
+        self.columns = row.panel
+        self.row_bytes = row.panel_bytes
+        self.count = row.panels
+        self.begin = begin
+        self.bytes = config.heads * config.block * self.row_bytes
+        self._box, self._heads = box, config.heads
+
+    def row_at(self, row: int | Int32) -> int | Int32:
+        """Where a row of a panel is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
+        return row // self._box * (self._heads * self._box * self.row_bytes) + row % self._box * self.row_bytes
+
+    def turned(self, row: Any) -> Any:
+        """Which bits of the number of a row's 16-byte pieces the swizzle changes. ``row``: modulo 8."""
+        return row if self.row_bytes == 128 else row // 2
+
+    def piece_in_row(self, piece: int) -> int:
+        """Which bits of an address the number of a 16-byte piece changes within its panel."""
+        return piece % (self.row_bytes // 16) * 16
+
+    def panel_at(self, piece: int) -> int:
+        """Where the panel of a 16-byte piece begins."""
+        return piece // (self.row_bytes // 16) * self.bytes
 
 
 class Tiles:
@@ -112,13 +151,12 @@ class Tiles:
         self.kv_dtype = cutlass.Uint8 if config.fp8 else self.dtype
         self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of products
         self.head_dim = config.head_dim
+        self.v_head_dim = config.v_head_dim
         self.block = config.block
-        self.box = config.box
-        self.boxes = config.block // config.box
-        self.panel = config.panel
-        self.panels = config.head_dim // config.panel
-        self.row_bytes = config.panel * config.kv_bytes
-        self.panel_bytes = config.heads * config.block * self.row_bytes
+        self.box = config.block if config.gathered else config.box
+        self.boxes = self.block // self.box
+        self.keys = Panels(config, config.k_row, self.box, 0)
+        self.values = Panels(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
         self.stage_bytes = config.kv_bytes * config.stage_numbers
         self.stages = config.stages
         self.rows = config.rows
@@ -127,7 +165,7 @@ class Tiles:
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
         self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
         self.together = 4 if config.fp8 else 2  # columns of a product's row that a lane has side by side
-        self.fours = config.head_dim // 4  # lanes of a row, where each has 4 numbers
+        self.fours = config.v_head_dim // 4  # lanes of a row, where each has 4 numbers
         self.width = config.width
 
     def storage(self) -> Any:
@@ -167,5 +205,5 @@ class Tiles:
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.rows + row
-        sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.rows) * (self.head_dim * 4)
-        return sums + Int64(at * 8), call.partial + Int64(at * (self.head_dim * 4))
+        sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.rows) * (self.v_head_dim * 4)
+        return sums + Int64(at * 8), call.partial + Int64(at * (self.v_head_dim * 4))

@@ -18,6 +18,14 @@ KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
 
 
+def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
+    """What programs multiply with to get scores in units of base 2: products of q and k, or where scores are capped, their shares
+    of the limit; and what they multiply products with for `softmax_device.soft_capped`, None where scores are not capped.
+    """
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    return (logit_cap * LOG2_E, 2.0 * LOG2_E * scale / logit_cap) if logit_cap > 0 else (LOG2_E * scale, None)
+
+
 def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
     """Sinks as programs get them: the tensor, which must live until the launch, its address, and its entry of KINDS.
 
@@ -62,7 +70,7 @@ def launched(
     try:
         program(q, k, v, written, *numbers, *others)
     except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-        rows = to_write(out, q, q.shape)
+        rows = to_write(out, q, written.shape)
         close = [None if x is None else x.contiguous() for x in numbers]
         program(aligned(q), aligned(k), aligned(v), rows, *close, *others)
         return deliver(rows, out)

@@ -38,6 +38,12 @@ def log2_ftz(x: Float32) -> Float32:
     return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+@cute.jit
+def soft_capped(x: Float32) -> Float32:
+    """The hyperbolic tangent of a number that comes multiplied by ``2 * log2(e)``. Its absolute error is that of float32 near 1."""
+    return Float32(1.0) - Float32(2.0) * cute.arch.rcp_approx(exp2_ftz(x) + Float32(1.0))
+
+
 # -- rows of an accumulator; for how its elements lie see `registers_device` -----------------------------------------------------
 
 

@@ -1,0 +1,114 @@
+"""The warp of `decode_device` that loads tiles where each page has one token: rows of the cache, gathered by their numbers."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode_load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import Call, Panels
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, load_int
+
+PIECE = 16  # bytes that a lane copies with an instruction
+
+
+def copy_piece(to: Any, source: Any) -> None:
+    """Starts the copy of 16 bytes from global to shared memory."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[to, source])
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A cache with a token a page: its address, and how many numbers further those of tokens and key heads are."""
+
+    address: Int64
+    token: Int64
+    head: Int64
+
+
+class Gatherer(Loader):
+    """The part of the kernel that gathers rows."""
+
+    @cute.jit
+    def gather(self, call: Call, k: CacheRows, v: CacheRows):
+        """Fills the ring of tiles. Lengths are read a sequence ahead, and numbers of rows a tile ahead."""
+        sequence, length, offset, left, step = self.plan(call)
+        # Of the keys of a tile: one a lane, then the next 32.
+        rows, next_rows = (cute.make_rmem_tensor(((self.block + LANES - 1) // LANES,), Int32) for _ in range(2))
+        index = Int32(0)  # of a tile, among all of this CTA
+        next_length = self.length_of(call, sequence + step)
+        begin, first, count = self.visible(call, length)
+        first += offset
+        count -= offset
+        self.rows_of(call, sequence, first * self.block, begin, length, next_rows)
+        while left > 0:
+            later_length = self.length_of(call, sequence + 2 * step)
+            next_begin, next_first, next_count = self.visible(call, next_length)
+            if const_expr(self.config.split):
+                count = cutlass.min(count, left)
+                left -= count
+            else:
+                left -= 1
+            for tile in cutlass.range(count, unroll=1):
+                for each in cutlass.range_constexpr(cute.size(rows)):
+                    rows[each] = next_rows[each]
+                if tile + 1 < count:
+                    self.rows_of(call, sequence, (first + tile + 1) * self.block, begin, length, next_rows)
+                else:
+                    self.rows_of(call, sequence + step, next_first * self.block, next_begin, next_length, next_rows)
+                at = nth_to_fill(index, self.stages)
+                call.pipe.acquire(at)
+                self.copy_rows(call, k, self.keys, rows, at.stage)
+                self.copy_rows(call, v, self.values, rows, at.stage)
+                cute.arch.cp_async_mbarrier_arrive_noinc(call.pipe.full.of(at))
+                index += 1
+            sequence += step
+            length, begin, first, count = next_length, next_begin, next_first, next_count
+            next_length = later_length
+
+    @cute.jit
+    def rows_of(self, call: Call, sequence: Int32, start: Int32, begin: Int32, length: Int32, rows: cute.Tensor):
+        """Reads which rows of the cache hold the keys from position ``start`` on.
+
+        Positions that no query sees get the row of the nearest one that is seen, so that copies need no condition.
+        """
+        table = call.page_table
+        for each in cutlass.range_constexpr(cute.size(rows)):
+            rows[each] = Int32(0)
+            if length > 0:
+                position = cutlass.min(cutlass.max(start + each * LANES + cute.arch.lane_idx(), begin), length - 1)
+                place = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(position) * table.page
+                rows[each] = load_int(table.address + place * 4, False)
+
+    @cute.jit
+    def copy_rows(self, call: Call, cache: CacheRows, panels: cutlass.Constexpr[Panels], rows: cute.Tensor, stage: Int32):
+        """Starts the copies of a tile's keys, or values, of all key heads of this CTA. Neighbouring lanes copy a row together."""
+        lane = cute.arch.lane_idx()
+        number_bytes = self.config.kv_bytes
+        pieces = panels.width * number_bytes // PIECE  # of a row
+        in_panel = panels.row_bytes // PIECE
+        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * number_bytes
+        for head in cutlass.range_constexpr(self.heads):
+            source = cache.address + Int64(call.kv_head + head) * (cache.head * number_bytes)
+            for turn in cutlass.range_constexpr((self.block * pieces + LANES - 1) // LANES):
+                own = turn * LANES + lane
+                row, piece = own // pieces, own % pieces
+                if const_expr(LANES % pieces == 0):  # which of its pieces a lane copies is always the same
+                    row, piece = turn * (LANES // pieces) + lane // pieces, lane % pieces
+                some = turn * LANES // pieces // LANES  # the first of `rows` that these are of; they may be of the next too
+                number = cute.arch.shuffle_sync(rows[some], row % LANES)
+                if const_expr((turn * LANES + LANES - 1) // pieces // LANES > some and some + 1 < cute.size(rows)):
+                    number = cutlass.select_(row // LANES > some, cute.arch.shuffle_sync(rows[some + 1], row % LANES), number)
+                place = panels.row_at(row) + head * (self.box * panels.row_bytes) + piece // in_panel * panels.bytes
+                swizzled = (piece % in_panel) ^ panels.turned(row % 8)
+                from_row = source + Int64(number) * (cache.token * number_bytes) + piece * PIECE
+                if const_expr((turn + 1) * LANES <= self.block * pieces):
+                    copy_piece(to + place + swizzled * PIECE, from_row)
+                elif row < self.block:
+                    copy_piece(to + place + swizzled * PIECE, from_row)
