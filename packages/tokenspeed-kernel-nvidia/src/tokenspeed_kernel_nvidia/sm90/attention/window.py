@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, SHORT, Config, every_config, has_short
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_of_scores, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -42,7 +42,7 @@ def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    dtype: torch.dtype, tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int, paged: bool, short: bool, device: int
+    dtype: torch.dtype, tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int, paged: bool, short: bool, capped: bool, device: int
 ) -> tuple[Callable[..., Any], int, int]:
     """The program, positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors.
 
@@ -50,7 +50,7 @@ def _plan(
         short: whether no sequence has more than SHORT queries.
     """
     gqa_ratio = heads // kv_heads
-    config = Config(DTYPES[dtype], head_dim, gqa_ratio, paged)
+    config = Config(DTYPES[dtype], head_dim, gqa_ratio, paged, capped=capped)
     processors = multiprocessors(device)
     even = math.ceil(tokens * kv_heads / processors / config.positions) * config.positions
     if has_short(head_dim, gqa_ratio, paged):
@@ -84,7 +84,7 @@ def mha_prefill(
 
     See `tokenspeed_kernel_nvidia.mha_prefill`.
     """
-    return _launch(q, k, v, k.shape[1], cu_seqlens, None, None, False, window_left, sinks, return_lse, softmax_scale, out)
+    return _launch(q, k, v, k.shape[1], cu_seqlens, None, None, False, window_left, logit_cap, sinks, return_lse, softmax_scale, out)
 
 
 def mha_extend_with_kvcache(
@@ -113,8 +113,8 @@ def mha_extend_with_kvcache(
     See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
     """
     return _launch(
-        q, k_cache, v_cache, k_cache.shape[2], cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q <= SHORT, window_left, sinks,
-        return_lse, softmax_scale, out,
+        q, k_cache, v_cache, k_cache.shape[2], cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q <= SHORT, window_left, logit_cap,
+        sinks, return_lse, softmax_scale, out,
     )  # fmt: skip
 
 
@@ -128,6 +128,7 @@ def _launch(
     cache_seqlens: Tensor | None,
     short: bool,
     window_left: int,
+    logit_cap: float,
     sinks: Tensor | None,
     return_lse: bool,
     softmax_scale: float | None,
@@ -137,12 +138,11 @@ def _launch(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     batch = cu_seqlens.shape[0] - 1
     if tokens and batch:
-        launch, block, grid = _plan(
-            q.dtype, tokens, batch, heads, kv_heads, head_dim, page_table is not None, short, q.get_device()
-        )
+        scale, cap_scale = scales_of_scores(head_dim, softmax_scale, logit_cap)
+        paged, capped = page_table is not None, cap_scale is not None
+        launch, block, grid = _plan(q.dtype, tokens, batch, heads, kv_heads, head_dim, paged, short, capped, q.get_device())
         sinks, *its = sinks_at(sinks)
-        scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        others = 0 if lse is None else lse.data_ptr(), *its, window_left, block, scale, grid
+        others = 0 if lse is None else lse.data_ptr(), *its, window_left, block, scale, cap_scale, grid
         out = launched(launch, q, k, v, out, (cu_seqlens, page_table, cache_seqlens), others)
     elif out is None:
         out = torch.empty_like(q)
@@ -151,7 +151,7 @@ def _launch(
 
 for _head_dim in HEAD_DIMS:
     # Only where there is a window, and it is short enough.
-    _windowed = traits(_head_dim, sliding_window={True}, window_left=at_most(REACH - 1))
+    _windowed = traits(_head_dim, sliding_window={True}, window_left=at_most(REACH - 1), logit_cap=any)
     register_kernel(
         "attention",
         "mha_prefill",

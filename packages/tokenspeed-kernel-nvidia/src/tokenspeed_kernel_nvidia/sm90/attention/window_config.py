@@ -22,6 +22,7 @@ class Config:
         gqa_ratio: query heads a key head.
         paged: whether keys lie in a paged cache.
         short: for sequences of few queries, of which one item is all: three items' keys are in shared memory at once.
+        capped: whether scores have a limit, ``logit_cap``.
     """
 
     dtype: str
@@ -29,6 +30,7 @@ class Config:
     gqa_ratio: int
     paged: bool
     short: bool = False
+    capped: bool = False
 
     @property
     def heads(self) -> int:
@@ -109,7 +111,8 @@ class Config:
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        Config(dtype, head_dim, gqa_ratio, paged, short)
+        Config(dtype, head_dim, gqa_ratio, paged, short, capped)
+        for capped in (False, True)
         for paged in (False, True)
         for dtype in DTYPES.values()
         for head_dim in HEAD_DIMS

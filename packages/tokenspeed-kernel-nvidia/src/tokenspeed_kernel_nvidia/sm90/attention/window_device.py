@@ -49,7 +49,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     k, v = (rows(config.dtype, *keys, kv_heads, config.head_dim) for _ in range(2))
     q, out = (rows(config.dtype, tokens, heads, config.head_dim) for _ in range(2))
     paging = (ints(batch, size()), ints(batch)) if config.paged else (None, None)
-    scalars = Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), Float32(0), Int32(0)
+    scalars = Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), Float32(0), Float32(0) if config.capped else None, Int32(0)
     return q, k, v, out, ints(size()), *paging, *scalars, arguments.stream()
 
 
@@ -131,6 +131,7 @@ class Window(Consumers):
         window_left: Int32,
         block: Int32,
         scale: Float32,
+        cap_scale: Optional[Float32],
         grid: Int32,
         stream,
     ):
@@ -144,7 +145,7 @@ class Window(Consumers):
         kv_heads = k.shape[2] if const_expr(c.paged) else k.shape[1]
         self.kernel(
             q_tma, k_tma, v_tma, out_tma, out, Sequences(cu_seqlens, page_table, cache_seqlens), lse, Sinks(sinks, sinks_kind),
-            window_left, block, scale, page_size, kv_heads, q.shape[1], make_qk_mma(self.dtype, c.keys),
+            window_left, block, scale, cap_scale, page_size, kv_heads, q.shape[1], make_qk_mma(self.dtype, c.keys),
             make_pv_mma(self.dtype, c.head_dim),
         ).launch(
             grid=[grid, 1, 1], block=[PRODUCERS + WARPGROUPS * 128, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
@@ -164,6 +165,7 @@ class Window(Consumers):
         window_left: Int32,
         block: Int32,
         scale: Float32,
+        cap_scale: Optional[Float32],
         page_size: Int32,
         kv_heads: Int32,
         heads: Int32,
@@ -209,7 +211,7 @@ class Window(Consumers):
                 self.clear_values(shared, value_words, lane)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consume(shared, Output(out_tma, out, lse, heads, sinks), window_left, scale, qk, pv, thread)
+            self.consume(shared, Output(out_tma, out, lse, heads, sinks), window_left, scale, cap_scale, qk, pv, thread)
 
     # -- which items -----------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Optional
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
@@ -91,6 +92,7 @@ class Consumers(Tiles):
         output: Output,
         window_left: Int32,
         scale: Float32,
+        cap_scale: Optional[Float32],
         qk: cute.TiledMma,
         pv: cute.TiledMma,
         thread: Int32,
@@ -131,6 +133,9 @@ class Consumers(Tiles):
             warpgroup.wait_group(0)
             if lane == 0:
                 shared.q_pipe.empty.arrive(q_at)
+            if const_expr(c.capped):
+                for at in cutlass.range_constexpr(cute.size(scores)):
+                    scores[at] = softmax.soft_capped(scores[at] * cap_scale)
             self.mask(scores, place.position, window_left, mine)
             row_max, row_sum = self.softmax(scores, probs, scale, sinks, lane)
 
