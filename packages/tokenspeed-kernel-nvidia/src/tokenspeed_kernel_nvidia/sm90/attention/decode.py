@@ -63,12 +63,13 @@ def _program_of(
     q_len: int,
     work: Work,
     capped: bool,
+    close: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
     """The program, groups, and floats of partial results."""
     rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
-    config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped)
-    groups = max(1, config.resident * multiprocessors(device) * config.heads // kv_heads)
+    config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
+    groups = max(1, config.resident * multiprocessors(device) * config.heads * config.abreast // kv_heads)
     return decode_program(config), groups, 2 * groups * kv_heads * rows * (widths[1] + 2)
 
 
@@ -114,8 +115,10 @@ def mha_decode_with_kvcache(
         cache = k_cache.dtype
         scale, cap_scale = scales_of_scores(head_dim, softmax_scale, logit_cap)
         widths, capped = (head_dim, v_head_dim), cap_scale is not None
+        # Whether key heads of a token are neighbours.
+        close = cache != q.dtype and k_cache.stride(2) == head_dim and v_cache.stride(2) == v_head_dim
         launch, groups, floats = _program_of(
-            q.dtype, cache, widths, page_size, heads, kv_heads, max_seqlen_q, work, capped, device
+            q.dtype, cache, widths, page_size, heads, kv_heads, max_seqlen_q, work, capped, close, device
         )
         k_scale, *of_keys = scales_at(k_scale)
         v_scale, *of_values = scales_at(v_scale)

@@ -73,6 +73,8 @@ class Config:
         heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
         fp8: whether the caches are e4m3. Their numbers become float16 on their way to the products, and queries with them.
         capped: whether scores have a limit, ``logit_cap``.
+        abreast: key heads whose rows lie side by side in a tile. With two, of eight query rows each, rows are of 128 bytes where a
+            head of 64 in fp8 has 64.
     """
 
     dtype: str
@@ -86,6 +88,7 @@ class Config:
     heads: int = 1
     fp8: bool = False
     capped: bool = False
+    abreast: int = 1
 
     @property
     def kv_bytes(self) -> int:
@@ -99,13 +102,13 @@ class Config:
 
     @property
     def k_row(self) -> Row:
-        """How a key lies in shared memory."""
-        return Row(self.head_dim, self.kv_bytes)
+        """How keys lie in shared memory."""
+        return Row(self.abreast * self.head_dim, self.kv_bytes)
 
     @property
     def v_row(self) -> Row:
-        """How a value lies in shared memory."""
-        return Row(self.v_head_dim, self.kv_bytes)
+        """How values lie in shared memory."""
+        return Row(self.abreast * self.v_head_dim, self.kv_bytes)
 
     @property
     def width(self) -> int:
@@ -155,6 +158,7 @@ def config_of(
     work: Work,
     fp8: bool = False,
     capped: bool = False,
+    close: bool = False,
 ) -> Config:
     """The program for some work.
 
@@ -163,9 +167,17 @@ def config_of(
 
     Args:
         widths: of keys and of values.
+        close: whether key heads are even in number, and neighbours in the caches.
     """
+    if close and paired(*widths, page_size, rows, work, fp8):
+        return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
     block, resident, heads = _tile(*widths, rows, work, fp8)
     return Config(dtype, *widths, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8, capped)
+
+
+def paired(head_dim: int, v_head_dim: int, page_size: int, rows: int, work: Work, fp8: bool) -> bool:
+    """Whether a program has two key heads abreast."""
+    return fp8 and rows == 8 and head_dim == v_head_dim == 64 and page_size > 1 and work in ("much", "long")
 
 
 def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> tuple[int, int, int]:
@@ -173,8 +185,8 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
     if work == "many short" and rows * head_dim <= 2048 and head_dim <= 128:  # what registers allow
         # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
-    if head_dim > 128:  # so that each warp has a tile in the ring; queries and sums of 16 rows of 256 take most registers
-        return 16, 1 if rows > 8 and v_head_dim > 128 else 2, 1
+    if head_dim > 128:  # so that each warp has a tile in the ring; queries and sums of wide rows take the registers of two CTAs
+        return 16, 1 if v_head_dim > 128 or (fp8 and rows == 8) else 2, 1
     if head_dim == 128:
         return 32, 2, 1  # what registers allow
     if head_dim > 64:
@@ -193,7 +205,8 @@ def _tile(head_dim: int, v_head_dim: int, rows: int, work: Work, fp8: bool) -> t
 def every_config() -> list[Config]:
     """All that is served."""
     some = {
-        config_of(dtype, widths, page_size, rows, work, fp8, capped): None
+        config_of(dtype, widths, page_size, rows, work, fp8, capped, close): None
+        for close in (False, True)
         for capped in (False, True)
         for dtype in DTYPES.values()
         for widths in WIDTHS

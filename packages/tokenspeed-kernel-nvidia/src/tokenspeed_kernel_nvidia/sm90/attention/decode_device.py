@@ -84,13 +84,15 @@ class Decode(Gatherer, Consumers):
             k, v = (CacheRows(x.iterator.toint(), x.stride[0], x.stride[2]) for x in (k_cache, v_cache))
         else:
             load = cpasync.CopyBulkTensorTileG2SOp()
-            k = make_tma(load, tokens_first(k_cache, True), (self.box, self.keys.columns, self.heads))
-            v = make_tma(load, tokens_first(v_cache, True), (self.box, self.values.columns, self.heads))
+            k = make_tma(load, self.abreast_heads(k_cache), (self.box, self.keys.columns, self.heads))
+            v = make_tma(load, self.abreast_heads(v_cache), (self.box, self.values.columns, self.heads))
         kv_heads = k_cache.shape[2]
+        gqa_ratio = q.shape[1] // kv_heads
+        kv_heads //= self.abreast
         self.kernel(
             k, v, Rows(q.iterator.toint(), q.stride[0], q.stride[1]), Rows(out.iterator.toint(), out.stride[0], out.stride[1]),
             PageTable(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
-            cache_seqlens.shape[0], partial, counters, lse, Sinks(sinks, sinks_kind), q_len, q.shape[1] // kv_heads, kv_heads,
+            cache_seqlens.shape[0], partial, counters, lse, Sinks(sinks, sinks_kind), q_len, gqa_ratio, kv_heads,
             max_seqlen_k, window_left, groups, cute.arch.popc(k_cache.shape[1] - 1), scale,
             Scales(k_scales, k_apart), Scales(v_scales, v_apart), cap_scale,
         ).launch(
@@ -98,6 +100,15 @@ class Decode(Gatherer, Consumers):
             min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100,
         )  # fmt: skip
+
+    def abreast_heads(self, cache: cute.Tensor) -> cute.Tensor:
+        """A cache as ``(page_size, columns of a tile's row, kv_heads / abreast, pages)``."""
+        rows = tokens_first(cache, True)
+        if self.abreast == 1:
+            return rows
+        (page_size, width, heads, pages), (token, one, head, page) = rows.shape, rows.stride
+        shape = page_size, self.abreast * width, heads // self.abreast, pages
+        return cute.make_tensor(rows.iterator, cute.make_layout(shape, stride=(token, one, self.abreast * head, page)))
 
     @cute.kernel
     def kernel(

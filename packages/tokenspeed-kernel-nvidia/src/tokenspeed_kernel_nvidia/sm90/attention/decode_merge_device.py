@@ -38,7 +38,7 @@ class Sums:
         acc: ``[tile, 8 columns, element]``, see `registers_device`.
         row_max, row_sum: ``[tile, row]``; sums of this lane's columns only.
         scale: what products are multiplied with: ``scale`` or ``cap_scale`` of the call, and what takes q and an fp8 cache to
-            float16. One number.
+            float16. A number for each of the heads that lie abreast.
     """
 
     acc: cute.Tensor
@@ -59,7 +59,7 @@ class Merger(Tiles):
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
                 row_sum = quad_sum(sums.row_sum[tile, r])
-                factor, logarithm = self.normalise(sums.row_max[tile, r] * self.scale(call, sums), row_sum, sinks[tile, r])
+                factor, logarithm = self.normalise(sums.row_max[tile, r] * self.scale(call, sums, r), row_sum, sinks[tile, r])
                 factor = self.times_v_scale(call, factor, kv_head)
                 row = lane // 4 + tile * 16 + r * 8
                 token = row // call.gqa_ratio
@@ -73,9 +73,13 @@ class Merger(Tiles):
                     if call.lse != 0 and lane % 4 == 0:
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
-    def scale(self, call: Call, sums: Sums) -> Float32:
-        """What scores are multiplied with."""
-        return sums.scale[0] if self.fp8 and not self.config.capped else call.scale
+    def scale(self, call: Call, sums: Sums, r: int) -> Float32:
+        """What scores of a lane's ``r``-th row are multiplied with."""
+        return self.product_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
+
+    def product_scale(self, sums: Sums, r: int) -> Float32:
+        """What products of fp8 keys and a lane's ``r``-th row are multiplied with."""
+        return sums.scale[r % self.abreast]
 
     @cute.jit
     def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
@@ -85,10 +89,11 @@ class Merger(Tiles):
         return factor
 
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
-        """Returns what this lane holds of neighbouring columns of a row. Four lanes hold the columns from ``4 * column`` on.
+        """Returns what this lane holds of neighbouring columns of a row. Four lanes hold its head's columns from ``4 * column`` on.
 
         With an fp8 cache a product's columns are the even or the odd ones of 16, because they come by pairs from shared memory.
         """
+        column += r % self.abreast * self.fours
         if self.fp8:
             return [sums.acc[tile, column // 2 + odd, 2 * r + pair] for pair in range(2) for odd in range(2)]
         return [sums.acc[tile, column // 2, 2 * r + each] for each in range(2)]
@@ -108,7 +113,7 @@ class Merger(Tiles):
                 row_sum = quad_sum(sums.row_sum[tile, r])
                 row = first_row + tile * 16 + r * 8 + lane // 4
                 if lane % 4 == 0:
-                    store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums), row_sum])
+                    store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums, r), row_sum])
                 to = call.results.toint() + (row * self.width + lane % 4 * self.together) * 4
                 for column in cutlass.range_constexpr(0, self.v_head_dim // 4, self.together):
                     store_floats("shared", to + column * 16, self.own_columns(sums, tile, r, column))
@@ -144,7 +149,7 @@ class Merger(Tiles):
                 row_sum += weight * sums[each][1]
                 result = load_floats("shared", call.results.toint() + ((each * self.rows + row) * self.width + column) * 4, 4)
                 merged = [merged[place] + weight * result[place] for place in range(4)]
-            if row < call.gqa_ratio * call.q_len:
+            if self.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
                 if pieces > 1:
                     sums_at, results_at = self.piece(call, call.group, offset == 0, row)
                     store_floats("global", results_at + column * 4, merged)
@@ -197,7 +202,7 @@ class Merger(Tiles):
             index = item * MERGERS + thread
             row = index // self.fours
             column = index % self.fours * 4
-            if row < call.gqa_ratio * call.q_len:
+            if self.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
                 row_max = Float32(LOWEST)
                 row_sum = Float32(0.0)
                 merged = cute.make_rmem_tensor((4,), Float32)
@@ -230,10 +235,11 @@ class Merger(Tiles):
     @cute.jit
     def write(self, call: Call, sequence: Int32, row: Int32, column: Int32, row_max: Float32, row_sum: Float32, merged: Any):
         """Adds the sink, divides, and stores four numbers of a row of the output."""
-        token = row // call.gqa_ratio
-        q_head = call.kv_head * call.gqa_ratio + row - token * call.gqa_ratio
+        kv_head, own_row = self.of_head(call, call.kv_head, row)
+        token = own_row // call.gqa_ratio
+        q_head = kv_head * call.gqa_ratio + own_row - token * call.gqa_ratio
         factor, logarithm = self.normalise(row_max, row_sum, call.sink_values[row])
-        factor = self.times_v_scale(call, factor, call.kv_head)
+        factor = self.times_v_scale(call, factor, kv_head)
         to = call.out.at(sequence * call.q_len + token, q_head) + column * 2
         store_words(to, [pack(self.dtype, merged[at] * factor, merged[at + 1] * factor) for at in (0, 2)])
         if call.lse != 0 and column == 0:
@@ -248,5 +254,5 @@ class Merger(Tiles):
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
-        place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * call.gqa_ratio) + q_head
+        place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.abreast * call.gqa_ratio) + q_head
         cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = logarithm

@@ -39,12 +39,12 @@ class Consumers(Merger):
     def consume(self, call: Call):
         """Computes the tiles that the loading warp brings."""
         thread, _, _ = cute.arch.thread_idx()
-        queries = cute.make_rmem_tensor((self.tiles, self.head_dim // 16, 4), Uint32)
+        queries = cute.make_rmem_tensor((self.tiles, self.k_width // 16, 4), Uint32)
         sums = Sums(
-            cute.make_rmem_tensor((self.tiles, self.v_head_dim // 8, 2 * self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, self.v_width // 8, 2 * self.used), Float32),
             cute.make_rmem_tensor((self.tiles, self.used), Float32),
             cute.make_rmem_tensor((self.tiles, self.used), Float32),
-            cute.make_rmem_tensor((1,), Float32),
+            cute.make_rmem_tensor((self.abreast,), Float32),
         )
         if const_expr(self.heads > 1):
             self.consume_heads(call, thread // 32, queries, sums)
@@ -57,7 +57,8 @@ class Consumers(Merger):
         first_row = thread // 32 // self.parts * (16 * self.tiles)
         sink = -Float32.inf
         if thread < self.rows:
-            sink = call.sinks.load(call.kv_head * call.gqa_ratio + thread % call.gqa_ratio)
+            kv_head, row = self.of_head(call, call.kv_head, thread)
+            sink = call.sinks.load(kv_head * call.gqa_ratio + row % call.gqa_ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
         if thread < self.rows:
             call.sink_values[thread] = sink
@@ -98,16 +99,16 @@ class Consumers(Merger):
             sequence += call.groups
 
     @cute.jit
-    def load_queries(self, call: Call, sequence: Int32, kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
+    def load_queries(self, call: Call, sequence: Int32, first_kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
         """Loads the queries of a warp's rows, and begins their sums."""
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(2):
-                for each in cutlass.range_constexpr(self.head_dim // 8):
+                for each in cutlass.range_constexpr(self.k_width // 8):
                     queries[tile, each // 2, each % 2 * 2 + r] = Uint32(0)
                 if const_expr(r < self.used):
-                    row = own_row + tile * 16 + r * 8
+                    kv_head, row = self.of_head(call, first_kv_head, own_row + tile * 16 + r * 8)
                     token = row // call.gqa_ratio
                     sums.row_max[tile, r] = Float32(LOWEST)
                     sums.row_sum[tile, r] = Float32(0.0)
@@ -118,13 +119,14 @@ class Consumers(Merger):
                             at = each * 16 + lane % 4 * 4
                             if const_expr(self.fp8):  # keys come in this order
                                 at = each // 2 * 32 + lane % 4 * 8 + each % 2 * 4
-                            queries[tile, each // 2, each % 2 * 2 + r] = load_word(source + at)
-            for column in cutlass.range_constexpr(self.v_head_dim // 8):
+                            chunk = (r % self.abreast * self.head_dim + each * 8) // 16
+                            queries[tile, chunk, each % 2 * 2 + r] = load_word(source + at)
+            for column in cutlass.range_constexpr(self.v_width // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
                     sums.acc[tile, column, each] = Float32(0.0)
 
         if const_expr(self.fp8):
-            self.bring_to_float16(call, kv_head, queries, sums)
+            self.bring_to_float16(call, first_kv_head, queries, sums)
 
     @cute.jit
     def bring_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
@@ -132,24 +134,27 @@ class Consumers(Merger):
 
         Fp8 numbers become float16 by one instruction for two, and bfloat16 by several. Warps that share rows find the same power.
         """
-        scale = (call.cap_scale if self.config.capped else call.scale) * call.k_scales.of(kv_head)
+        scale = call.cap_scale if const_expr(self.config.capped) else call.scale
+        scales = [scale * call.k_scales.of(kv_head * self.abreast + each) for each in range(self.abreast)]
         if const_expr(self.dtype is not cutlass.Float16):
             highest = Float32(0.0)
             for tile in cutlass.range_constexpr(self.tiles):
-                for each in cutlass.range_constexpr(self.head_dim // 4):
-                    if const_expr(each % 2 < self.used):
+                for each in cutlass.range_constexpr(self.k_width // 4):
+                    if const_expr(each % 2 < self.used and self.has(each % 2, each // 4 * 16, self.head_dim)):
                         low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
                         highest = cute.arch.fmax(highest, cute.arch.fmax(cute.arch.fmax(low, -low), cute.arch.fmax(high, -high)))
             exponent = cute.arch.warp_redux_sync(bits_of(highest), "max") >> 23
             exponent = cutlass.max(exponent, LEAST_EXPONENT)
             factor = float_of((EXPONENT + 127 - exponent) << 23)
             for tile in cutlass.range_constexpr(self.tiles):
-                for each in cutlass.range_constexpr(self.head_dim // 4):
-                    if const_expr(each % 2 < self.used):
+                for each in cutlass.range_constexpr(self.k_width // 4):
+                    if const_expr(each % 2 < self.used and self.has(each % 2, each // 4 * 16, self.head_dim)):
                         low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
                         queries[tile, each // 4, each % 4] = pack(self.mma_dtype, low * factor, high * factor)
-            scale *= float_of((exponent + 127 - EXPONENT) << 23)
-        sums.scale[0] = scale
+            factor = float_of((exponent + 127 - EXPONENT) << 23)
+            scales = [scale * factor for scale in scales]
+        for each in cutlass.range_constexpr(self.abreast):
+            sums.scale[each] = scales[each]
 
     @cute.jit
     def walk(
@@ -216,10 +221,10 @@ class Consumers(Merger):
     @cute.jit
     def cap(self, call: Call, scores: cute.Tensor, sums: Sums):
         """Brings a tile's products between -1 and 1: as shares of the scores' limit."""
-        scale = sums.scale[0] if const_expr(self.fp8) else call.cap_scale
         for tile in cutlass.range_constexpr(self.tiles):
             for key in cutlass.range_constexpr(self.block // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
+                    scale = self.product_scale(sums, each // 2) if const_expr(self.fp8) else call.cap_scale
                     scores[tile, key, each] = soft_capped(scores[tile, key, each] * scale)
 
     @cute.jit
@@ -277,7 +282,7 @@ class Consumers(Merger):
         """
         lane = cute.arch.lane_idx()
         at = tile_at + self.swizzled(self.keys, lane % 8, lane // 8)
-        keys, chunks = self.block // 8, self.head_dim // 16
+        keys, chunks = self.block // 8, self.k_width // 16
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
             products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
@@ -300,7 +305,8 @@ class Consumers(Merger):
         own_row = opt_barrier(first_row + lane // 4)
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
-                end = length - call.q_len + (own_row + tile * 16 + r * 8) // call.gqa_ratio + 1
+                _, row = self.of_head(call, Int32(0), own_row + tile * 16 + r * 8)
+                end = length - call.q_len + row // call.gqa_ratio + 1
                 begin = cutlass.select_(windowed, end - 1 - call.window_left, Int32(0))
                 for key in cutlass.range_constexpr(self.block // 8):
                     for each in cutlass.range_constexpr(2):
@@ -317,9 +323,9 @@ class Consumers(Merger):
         keys = self.block // 8
         highest = cute.make_rmem_tensor((self.tiles, self.used), Float32)
         rise = Float32(0.0)
-        scale = self.scale(call, sums)
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
+                scale = self.scale(call, sums, r)
                 own = cute.arch.fmax(scores[tile, 0, 2 * r], scores[tile, 0, 2 * r + 1])
                 for key in cutlass.range_constexpr(1, keys):
                     own = cute.arch.fmax(own, cute.arch.fmax(scores[tile, key, 2 * r], scores[tile, key, 2 * r + 1]))
@@ -329,17 +335,19 @@ class Consumers(Merger):
             for tile in cutlass.range_constexpr(self.tiles):
                 for r in cutlass.range_constexpr(self.used):
                     own = quad_max(cute.arch.fmax(highest[tile, r], sums.row_max[tile, r]))
-                    decay = exp2((sums.row_max[tile, r] - own) * scale)
+                    decay = exp2((sums.row_max[tile, r] - own) * self.scale(call, sums, r))
                     sums.row_max[tile, r] = own
                     sums.row_sum[tile, r] *= decay
-                    for column in cutlass.range_constexpr(self.v_head_dim // 8):
-                        sums.acc[tile, column, 2 * r] *= decay
-                        sums.acc[tile, column, 2 * r + 1] *= decay
+                    for column in cutlass.range_constexpr(self.v_width // 8):
+                        if const_expr(self.has(r, column * 8, self.v_head_dim)):
+                            sums.acc[tile, column, 2 * r] *= decay
+                            sums.acc[tile, column, 2 * r + 1] *= decay
 
         probs = cute.make_rmem_tensor((self.tiles, keys, 2), Uint32)
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(2):
                 if const_expr(r < self.used):
+                    scale = self.scale(call, sums, r)
                     shift = sums.row_max[tile, r] * scale
                     some = Float32(0.0)
                     for key in cutlass.range_constexpr(keys):
@@ -384,13 +392,14 @@ class Consumers(Merger):
         """`pv_mma` of fp8 values. Matrices are transposed by pairs of numbers, so a product has every other column."""
         lane = cute.arch.lane_idx()
         at = values_at + self.swizzled(self.values, lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.values.row_bytes)
-        for chunk in cutlass.range_constexpr(0, self.v_head_dim // 16, 2):
-            parts = 2 * min(2, self.v_head_dim // 16 - chunk)
+        for chunk in cutlass.range_constexpr(0, self.v_width // 16, 2):
+            parts = 2 * min(2, self.v_width // 16 - chunk)
             acc = [[[Float32(0.0)] * 4 for _ in range(4)] for _ in range(self.tiles)]
             for tile in cutlass.range_constexpr(self.tiles):
                 for part in cutlass.range_constexpr(parts):
                     for each in cutlass.range_constexpr(2 * self.used):
-                        acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
+                        if const_expr(self.has(each // 2, chunk * 16, self.v_head_dim)):
+                            acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
                 place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
                 words = ldmatrix((at ^ self.values.piece_in_row(chunk)) + place, True)
@@ -404,4 +413,5 @@ class Consumers(Merger):
             for tile in cutlass.range_constexpr(self.tiles):
                 for part in cutlass.range_constexpr(parts):
                     for each in cutlass.range_constexpr(2 * self.used):
-                        sums.acc[tile, 2 * chunk + part, each] = acc[tile][part][each]
+                        if const_expr(self.has(each // 2, chunk * 16, self.v_head_dim)):
+                            sums.acc[tile, 2 * chunk + part, each] = acc[tile][part][each]

@@ -66,7 +66,7 @@ class Call:
         scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
         k_scales, v_scales: of an fp8 cache.
         cap_scale: takes a product to what `soft_capped` wants of it; None where scores are not capped.
-        group, kv_head: this CTA's group, and its first key head.
+        group, kv_head: this CTA's group, and its first key head. Those that lie abreast count as one, also in ``kv_heads``.
         pipe: the barriers of the ring of tiles.
         plan: where the CTA is: see SEQUENCE.
         sums, results: what warps have found of a sequence.
@@ -152,6 +152,8 @@ class Tiles:
         self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of products
         self.head_dim = config.head_dim
         self.v_head_dim = config.v_head_dim
+        self.k_width = config.k_row.width  # of a tile's rows
+        self.v_width = config.v_row.width
         self.block = config.block
         self.box = config.block if config.gathered else config.box
         self.boxes = self.block // self.box
@@ -162,6 +164,7 @@ class Tiles:
         self.rows = config.rows
         self.parts = config.parts
         self.heads = config.heads
+        self.abreast = config.abreast
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
         self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
         self.together = 4 if config.fp8 else 2  # columns of a product's row that a lane has side by side
@@ -196,6 +199,16 @@ class Tiles:
         begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
         first = begin // self.block
         return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
+
+    def has(self, r: int, column: int, width: int) -> bool:
+        """Whether a column of a tile's rows is of the key head of a lane's ``r``-th row. ``width``: columns of a head."""
+        return self.abreast == 1 or column // width == r
+
+    def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
+        """The key head of a row, and the row's number among those of that head. ``kv_head``: where the rows begin."""
+        if self.abreast == 1:
+            return kv_head, row
+        return kv_head * self.abreast + row // 8, row % 8
 
     @cute.jit
     def piece(self, call: Call, group: Int32, begins: Any, row: Int32):
