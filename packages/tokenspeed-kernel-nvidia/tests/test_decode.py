@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia.sm90.attention import decode
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS
 
 from . import oracle
 from .oracle import Options
@@ -29,15 +30,17 @@ def _case(
     shape: tuple[int, int, int] = (16, 2, 64),
     page_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    v_head_dim: int | None = None,
 ) -> oracle.Paged:
-    return oracle.paged([new] * len(kv_lens), kv_lens, *shape, page_size, dtype, device, seed=sum(kv_lens))
+    return oracle.paged([new] * len(kv_lens), kv_lens, *shape, page_size, dtype, device, sum(kv_lens), v_head_dim)
 
 
 def _launch(case: oracle.Paged, lengths: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     bounds = {"max_seqlen_k": max([0, *case.kv_lens]), "max_seqlen_q": max([1, *case.q_lens])}
+    out = case.q.new_full((*case.q.shape[:2], case.v_cache.shape[3]), torch.nan)
     got = decode.mha_decode_with_kvcache(
         case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens if lengths is None else lengths,
-        **{**bounds, "return_lse": True, "out": torch.full_like(case.q, torch.nan), **options},
+        **{**bounds, "return_lse": True, "out": out, **options},
     )  # fmt: skip
     assert isinstance(got, tuple)
     return got
@@ -50,9 +53,10 @@ def _run(
     shape: tuple[int, int, int] = (16, 2, 64),
     page_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    v_head_dim: int | None = None,
     **options: Any,
 ) -> None:
-    case = _case(device, kv_lens, new, shape, page_size, dtype)
+    case = _case(device, kv_lens, new, shape, page_size, dtype, v_head_dim)
     oracle.check(_launch(case, **options), case.wanted(Options(**options)))
 
 
@@ -102,6 +106,45 @@ def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int,
     shape = (rows // new * 4, 4, head_dim)
     kv_lens = [draw.choice([0, 1, 64, draw.randrange(1000)]) for _ in range(400)]
     _run(sm90, kv_lens, new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90), window_left=draw.choice([1, 100, 127]))
+
+
+@pytest.mark.parametrize("widths", WIDTHS[2:], ids=str)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("rows", [2, 8, 16, 20, 64])
+def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tuple[int, int]) -> None:
+    """Divided and not, and values narrower than keys."""
+    new = 4 if rows > 16 else 1
+    shape = (rows // new * 2, 2, widths[0])
+    _run(sm90, [70, 2, 200], new, shape, page_size, v_head_dim=widths[1], sinks=_sinks(shape[0], sm90))
+    _run(sm90, [700, 3, 0, 1300], new, shape, page_size, v_head_dim=widths[1], window_left=600)
+    _run(sm90, [300] * 200, new, shape, page_size, v_head_dim=widths[1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
+def test_pages_of_one_token(sm90: torch.device, rows: int, head_dim: int) -> None:
+    """Rows gathered by their numbers, of divided sequences and others, and of short windows of many."""
+    new = 4 if rows > 16 else 1
+    shape = (rows // new * 4, 4, head_dim)
+    _run(sm90, [70, 2, 200], new, shape, 1, sinks=_sinks(shape[0], sm90))
+    _run(sm90, [700, 3, 0, 1300] * 9, new, shape, 1)
+    _run(sm90, [900, 0, 70, 1] * 90, new, shape, 1, window_left=100)
+
+
+def test_freed_pages_of_one_token(sm90: torch.device) -> None:
+    for window_left in (0, 100, 700):
+        case = _case(sm90, [5, 128, 805, 0, 1400], 3, page_size=1)
+        oracle.check(_launch(case.freed(window_left), window_left=window_left), case.wanted(Options(window_left)))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("logit_cap", [0.5, 5.0, 50.0])
+def test_capped_scores(sm90: torch.device, logit_cap: float, page_size: int) -> None:
+    """Scores near the limit, and far below it."""
+    options: dict[str, Any] = {"logit_cap": logit_cap, "softmax_scale": 0.4, "sinks": _sinks(64, sm90)}
+    _run(sm90, [700, 65, 0, 3000], 1, GPT_OSS, page_size, **options)
+    _run(sm90, [700, 65, 0, 3000], 2, GPT_OSS, page_size, window_left=127, **options)
+    _run(sm90, [300, 20], 1, (8, 4, 256), page_size, logit_cap=logit_cap)
 
 
 @pytest.mark.parametrize("new", [2, 3, 4, 8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
+from tokenspeed_kernel_nvidia.sm90.attention import decode
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
 
+from . import oracle
 from .experts import GPT_OSS, RandomLayer, compare
 
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "cutedsl"]
@@ -84,6 +87,28 @@ def test_late_copies_and_products(kernel: str, name: str) -> None:
         result = verify_case(spec, case)
     assert result.status is Status.PASSED, result.reason
     assert emulator.launches
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_decode_with_two_key_heads_abreast(monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
+    """Small cases have so few keys that their heads are taken one by one."""
+    monkeypatch.setattr(decode, "LITTLE", 0)
+    monkeypatch.setattr(decode, "WHOLE", 64)
+    kv_lens, e4m3 = [90, 0, 200], torch.float8_e4m3fn
+    made = oracle.paged([2] * 3, kv_lens, 12, 4, 64, page_size, torch.float32, torch.device("cpu"))
+    k_scale, v_scale = torch.tensor([0.5, 1.0, 1.5, 0.7]), torch.tensor([1.2, 0.9, 0.6, 1.0])
+    case = replace(made, q=made.q.bfloat16(), k_cache=made.k_cache.to(e4m3), v_cache=made.v_cache.to(e4m3))
+    meant = replace(
+        case, k_cache=case.k_cache.float() * k_scale.view(-1, 1), v_cache=case.v_cache.float() * v_scale.view(-1, 1)
+    )
+    sinks = torch.linspace(-2.0, 3.0, 12)
+    for seed in (0, 1):
+        with emulated_sm90(seed=seed):
+            got = decode.mha_decode_with_kvcache(
+                case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 200, 2, sinks=sinks, return_lse=True,
+                k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+        oracle.check(got, meant.wanted(oracle.Options(sinks=sinks)))
 
 
 def test_experts_with_split_numbers() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import config_of
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS, config_of
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
 
@@ -38,10 +38,16 @@ def _wide(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _paged(
-    device: torch.device, q_lens: list[int], kv_lens: list[int], shape: tuple[int, int, int], page_size: int, q_dtype: torch.dtype
+    device: torch.device,
+    q_lens: list[int],
+    kv_lens: list[int],
+    shape: tuple[int, int, int],
+    page_size: int,
+    q_dtype: torch.dtype,
+    v_head_dim: int | None = None,
 ) -> tuple[oracle.Paged, oracle.Paged, dict[str, Tensor]]:
     """A case whose cache is e4m3, what it stands for, and its scales."""
-    made = oracle.paged(q_lens, kv_lens, *shape, page_size, torch.float32, device, seed=sum(kv_lens))
+    made = oracle.paged(q_lens, kv_lens, *shape, page_size, torch.float32, device, sum(kv_lens), v_head_dim)
     case = replace(made, q=made.q.to(q_dtype), k_cache=made.k_cache.to(E4M3), v_cache=made.v_cache.to(E4M3))
     scales = {name: _scale(device, shape[1], sum(kv_lens) + at) for at, name in enumerate(("k_scale", "v_scale"))}
     wide = replace(case, k_cache=_wide(case.k_cache, scales["k_scale"]), v_cache=_wide(case.v_cache, scales["v_scale"]))
@@ -69,7 +75,7 @@ def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> 
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
-    config = config_of("bfloat16", head_dim, 64, rows, "much", fp8=True)
+    config = config_of("bfloat16", (head_dim, head_dim), 64, rows, "much", fp8=True)
     assert config.stages >= config.parts
     assert config.stages % config.parts == 0
 
@@ -84,7 +90,7 @@ def test_prefill_compiles_without_a_gpu(config: Config) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 def test_decode_compiles_without_a_gpu() -> None:
-    decode.decode_program.compile(config_of("bfloat16", 64, 64, 8, "much", fp8=True))
+    decode.decode_program.compile(config_of("bfloat16", (64, 64), 64, 8, "much", fp8=True))
 
 
 # -- decode --------------------------------------------------------------------------------------------------------------------
@@ -98,13 +104,14 @@ def _decode(
     page_size: int = 64,
     dtype: torch.dtype = BF16,
     queries: float = 1.0,
+    v_head_dim: int | None = None,
     **options: Any,
 ) -> None:
-    case, wide, scales = _paged(device, [new] * len(kv_lens), kv_lens, shape, page_size, dtype)
+    case, wide, scales = _paged(device, [new] * len(kv_lens), kv_lens, shape, page_size, dtype, v_head_dim)
     case, wide = replace(case, q=case.q * queries), replace(wide, q=(case.q * queries).float())
     got = decode.mha_decode_with_kvcache(
         case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, max([0, *kv_lens]), new, return_lse=True,
-        out=torch.full_like(case.q, math.nan), **scales, **options,
+        out=case.q.new_full((*case.q.shape[:2], case.v_cache.shape[3]), math.nan), **scales, **options,
     )  # fmt: skip
     oracle.check(got, wide.wanted(Options(**options)))
 
@@ -121,6 +128,28 @@ def test_every_program_of_decode(sm90: torch.device, rows: int, page_size: int, 
     _decode(sm90, [70, 2, 200], new, shape, page_size, dtype, sinks=sinks)
     _decode(sm90, [700, 3, 0, 1300], new, shape, page_size, dtype, sinks=sinks)
     _decode(sm90, [1100] * 200, new, shape, page_size, dtype)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("rows", [4, 8, 16, 64])
+def test_other_widths_and_pages_of_one_token(sm90: torch.device, rows: int, page_size: int, widths: tuple[int, int]) -> None:
+    new = 4 if rows > 16 else 1
+    shape = (rows // new * 2, 2, widths[0])
+    _decode(sm90, [70, 2, 200], new, shape, page_size, v_head_dim=widths[1], logit_cap=3.0)
+    _decode(sm90, [700, 3, 0, 1300], new, shape, page_size, v_head_dim=widths[1])
+    _decode(sm90, [300] * 200, new, shape, page_size, v_head_dim=widths[1])
+
+
+@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize("kv_heads", [2, 3, 8])
+@pytest.mark.parametrize("options", [{}, {"logit_cap": 4.0}, {"window_left": 700}], ids=str)
+def test_two_key_heads_abreast(sm90: torch.device, options: dict[str, Any], kv_heads: int, new: int) -> None:
+    """Where key heads are even in number, and neighbours in the cache."""
+    sinks = torch.linspace(-2.0, 3.0, 4 * kv_heads, device=sm90)
+    for kv_lens in ([700, 3, 0, 1300, 64, 65, 5000], [9000], [300] * 200):
+        for page_size in (16, 64):
+            _decode(sm90, kv_lens, new, (4 * kv_heads, kv_heads, 64), page_size, sinks=sinks, **options)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

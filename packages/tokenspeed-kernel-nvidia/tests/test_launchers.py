@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia import _programs
-from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, prefill_config, window
+from tokenspeed_kernel_nvidia.sm90.attention import decode, decode_config, prefill, prefill_config, window
 from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
@@ -82,6 +82,7 @@ def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torc
                 yield decode.mha_decode_with_kvcache, {"q": rows, **paged, "max_seqlen_k": most, "max_seqlen_q": count}
 
 
+OTHERS = [*itertools.product((1, 8, 16), decode_config.WIDTHS, (1, 16), DTYPES)]
 SHAPES = [*itertools.product(GQA_RATIOS, HEAD_DIMS, PAGE_SIZES, DTYPES)]
 
 
@@ -91,6 +92,15 @@ def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any,
             for sinks in (None, torch.bfloat16, torch.float64):
                 given = None if sinks is None else torch.zeros(ratio * kv_heads, dtype=sinks)
                 launcher(**arguments, sinks=given)
+    for (ratio, (head_dim, v_head_dim), page_size, dtype), kv_heads in itertools.product(OTHERS, (1, 8)):
+        heads = ratio * kv_heads
+        for cache_dtype, logit_cap, most in itertools.product((dtype, torch.float8_e4m3fn), (0.0, 30.0), (64, 8192)):
+            caches = (torch.zeros(4, page_size, kv_heads, width, dtype=cache_dtype) for width in (head_dim, v_head_dim))
+            paging = torch.zeros(2, most // page_size, dtype=torch.int32), torch.tensor([30, 4], dtype=torch.int32), most
+            q = torch.zeros(2, heads, head_dim, dtype=dtype)
+            out = decode.mha_decode_with_kvcache(q, *caches, *paging, logit_cap=logit_cap)
+            assert isinstance(out, Tensor)
+            assert out.shape == (2, heads, v_head_dim)
     listed = {program.name: set(program.configs()) for program, _, _ in asked}
     missing = {f"{program.name} {config}" for program, config, _ in asked if config not in listed[program.name]}
     assert missing == set()

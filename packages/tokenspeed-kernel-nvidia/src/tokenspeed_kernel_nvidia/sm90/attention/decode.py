@@ -36,7 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.served import PAGED, PAGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGED, PAGED_FP8, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
@@ -70,7 +70,7 @@ def _program_of(
     rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
     groups = max(1, config.resident * multiprocessors(device) * config.heads * config.abreast // kv_heads)
-    return decode_program(config), groups, 2 * groups * kv_heads * rows * (widths[1] + 2)
+    return decode_program(config), groups, 2 * groups * kv_heads * config.rows * (widths[1] + 2) // config.abreast
 
 
 def mha_decode_with_kvcache(
@@ -146,7 +146,7 @@ def mha_decode_with_kvcache(
 for _widths in WIDTHS:
     _name = "_".join(str(width) for width in dict.fromkeys(_widths))
     # Query heads a key head, times new tokens, must be at most the rows that programs are made for.
-    for _suffix, _least, _most in (("", 1, 8), ("_wide", 9, 16)):
+    for _suffix, _least, _most in (("", 1, 8), ("_wide", 9, 16)) if _widths[0] in HEAD_DIMS else (("", 1, 16),):
         register_kernel(
             "attention",
             "mha_decode_with_kvcache",

@@ -169,9 +169,14 @@ def config_of(
         widths: of keys and of values.
         close: whether key heads are even in number, and neighbours in the caches.
     """
-    if close and paired(*widths, page_size, rows, work, fp8):
+    head_dim, v_head_dim = widths
+    if close and paired(head_dim, v_head_dim, page_size, rows, work, fp8):
         return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
-    block, resident, heads = _tile(*widths, rows, work, fp8)
+    if fp8 and v_head_dim > 128:
+        rows = max(rows, 16)  # with 8, sums whose other halves are unused take more registers than there are
+    block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
+    if page_size == 1 and (rows == 16 or head_dim == 128):
+        block = max(16, block // 2)  # to gather rows takes registers too
     return Config(dtype, *widths, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8, capped)
 
 

@@ -16,6 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, load_int
 
 PIECE = 16  # bytes that a lane copies with an instruction
+UNROLL = 4  # copies of a lane that are prepared together
 
 
 def copy_piece(to: Any, source: Any) -> None:
@@ -96,19 +97,20 @@ class Gatherer(Loader):
         to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * number_bytes
         for head in cutlass.range_constexpr(self.heads):
             source = cache.address + Int64(call.kv_head + head) * (cache.head * number_bytes)
-            for turn in cutlass.range_constexpr((self.block * pieces + LANES - 1) // LANES):
-                own = turn * LANES + lane
-                row, piece = own // pieces, own % pieces
-                if const_expr(LANES % pieces == 0):  # which of its pieces a lane copies is always the same
-                    row, piece = turn * (LANES // pieces) + lane // pieces, lane % pieces
-                some = turn * LANES // pieces // LANES  # the first of `rows` that these are of; they may be of the next too
-                number = cute.arch.shuffle_sync(rows[some], row % LANES)
-                if const_expr((turn * LANES + LANES - 1) // pieces // LANES > some and some + 1 < cute.size(rows)):
-                    number = cutlass.select_(row // LANES > some, cute.arch.shuffle_sync(rows[some + 1], row % LANES), number)
-                place = panels.row_at(row) + head * (self.box * panels.row_bytes) + piece // in_panel * panels.bytes
-                swizzled = (piece % in_panel) ^ panels.turned(row % 8)
-                from_row = source + Int64(number) * (cache.token * number_bytes) + piece * PIECE
-                if const_expr((turn + 1) * LANES <= self.block * pieces):
-                    copy_piece(to + place + swizzled * PIECE, from_row)
-                elif row < self.block:
-                    copy_piece(to + place + swizzled * PIECE, from_row)
+            for some in cutlass.range_constexpr(cute.size(rows)):
+                keys = min(LANES, self.block)
+                # With all turns written out, their addresses take more registers than there are.
+                for turn in cutlass.range((keys * pieces + LANES - 1) // LANES, unroll=UNROLL):
+                    own = turn * LANES + lane
+                    row, piece = own // pieces, own % pieces
+                    if const_expr(LANES % pieces == 0):  # which of its pieces a lane copies is always the same
+                        row, piece = turn * (LANES // pieces) + lane // pieces, lane % pieces
+                    number = cute.arch.shuffle_sync(rows[some], row % LANES)
+                    place = panels.row_at(some * LANES + row) + piece // in_panel * panels.bytes
+                    swizzled = (piece % in_panel) ^ panels.turned(row % 8)
+                    target = to + place + head * (self.box * panels.row_bytes) + swizzled * PIECE
+                    from_row = source + Int64(number) * (cache.token * number_bytes) + piece * PIECE
+                    if const_expr(keys * pieces % LANES == 0):
+                        copy_piece(target, from_row)
+                    elif row < keys:
+                        copy_piece(target, from_row)

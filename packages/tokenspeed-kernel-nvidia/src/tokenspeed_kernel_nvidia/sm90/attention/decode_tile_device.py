@@ -104,6 +104,7 @@ class Call:
     tiles: cute.Pointer
 
 
+@dataclass(frozen=True)
 class Panels:
     """Where the keys, or the values, of a tile lie in a stage of the ring.
 
@@ -113,20 +114,22 @@ class Panels:
         count: panels.
         begin: the first one's place, in numbers.
         bytes: of a panel, with the rows of all key heads.
+        box: rows of a key head that lie together.
+        heads: key heads of a CTA.
     """
 
-    def __init__(self, config: Config, row: Row, box: int, begin: int) -> None:
-        self.width = row.width
-        self.columns = row.panel
-        self.row_bytes = row.panel_bytes
-        self.count = row.panels
-        self.begin = begin
-        self.bytes = config.heads * config.block * self.row_bytes
-        self._box, self._heads = box, config.heads
+    width: int
+    columns: int
+    row_bytes: int
+    count: int
+    begin: int
+    bytes: int
+    box: int
+    heads: int
 
     def row_at(self, row: int | Int32) -> int | Int32:
         """Where a row of a panel is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
-        return row // self._box * (self._heads * self._box * self.row_bytes) + row % self._box * self.row_bytes
+        return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
     def turned(self, row: Any) -> Any:
         """Which bits of the number of a row's 16-byte pieces the swizzle changes. ``row``: modulo 8."""
@@ -139,6 +142,12 @@ class Panels:
     def panel_at(self, piece: int) -> int:
         """Where the panel of a 16-byte piece begins."""
         return piece // (self.row_bytes // 16) * self.bytes
+
+
+def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
+    """The panels of keys or values whose rows lie as ``row`` says."""
+    size = config.heads * config.block * row.panel_bytes
+    return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
 
 class Tiles:
@@ -157,8 +166,8 @@ class Tiles:
         self.block = config.block
         self.box = config.block if config.gathered else config.box
         self.boxes = self.block // self.box
-        self.keys = Panels(config, config.k_row, self.box, 0)
-        self.values = Panels(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
+        self.keys = panels_of(config, config.k_row, self.box, 0)
+        self.values = panels_of(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
         self.stage_bytes = config.kv_bytes * config.stage_numbers
         self.stages = config.stages
         self.rows = config.rows
