@@ -23,7 +23,7 @@ class Options:
         sinks: ``[heads]`` or None.
         softmax_scale: None is ``1 / sqrt(head_dim)``.
         is_causal: whether a token sees no later ones.
-        logit_cap: the limit of scores; 0 for none.
+        logit_cap: what scores approach; 0 for no cap.
     """
 
     window_left: int = -1
@@ -45,8 +45,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
     scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
     grouped = q.float().view(q_len, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("qhgd,khd->hgqk", grouped, k.float()) * scale
-    if options.logit_cap > 0:
-        scores = options.logit_cap * (scores / options.logit_cap).tanh()
+    if options.logit_cap:
+        scores = options.logit_cap * torch.tanh(scores / options.logit_cap)
     place = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
     behind = place - torch.arange(kv_len, device=q.device)
     hidden = torch.zeros_like(behind, dtype=torch.bool)

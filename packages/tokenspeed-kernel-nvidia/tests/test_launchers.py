@@ -101,7 +101,8 @@ def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any,
             out = decode.mha_decode_with_kvcache(q, *caches, *paging, logit_cap=logit_cap)
             assert isinstance(out, Tensor)
             assert out.shape == (2, heads, v_head_dim)
-    listed = {program.name: set(program.configs()) for program, _, _ in asked}
+    programs = {program.name: program for program, _, _ in asked}
+    listed = {name: set(program.configs()) for name, program in programs.items()}
     missing = {f"{program.name} {config}" for program, config, _ in asked if config not in listed[program.name]}
     assert missing == set()
     assert len(listed) == len(MODULES)

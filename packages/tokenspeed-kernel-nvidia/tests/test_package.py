@@ -218,6 +218,12 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
 
 
+_SMALL_PAGES = {
+    **{side: torch.zeros(10, 8, 2, 64, dtype=BFLOAT16) for side in ("k_cache", "v_cache")},
+    "page_table": torch.zeros(2, 5, dtype=INT32),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "kernel", "changed", "reason"),
     [
@@ -241,7 +247,7 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
             {"window_left": 128, "is_causal": False},
             "traits: .*is_causal",
         ),
-        ("mha_decode_with_kvcache", "cutedsl_mha_decode_with_kvcache_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
+        ("mha_decode_with_kvcache", "cutedsl_mha_decode_with_kvcache_64", _SMALL_PAGES, "traits: .*page_size=8 is not one of"),
     ],
 )
 def test_what_no_kernel_declares(name: str, kernel: str, changed: dict[str, Any], reason: str, installed: Any) -> None:

@@ -99,8 +99,6 @@ def mha_decode_with_kvcache(
     tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
     v_head_dim = v_cache.shape[3]
-    if out is None and v_head_dim != head_dim:
-        out = q.new_empty(tokens, heads, v_head_dim)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         if not pages:  # all sequences are empty, but a TMA wants something to describe
@@ -139,7 +137,7 @@ def mha_decode_with_kvcache(
         others = partial_at, counters_at, lse_at, *its, *sizes, scale, *of_keys, *of_values, cap_scale
         out = launched(launch, q, k_cache, v_cache, out, (page_table, cache_seqlens), others)
     elif out is None:
-        out = torch.empty_like(q)
+        out = q.new_empty(tokens, heads, v_head_dim)
     return out if lse is None else (out, lse)
 
 
@@ -155,7 +153,8 @@ for _widths in WIDTHS:
             capability=CUTEDSL_HOPPER,
             signatures=PAGED | PAGED_FP8,
             traits=traits(
-                *_widths,
+                _widths[0],
+                v_head_dim=_widths[1],
                 gqa_ratio=between(_least, _most),
                 new_tokens=at_most(max(ROWS) // _most),
                 page_size=set(PAGE_SIZES),

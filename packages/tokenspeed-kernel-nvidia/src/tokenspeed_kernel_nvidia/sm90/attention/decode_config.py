@@ -175,7 +175,7 @@ def config_of(
     if fp8 and v_head_dim > 128:
         rows = max(rows, 16)  # with 8, sums whose other halves are unused take more registers than there are
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
-    if page_size == 1 and (rows == 16 or head_dim == 128):
+    if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
         block = max(16, block // 2)  # to gather rows takes registers too
     return Config(dtype, *widths, min(block, page_size), rows, work not in SHORT, block, resident, heads, fp8, capped)
 

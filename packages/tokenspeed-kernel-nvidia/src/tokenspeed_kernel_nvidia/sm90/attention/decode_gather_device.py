@@ -51,11 +51,7 @@ class Gatherer(Loader):
         while left > 0:
             later_length = self.length_of(call, sequence + 2 * step)
             next_begin, next_first, next_count = self.visible(call, next_length)
-            if const_expr(self.config.split):
-                count = cutlass.min(count, left)
-                left -= count
-            else:
-                left -= 1
+            count, left = self.take(count, left)
             for tile in cutlass.range(count, unroll=1):
                 for each in cutlass.range_constexpr(cute.size(rows)):
                     rows[each] = next_rows[each]
@@ -112,5 +108,6 @@ class Gatherer(Loader):
                     from_row = source + Int64(number) * (cache.token * number_bytes) + piece * PIECE
                     if const_expr(keys * pieces % LANES == 0):
                         copy_piece(target, from_row)
-                    elif row < keys:
-                        copy_piece(target, from_row)
+                    if const_expr(keys * pieces % LANES != 0):
+                        if row < keys:
+                            copy_piece(target, from_row)

@@ -72,6 +72,16 @@ class Loader(Sharing, Tiles):
         return sequence, length, offset, left, step
 
     @cute.jit
+    def take(self, count: Int32, left: Int32):
+        """Returns how many of a sequence's tiles this CTA computes, and how many tiles, or sequences, are left then."""
+        if const_expr(self.config.split):
+            count = cutlass.min(count, left)
+            left -= count
+        else:
+            left -= 1
+        return count, left
+
+    @cute.jit
     def load(self, call: Call, k: Tma, v: Tma):
         """Fills the ring of tiles. Lengths and numbers of pages are read a sequence ahead."""
         lane = cute.arch.lane_idx()
@@ -94,11 +104,7 @@ class Loader(Sharing, Tiles):
             next_begin, next_first, next_count = self.visible(call, next_length)
             next_page = (next_first * self.block) >> shift
             next_pages = self.pages_from(call, sequence + step, next_page, next_length)
-            if const_expr(self.config.split):
-                count = cutlass.min(count, left)
-                left -= count
-            else:
-                left -= 1
+            count, left = self.take(count, left)
             for tile in cutlass.range(count, unroll=1):
                 start = (first + tile) * self.block
                 if (start + self.block - 1) >> shift >= first_page + 32:

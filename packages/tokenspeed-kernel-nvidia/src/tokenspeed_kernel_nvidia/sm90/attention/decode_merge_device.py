@@ -113,7 +113,9 @@ class Merger(Tiles):
                 row_sum = quad_sum(sums.row_sum[tile, r])
                 row = first_row + tile * 16 + r * 8 + lane // 4
                 if lane % 4 == 0:
-                    store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums, r), row_sum])
+                    store_floats(
+                        "shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * self.scale(call, sums, r), row_sum]
+                    )
                 to = call.results.toint() + (row * self.width + lane % 4 * self.together) * 4
                 for column in cutlass.range_constexpr(0, self.v_head_dim // 4, self.together):
                     store_floats("shared", to + column * 16, self.own_columns(sums, tile, r, column))

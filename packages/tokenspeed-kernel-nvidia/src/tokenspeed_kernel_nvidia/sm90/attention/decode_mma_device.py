@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     widen_fp8,
     widened,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2, soft_capped
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, capped, exp2
 
 EXPONENT = 127 + 14  # of the largest query in float16, as float32 has it; 15 is the format's last
 LEAST_EXPONENT = 27  # of queries: those of smaller ones, and of zeros, would need a factor that float32 does not have
@@ -208,7 +208,7 @@ class Consumers(Merger):
             self.clear_values(values_at, start, length, begin)
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(self.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(self.config.capped):
-            self.cap(call, scores, sums)
+            self.cap_scores(call, scores, sums)
         windowed = call.window_left >= 0
         if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
             self.mask(call, scores, start, length, first_row, windowed)
@@ -219,13 +219,13 @@ class Consumers(Merger):
             self.pv_mma(values_at, probs, sums)
 
     @cute.jit
-    def cap(self, call: Call, scores: cute.Tensor, sums: Sums):
+    def cap_scores(self, call: Call, scores: cute.Tensor, sums: Sums):
         """Brings a tile's products between -1 and 1: as shares of the scores' limit."""
         for tile in cutlass.range_constexpr(self.tiles):
             for key in cutlass.range_constexpr(self.block // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
-                    scale = self.product_scale(sums, each // 2) if const_expr(self.fp8) else call.cap_scale
-                    scores[tile, key, each] = soft_capped(scores[tile, key, each] * scale)
+                    factor = self.product_scale(sums, each // 2) if const_expr(self.fp8) else call.cap_scale
+                    scores[tile, key, each] = capped(scores[tile, key, each], factor)
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
@@ -287,7 +287,9 @@ class Consumers(Merger):
         for key in cutlass.range_constexpr(keys):
             products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, chunks, 4):
-                words = ldmatrix((at ^ self.keys.piece_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False)
+                words = ldmatrix(
+                    (at ^ self.keys.piece_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False
+                )
                 for each in cutlass.range_constexpr(min(4, chunks - chunk)):
                     b = widen_fp8(self.mma_dtype, words[each])
                     for tile in cutlass.range_constexpr(self.tiles):

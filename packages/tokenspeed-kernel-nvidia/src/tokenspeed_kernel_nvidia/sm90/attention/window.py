@@ -42,7 +42,16 @@ def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @lru_cache(maxsize=4096)
 def _plan(
-    dtype: torch.dtype, tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int, paged: bool, short: bool, capped: bool, device: int
+    dtype: torch.dtype,
+    tokens: int,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    paged: bool,
+    short: bool,
+    capped: bool,
+    device: int,
 ) -> tuple[Callable[..., Any], int, int]:
     """The program, positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors.
 
@@ -84,7 +93,9 @@ def mha_prefill(
 
     See `tokenspeed_kernel_nvidia.mha_prefill`.
     """
-    return _launch(q, k, v, k.shape[1], cu_seqlens, None, None, False, window_left, logit_cap, sinks, return_lse, softmax_scale, out)
+    return _launch(
+        q, k, v, k.shape[1], cu_seqlens, None, None, False, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+    )
 
 
 def mha_extend_with_kvcache(
@@ -113,8 +124,8 @@ def mha_extend_with_kvcache(
     See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
     """
     return _launch(
-        q, k_cache, v_cache, k_cache.shape[2], cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q <= SHORT, window_left, logit_cap,
-        sinks, return_lse, softmax_scale, out,
+        q, k_cache, v_cache, k_cache.shape[2], cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q <= SHORT, window_left,
+        logit_cap, sinks, return_lse, softmax_scale, out,
     )  # fmt: skip
 
 

@@ -134,8 +134,7 @@ class Consumers(Tiles):
             if lane == 0:
                 shared.q_pipe.empty.arrive(q_at)
             if const_expr(c.capped):
-                for at in cutlass.range_constexpr(cute.size(scores)):
-                    scores[at] = softmax.soft_capped(scores[at] * cap_scale)
+                softmax.cap(scores, cap_scale)
             self.mask(scores, place.position, window_left, mine)
             row_max, row_sum = self.softmax(scores, probs, scale, sinks, lane)
 

@@ -20,7 +20,7 @@ LOG2_E = math.log2(math.e)
 
 def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
     """What programs multiply with to get scores in units of base 2: products of q and k, or where scores are capped, their shares
-    of the limit; and what they multiply products with for `softmax_device.soft_capped`, None where scores are not capped.
+    of the limit; and what they multiply products with for `softmax_device.capped`, None where scores are not capped.
     """
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     return (logit_cap * LOG2_E, 2.0 * LOG2_E * scale / logit_cap) if logit_cap > 0 else (LOG2_E * scale, None)
@@ -57,7 +57,7 @@ def launched(
     numbers: tuple[Tensor | None, ...],
     others: tuple[Any, ...],
 ) -> Tensor:
-    """Launches a program, and returns the output: ``out``, or new memory if that is None.
+    """Launches a program, and returns the output: ``out``, or new memory of q's dtype and v's columns if that is None.
 
     Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
 
@@ -66,11 +66,17 @@ def launched(
         numbers: lengths, offsets and page tables.
         others: what is no tensor.
     """
-    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    width = v.shape[-1]
+    if out is not None:
+        written = out
+    elif width == q.shape[-1]:  # nearly always, and half the price
+        written = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        written = q.new_empty(*q.shape[:-1], width)
     try:
         program(q, k, v, written, *numbers, *others)
     except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-        rows = to_write(out, q, written.shape)
+        rows = to_write(out, q, (*q.shape[:-1], width))
         close = [None if x is None else x.contiguous() for x in numbers]
         program(aligned(q), aligned(k), aligned(v), rows, *close, *others)
         return deliver(rows, out)
