@@ -207,7 +207,7 @@ def _() -> list[Case]:
         Case("pages of one token, three new ones", paged([70, 9, 0], **gqa, page_size=1, max_seqlen_q=3, return_lse=True)),
         Case("pages of one token, fp8 cache, head_dim 128", paged([40, 3], None, 8, 2, 128, page_size=1, cache_dtype=e4m3)),
         Case("gemma-2 in a window, logit cap 50", paged([50, 7], None, 4, 2, 256, window_left=30, logit_cap=50.0, sinks=True)),
-        Case("head_dim 96, pages of one token", paged([33, 1], None, 3, 3, 96, page_size=1)),
+        Case("head_dim 96, lse", paged([33, 1], None, 3, 3, 96, return_lse=True)),
         Case("head_dim 80, fp8 cache, logit cap 5", paged([20, 49], None, 12, 1, 80, cache_dtype=e4m3, logit_cap=5.0)),
         Case("no sequences", paged([], return_lse=True)),
         Case("gpt-oss-120b sliding layer 64 x 8192", paged([8192] * 64, **gpt_oss, page_size=64, window_left=127), large=True),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most, between
 from tokenspeed_kernel_base.workspace import keeper
@@ -27,7 +28,6 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     CONSUMERS,
-    PAGE_SIZES,
     PIECES,
     ROWS,
     WIDTHS,
@@ -36,7 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGED, PAGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
@@ -141,28 +141,51 @@ def mha_decode_with_kvcache(
     return out if lse is None else (out, lse)
 
 
+def _register(
+    name: str,
+    widths: tuple[int, int],
+    ratios: tuple[int, int],
+    signatures: frozenset[FormatSignature],
+    pages: tuple[int, ...],
+    priority: int,
+) -> None:
+    """Declares what is served of heads of some widths.
+
+    Query heads a key head, times new tokens, must be at most the rows that programs are made for.
+    """
+    register_kernel(
+        "attention",
+        "mha_decode_with_kvcache",
+        name=f"cutedsl_mha_decode_with_kvcache_{name}" + "_".join(str(width) for width in dict.fromkeys(widths)),
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=signatures,
+        traits=traits(
+            widths[0],
+            v_head_dim=widths[1],
+            gqa_ratio=between(*ratios),
+            new_tokens=at_most(max(ROWS) // ratios[1]),
+            page_size=set(pages),
+            sliding_window=any,
+            multi_query=any,
+            logit_cap=any,
+            scaled=any,
+        ),
+        priority=priority,
+        tags={"determinism"},
+    )(mha_decode_with_kvcache)
+
+
+_EVERY = PAGED | PAGED_FP8
 for _widths in WIDTHS:
-    _name = "_".join(str(width) for width in dict.fromkeys(_widths))
-    # Query heads a key head, times new tokens, must be at most the rows that programs are made for.
-    for _suffix, _least, _most in (("", 1, 8), ("_wide", 9, 16)) if _widths[0] in HEAD_DIMS else (("", 1, 16),):
-        register_kernel(
-            "attention",
-            "mha_decode_with_kvcache",
-            name=f"cutedsl_mha_decode_with_kvcache{_suffix}_{_name}",
-            solution="cutedsl",
-            capability=CUTEDSL_HOPPER,
-            signatures=PAGED | PAGED_FP8,
-            traits=traits(
-                _widths[0],
-                v_head_dim=_widths[1],
-                gqa_ratio=between(_least, _most),
-                new_tokens=at_most(max(ROWS) // _most),
-                page_size=set(PAGE_SIZES),
-                sliding_window=any,
-                multi_query=any,
-                logit_cap=any,
-                scaled=any,
-            ),
-            priority=Priority.SPECIALIZED,
-            tags={"determinism"},
-        )(mha_decode_with_kvcache)
+    _usual = _widths[0] in HEAD_DIMS
+    if _usual:
+        _register("", _widths, (1, 8), _EVERY, PAGE_SIZES, Priority.SPECIALIZED)
+        _register("wide_", _widths, (9, 16), _EVERY, PAGE_SIZES, Priority.SPECIALIZED)
+    elif _widths[0] != 80:
+        _register("", _widths, (1, 16), PAGED, PAGE_SIZES, Priority.SPECIALIZED)
+    # On an H200 the portable kernel is quicker, or nothing has been measured. 16 x 2048 of 32 heads of 80: 118 us, portable 98.5;
+    # pages of one token: 32 x 4096 of 8 key heads of 128 160, 137; 64 x 8192 of 8 of 64 in fp8 174, 146, but in bfloat16 261, 265;
+    # 64 x 4096 of 2 of 256 in fp8 81.0, 79.2.
+    _register("any_cache_", _widths, (1, 16), _EVERY, (1,) if _usual else (1, *PAGE_SIZES), Priority.PORTABLE - 1)
+_register("gathered_", (64, 64), (1, 16), PAGED, (1,), Priority.SPECIALIZED)
