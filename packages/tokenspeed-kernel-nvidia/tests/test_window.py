@@ -98,6 +98,15 @@ def test_large_sinks(sm90: torch.device) -> None:
     _prefill(sm90, [70], sinks=_sinks(16, sm90) + 200)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("logit_cap", [0.5, 5.0, 50.0])
+def test_capped_scores(sm90: torch.device, logit_cap: float, head_dim: int) -> None:
+    """Scores near the limit, and far below it."""
+    options: dict[str, Any] = {"logit_cap": logit_cap, "softmax_scale": 0.4, "sinks": _sinks(16, sm90)}
+    _prefill(sm90, [200, 3, 131], (16, 2, head_dim), **options)
+    _extend(sm90, [1, 60, 140, 5], [200, 129, 140, 301], (16, 2, head_dim), **options)
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 def test_pages(sm90: torch.device, page_size: int) -> None:
     _extend(sm90, [37, 64, 1, 555, 16, 0], [500, 64, 63, 1000, 17, 20], GPT_OSS, page_size)
