@@ -104,7 +104,6 @@ register_kernel(
         "gqa_ratio": set(HEADS),
         "page_size": set(PAGE_SIZES),
         "return_lse": any,
-        "top_k": any,
     },
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
