@@ -66,8 +66,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
 
 def attend_ragged(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: Options) -> tuple[Tensor, Tensor]:
     """Sequences one after another, each to itself."""
-    parts = [attend_one(*tensors, options) for tensors in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
-    return _joined(parts, q)
+    return attend_to_others(q, k, v, lengths, lengths, options)
 
 
 def attend_paged(
@@ -80,6 +79,14 @@ def attend_paged(
         k, v = (cache[pages].flatten(0, 1)[: kv_lens[index]] for cache in (k_cache, v_cache))
         parts.append(attend_one(queries, k, v, options))
     return _joined(parts, q)
+
+
+def attend_to_others(
+    q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    """Sequences one after another, whose keys are others than their queries' own tokens."""
+    parts = zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True)
+    return _joined([attend_one(*tensors, options) for tensors in parts], q)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]], q: Tensor) -> tuple[Tensor, Tensor]:

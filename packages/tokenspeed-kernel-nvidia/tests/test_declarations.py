@@ -27,6 +27,7 @@ OPERATORS = [
     ("attention", "mha_extend_with_kvcache"),
     ("attention", "mha_prefill"),
     ("attention", "mla_decode_with_kvcache"),
+    ("attention", "mla_prefill"),
     ("attention", "mla_sparse_with_kvcache"),
     ("gemm", "mm"),
     ("moe", "moe_apply"),
@@ -63,6 +64,13 @@ SERVED = [
     ("mha_extend_with_kvcache", "window of 150", "cutedsl_mha_extend_with_kvcache_any_window_64"),
     ("mha_extend_with_kvcache", "fp8 q and cache, a scale each", "cutedsl_mha_extend_with_kvcache_64"),
     ("mla_sparse_with_kvcache", "deepseek-v3, 16 of its heads, top 192 of 300", "cutedsl_mla_sparse_with_kvcache"),
+    ("mha_prefill", "logit cap 30, float16, scale 0.3", "cutedsl_mha_prefill_capped_64"),
+    ("mha_prefill", "head_dim 256, lse", "cutedsl_mha_prefill_256"),
+    ("mha_prefill", "a key head for each head, head_dim 192, v_head_dim 128", "cutedsl_mha_prefill_192_128"),
+    ("mha_extend_with_kvcache", "head_dim 80, a key head for each head", "cutedsl_mha_extend_with_kvcache_80"),
+    ("mha_extend_with_kvcache", "head_dim 128, logit cap 50", "cutedsl_mha_extend_with_kvcache_capped_128"),
+    ("mha_extend_with_kvcache", "head_dim 256 in a window of 30", "cutedsl_mha_extend_with_kvcache_256"),
+    ("mla_prefill", "deepseek-v3, 8 of its heads, chunks of 100 to 300 before them", "cutedsl_mla_prefill"),
 ]
 
 
@@ -78,7 +86,10 @@ LEFT = [
     ("mha_prefill", "one token, float32", {}),
     ("mha_prefill", "five query heads a key head, head_dim 80", {}),
     ("mha_prefill", "v_head_dim 96 under head_dim 160", {}),
-    ("mha_prefill", "logit cap 30, float16, scale 0.3", {}),
+    ("mha_prefill", "fp8 without scales", {"logit_cap": 30.0}),
+    ("mha_extend_with_kvcache", "head_dim 96", {"is_causal": False}),
+    ("mla_prefill", "deepseek-v3, 8 of its heads, 1 to 300 tokens", {"window_left": 9}),
+    ("mla_prefill", "logit cap 30, float16", {}),
     ("mha_prefill", "window of 1000, five query heads a key head", {}),
     ("mha_decode_with_kvcache", "fp8 q and cache, a scale each", {}),
     ("mha_decode_with_kvcache", "fp8 e5m2 cache, a scale a kv head", {}),

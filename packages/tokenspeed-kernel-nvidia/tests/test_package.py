@@ -222,25 +222,31 @@ _SMALL_PAGES = {
     **{side: torch.zeros(10, 8, 2, 64, dtype=BFLOAT16) for side in ("k_cache", "v_cache")},
     "page_table": torch.zeros(2, 5, dtype=INT32),
 }
+_ODD = {"q": torch.zeros(4, 6, 64, dtype=BFLOAT16)}  # three query heads a key head, which nobody serves
 
 
 @pytest.mark.parametrize(
     ("name", "kernel", "changed", "reason"),
     [
-        ("mha_prefill", "cutedsl_mha_prefill_any_window_64", {"window_left": 128, "logit_cap": 30.0}, "traits: .*logit_cap"),
+        (
+            "mha_prefill",
+            "cutedsl_mha_prefill_any_window_64",
+            {**_ODD, "window_left": 128, "logit_cap": 30.0},
+            "traits: .*logit_cap",
+        ),
         (
             "mha_prefill",
             "cutedsl_mha_prefill_window_64",
-            {"window_left": 128, "logit_cap": 30.0},
+            {**_ODD, "window_left": 128},
             "traits: .*window_left=128 is not at most 127",
         ),
         (
             "mha_prefill",
             "cutedsl_mha_prefill_64",
-            {"q": torch.zeros(4, 6, 64, dtype=BFLOAT16)},
+            _ODD,
             "traits: gqa_ratio=3 is not one of",
         ),
-        ("mha_prefill", "cutedsl_mha_prefill_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
+        ("mha_prefill", "cutedsl_mha_prefill_64", {**_ODD, "logit_cap": 30.0}, "traits: .*logit_cap"),
         (
             "mha_extend_with_kvcache",
             "cutedsl_mha_extend_with_kvcache_any_window_64",

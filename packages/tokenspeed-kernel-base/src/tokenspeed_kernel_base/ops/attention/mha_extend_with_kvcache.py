@@ -203,6 +203,11 @@ def _() -> list[Case]:
             "five query heads a key head, head_dim 80, pages of 5", paged([64, 9], [64, 7], 10, 2, 80, page_size=5, is_causal=True)
         ),
         Case("v_head_dim 96 under head_dim 160", paged([40, 7], [20, 7], 4, 2, 160, 96, is_causal=True)),
+        Case("head_dim 80, a key head for each head", paged([40, 17], [9, 17], 2, 2, 80, is_causal=True)),
+        Case("head_dim 96", paged([40, 17], [9, 17], **causal, head_dim=96)),
+        Case("head_dim 128, logit cap 50", paged([40, 17], [9, 17], **causal, head_dim=128, logit_cap=50.0)),
+        Case("head_dim 192, v_head_dim 128, pages of 32", paged([40, 17], [9, 17], 2, 2, 192, 128, page_size=32, is_causal=True)),
+        Case("head_dim 256 in a window of 30", paged([40, 17], [9, 17], 4, 2, 256, window_left=29, is_causal=True)),
         Case("NaN in slots that hold no token", paged([5, 20, 0, 50], [5, 3, 0, 30], **causal, stale=True)),
         Case("window, cap, sinks and lse together", paged([60, 9], [33, 9], **causal, **everything)),
         Case("window of the token alone, float16", paged([20, 9], [7, 9], **causal, dtype=torch.float16, window_left=0)),
@@ -235,6 +240,11 @@ def _() -> list[Case]:
         ),
         Case("gpt-oss-120b full layer 8 x 1024 of 8192", paged(long, stretch, **gpt_oss, page_size=64), large=True),
         Case("llama-70b 2 x 4096 of 8192", paged([8192] * 2, [4096] * 2, **llama_70b), large=True),
+        Case(
+            "gemma-2-9b full layer 8 x 1024 of 8192",
+            paged(long, stretch, 16, 8, 256, page_size=64, softmax_scale=0.0625, logit_cap=50.0, is_causal=True),
+            large=True,
+        ),
         Case("llama-70b 8 x 1024 of 8192, fp8 cache", paged(long, stretch, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
     ]
 

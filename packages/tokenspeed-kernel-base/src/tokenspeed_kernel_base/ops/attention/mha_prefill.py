@@ -166,6 +166,7 @@ def _(q: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
 def _() -> list[Case]:
     gpt_oss: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True}
     llama_70b: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128}
+    gemma_2_9b: dict[str, Any] = {"heads": 16, "kv_heads": 8, "head_dim": 256, "softmax_scale": 0.0625, "logit_cap": 50.0}
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     each = ("q_scale", "k_scale", "v_scale")
     return [
@@ -178,6 +179,9 @@ def _() -> list[Case]:
         Case("window of the token alone", ragged([9, 4], 4, 2, window_left=0)),
         Case("window, cap, sinks and lse together", ragged([90], 8, 4, sinks=True, window_left=31, logit_cap=5.0, return_lse=True)),
         Case("a key head for each head, head_dim 192, v_head_dim 128", ragged([40, 70], 3, 3, 192, 128)),
+        Case("head_dim 80, a key head for each head", ragged([66, 5], 2, 2, 80)),
+        Case("head_dim 96", ragged([66, 5], 4, 2, 96)),
+        Case("head_dim 128, logit cap 50", ragged([66, 5], 4, 2, 128, logit_cap=50.0)),
         Case("head_dim 256, lse", ragged([70], 4, 2, 256, return_lse=True)),
         Case("window of 1000, five query heads a key head", ragged([66, 9], 5, 1, 64, window_left=1000)),
         Case("window of 150", ragged([300, 9], 4, 1, window_left=149)),
@@ -209,6 +213,11 @@ def _() -> list[Case]:
         Case("llama-70b 2 x 8192", ragged([8192] * 2, **llama_70b), large=True),
         Case("llama-70b 2 x 8192, fp8", ragged([8192] * 2, **llama_70b, dtype=e4m3, scales=each), large=True),
         Case("gpt-oss-120b full layer 4 x 8192, fp8", ragged([8192] * 4, **gpt_oss, dtype=e4m3, scales=each), large=True),
+        Case("gemma-2-9b full layer 4 x 4096", ragged([4096] * 4, **gemma_2_9b), large=True),
+        Case("gemma-2-9b sliding layer 2 x 8192", ragged([8192] * 2, **gemma_2_9b, window_left=4095), large=True),
+        Case("gemma-3-12b full layer 4 x 4096", ragged([4096] * 4, 16, 8, 256, softmax_scale=0.0625), large=True),
+        Case("phi-3-mini 4 x 4096", ragged([4096] * 4, 32, 32, 96), large=True),
+        Case("phi-2 8 x 2048", ragged([2048] * 8, 32, 32, 80), large=True),
         Case("llama-70b 37 to 4000 tokens", ragged([37, 4000, 515, 1234], **llama_70b, return_lse=True), large=True),
     ]
 

@@ -1,10 +1,14 @@
-"""Full causal attention: of whole sequences whose keys lie in a row, and of new tokens to a paged cache.
+"""Attention of many queries: of whole sequences whose keys lie in a row, and of new tokens to a paged cache.
 
 A tile is all query heads of one key head at 24 consecutive positions, 192 rows, where 8 query heads share a key head: their keys
 are read once, and less of the diagonal is computed for nothing than with 192 positions of one head. Three warpgroups have 64 rows
 each and walk the keys from the diagonal down, 128 at a time. While the tensor cores multiply weights of a block with its values,
 a warpgroup computes the weights of the next block, of the next tile after the last one (FlashAttention-3, Shah et al., 2024,
 arXiv:2407.08608, has the overlap within a tile).
+
+Heads of other widths than 64 and 128 have tiles of their own, see `prefill_config.TILES`. Wide ones leave room for one tile of
+queries: each warpgroup gives its 64 rows back after the last product with keys, and gets those of the next tile while it computes
+weights. Columns that fill no panel of shared memory are zeros there.
 
 One CTA a multiprocessor takes tile after tile. A warp of it finds them: it reads the lengths of up to 32 sequences, one a lane, and
 goes through their tiles from the longest to the shortest. An atomic counter says which ones are this CTA's.
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
@@ -30,6 +35,7 @@ from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import (
     HEAD_DIMS,
+    OTHER_WIDTHS,
     PAGE_SIZES,
     PAGED,
     PAGED_ALL_FP8,
@@ -38,7 +44,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.served import (
     RAGGED_FP8,
     traits,
 )
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, scales_at, sinks_at
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -58,12 +64,25 @@ def _program_of(
     page_size: int,
     windowed: bool,
     device: int,
+    v_head_dim: int,
+    capped: bool,
+    own_kv: bool,
 ) -> tuple[Callable[..., Any], int]:
     """The program, and the most CTAs that run at once."""
     fp8 = dtype not in DTYPES
     name = "bfloat16" if fp8 else DTYPES[dtype]
-    kinds = {"fp8": fp8, "fp8_cache": cache != dtype, "windowed": windowed}
-    config = Config(name, head_dim, heads // kv_heads, page_size, **kinds)
+    config = Config(
+        name,
+        head_dim,
+        heads // kv_heads,
+        page_size,
+        fp8=fp8,
+        fp8_cache=cache != dtype,
+        windowed=windowed,
+        v_head_dim=0 if head_dim in HEAD_DIMS else v_head_dim,
+        capped=capped,
+        own_kv=own_kv,
+    )
     return prefill_program(config), multiprocessors(device)
 
 
@@ -84,10 +103,10 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches causal attention of whole sequences. The operator has checked the arguments; a logit_cap is not supported."""
-    return _launch(
-        q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, window_left, sinks, return_lse, softmax_scale, q_scale, k_scale,
-        v_scale, out,
+    """Launches causal attention of whole sequences. The operator has checked the arguments."""
+    return attend(
+        q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale,
+        k_scale, v_scale, out,
     )  # fmt: skip
 
 
@@ -112,19 +131,18 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches attention of new tokens to a paged cache. Arguments are checked, there is no logit_cap, and with a
-    window it is causal."""
+    """Launches attention of new tokens to a paged cache. Arguments are checked, and with a window it is causal."""
     pages, page_size, kv_heads, _ = k_cache.shape
     if not (pages and max_seqlen_k):  # nobody sees a key, but bulk copies are of some page
-        k_cache = v_cache = k_cache.new_zeros(1, *k_cache.shape[1:])
+        k_cache, v_cache = (cache.new_zeros(1, *cache.shape[1:]) for cache in (k_cache, v_cache))
         page_table = page_table.new_zeros(page_table.shape[0], 1)
-    return _launch(
-        q, k_cache, v_cache, kv_heads, page_size, cu_seqlens_q, cache_seqlens, page_table, is_causal, window_left, sinks,
-        return_lse, softmax_scale, q_scale, k_scale, v_scale, out,
+    return attend(
+        q, k_cache, v_cache, kv_heads, page_size, cu_seqlens_q, cache_seqlens, page_table, is_causal, window_left, logit_cap,
+        sinks, return_lse, softmax_scale, q_scale, k_scale, v_scale, out,
     )  # fmt: skip
 
 
-def _launch(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,6 +153,7 @@ def _launch(
     page_table: Tensor | None,
     causal: bool,
     window_left: int,
+    logit_cap: float,
     sinks: Tensor | None,
     return_lse: bool,
     softmax_scale: float | None,
@@ -143,19 +162,31 @@ def _launch(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    """Launches attention on checked arguments.
+
+    Args:
+        page_size: tokens of a page of k and v, or 0 where these are ``[kv_tokens, kv_heads, dim]``.
+        cu_seqlens: of the queries.
+        cache_seqlens: int32 ``[batch]`` of a paged cache, else offsets ``[batch + 1]`` of keys, or None for those of the queries.
+        page_table: of a paged cache.
+    """
     tokens, heads, head_dim = q.shape
+    v_head_dim = v.shape[-1]
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         device = q.get_device()
-        launch, processors = _program_of(q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, window_left >= 0, device)
+        own_kv = cache_seqlens is not None and not page_size
+        launch, processors = _program_of(
+            q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, window_left >= 0, device, v_head_dim, logit_cap > 0, own_kv
+        )
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
         sinks, *its = sinks_at(sinks)
-        scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        scale, to_cap = scales_of_scores(head_dim, softmax_scale, logit_cap)
         q_scale, *of_q = scales_at(q_scale)
         k_scale, *of_k = scales_at(k_scale)
         v_scale, *of_v = scales_at(v_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v, window_left
+        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v, window_left, to_cap
         if k.dtype not in DTYPES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         given = out
@@ -165,9 +196,29 @@ def _launch(
                 out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
         out = deliver(launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others), given)
     elif out is None:
-        out = torch.empty_like(q, dtype=output_dtype(q))
+        out = q.new_empty(tokens, heads, v_head_dim, dtype=output_dtype(q))
     return out if lse is None else (out, lse)
 
+
+_FORMS: tuple[tuple[Callable[..., Any], frozenset[FormatSignature], dict[str, Any]], ...] = (
+    (mha_prefill, RAGGED, {}),
+    (mha_extend_with_kvcache, PAGED, {"page_size": set(PAGE_SIZES), "is_causal": {True}}),
+)
+for _k_dim, _v_dim in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
+    # At 64 and 128 these are for capped scores only, and leave short windows to those of `window`.
+    _capped = _k_dim in HEAD_DIMS
+    for _launcher, _formats, _traits in _FORMS:
+        register_kernel(
+            "attention",
+            _launcher.__name__,
+            name=f"cutedsl_{_launcher.__name__}{'_capped' * _capped}_{_k_dim}{f'_{_v_dim}' * (_k_dim != _v_dim)}",
+            solution="cutedsl",
+            capability=CUTEDSL_HOPPER,
+            signatures=_formats,
+            traits=traits(_k_dim, _v_dim, sliding_window=any, logit_cap={True} if _capped else any, **_traits),
+            priority=Priority.SPECIALIZED - _capped,
+            tags={"determinism"},
+        )(_launcher)
 
 for _head_dim in HEAD_DIMS:
     _paged = {"page_size": set(PAGE_SIZES), "scaled": any}

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, OTHER_WIDTHS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
+
+
+class Tile(NamedTuple):
+    """The shape of a tile.
+
+    Attributes:
+        rows: of queries, 64 a warpgroup that computes.
+        keys: of a block of keys.
+        q_stages: tiles of queries in shared memory. Where there is one, each warpgroup has the next tile's queries loaded when it
+            has multiplied those of this tile with their last block of keys, while it computes the weights of that block.
+        kv_stages: blocks of keys, and of values, in shared memory.
+    """
+
+    rows: int
+    keys: int
+    q_stages: int
+    kv_stages: int
+
+
+# By the widths of keys and of values, where keys lie in a row, and in pages. They fill the shared memory of a multiprocessor, and
+# the accumulators of output and scores fit the registers of a thread. Outputs are stored from registers. On an H200, in TFLOP/s:
+# * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
+#   of 16 heads: 725; 721, 721, 674.
+# * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
+# * Phi-3-mini (96 columns), 4 x 4096: 595; (192, 96, 2, 3) 568, (128, 160, 2, 2) 528, (128, 192, 1, 2) 531.
+# * Phi-2 (80 columns), 8 x 2048: 463; 436, 390, 391.
+TILES = {
+    (192, 128): (Tile(192, 64, 1, 3), Tile(128, 128, 1, 2)),
+    (256, 256): (Tile(128, 64, 1, 2), Tile(128, 64, 1, 2)),
+    (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
+    (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +55,7 @@ class Config:
 
     Attributes:
         dtype: of q, k, v and the output; of the output alone where those are fp8.
-        head_dim: 64 or 128.
+        head_dim: columns of q and k: 64 or 128, or one of TILES.
         gqa_ratio: query heads a key head. They are rows of the same tile.
         page_size: tokens of a page; 0 where the keys of a sequence lie in a row.
         section_mib: MiB of keys and values that tiles which run together may read, so that they find them in the L2 cache. With 8
@@ -33,6 +67,9 @@ class Config:
             registers for those that compute, and 72 for those that convert, it was no quicker, nor with `fp8_lazy` of 7.
         fp8_cache: whether keys and values alone are. They become ``dtype`` on their way to the products.
         windowed: whether a token sees a window of what is before it. It is causal then.
+        v_head_dim: columns of v and the output; 0 for as many as head_dim.
+        capped: whether there is a logit cap, with 16-bit operands only.
+        own_kv: whether keys in a row have offsets of their own.
     """
 
     dtype: str
@@ -44,6 +81,29 @@ class Config:
     fp8: bool = False
     fp8_cache: bool = False
     windowed: bool = False
+    v_head_dim: int = 0
+    capped: bool = False
+    own_kv: bool = False
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Columns of keys, and of values."""
+        return self.head_dim, self.v_head_dim or self.head_dim
+
+    @property
+    def tile(self) -> Tile | None:
+        """The shape of a tile of other widths than 64 and 128."""
+        return TILES[self.widths][self.paged] if self.widths in TILES else None
+
+    @property
+    def splits_q(self) -> bool:
+        """Whether each warpgroup waits for queries of its own, and gives them back as soon as it has used them."""
+        return self.q_stages == 1
+
+    @property
+    def stores_from_registers(self) -> bool:
+        """Whether outputs go to global memory without a tile in shared memory in between."""
+        return self.tile is not None
 
     @property
     def converts(self) -> bool:
@@ -73,12 +133,24 @@ class Config:
     @property
     def panel(self) -> int:
         """Columns of q, keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
-        return min(self.head_dim, 128 // self.bytes)
+        return 32 if self.head_dim % 64 else min(self.head_dim, 128 // self.bytes)
+
+    @property
+    def k_columns(self) -> int:
+        """Columns of queries and keys in shared memory. Bulk copies fill those beyond head_dim with zeros."""
+        return -(-self.head_dim // self.panel) * self.panel
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of values in shared memory."""
+        return -(-self.widths[1] // self.panel) * self.panel
 
     @property
     def block_m(self) -> int:
-        """Rows of a tile, 64 a warpgroup. With head_dim 128 the registers are for two of them."""
-        return 192 if self.head_dim == 64 else 128
+        """Rows of a tile, 64 a warpgroup. With head_dim 128, or a cap, the registers are for two of them."""
+        if self.tile:
+            return self.tile.rows
+        return 192 if self.head_dim == 64 and not self.capped else 128
 
     @property
     def block_n(self) -> int:
@@ -86,6 +158,8 @@ class Config:
 
         An fp8 cache of head_dim 128 leaves room for 64, as it lies in shared memory before and after it is converted.
         """
+        if self.tile:
+            return self.tile.keys
         return 64 if self.fp8_cache and self.head_dim == 128 else 128
 
     @property
@@ -105,11 +179,23 @@ class Config:
     @property
     def q_stages(self) -> int:
         """Tiles of queries on their way."""
-        return 2
+        return self.tile.q_stages if self.tile else 2
+
+    @property
+    def q_records(self) -> int:
+        """Records of tiles in shared memory: one a stage of queries, or two a warpgroup."""
+        return 2 * self.warpgroups if self.splits_q else self.q_stages
+
+    @property
+    def q_positions(self) -> int:
+        """Query positions of a bulk copy."""
+        return 64 // self.gqa_ratio if self.splits_q else self.positions
 
     @property
     def kv_stages(self) -> int:
         """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
+        if self.tile:
+            return self.tile.kv_stages
         if self.fp8_cache:
             return 3
         return 4 if self.head_dim == 64 else 3 if self.fp8 else 2
@@ -133,22 +219,27 @@ class Config:
     @property
     def box(self) -> int:
         """Keys of a bulk copy: all of one page."""
-        return min(self.page_size, self.block_n) if self.paged else self.block_n
+        return math.gcd(self.page_size, self.block_n) if self.paged else self.block_n
 
     @property
     def q_bytes(self) -> int:
-        """Of a tile of queries."""
-        return self.gqa_ratio * self.positions * self.head_dim * self.bytes
+        """Of a tile of queries, or of a warpgroup's rows of it, that are loaded together."""
+        return self.gqa_ratio * self.q_positions * self.k_columns * self.bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Of a block of keys, or of values."""
-        return self.block_n * self.head_dim * self.bytes
+        """Of a block of keys."""
+        return self.block_n * self.k_columns * self.bytes
+
+    @property
+    def v_bytes(self) -> int:
+        """Of a block of values."""
+        return self.block_n * self.v_columns * self.bytes
 
     @property
     def store_by_tma(self) -> bool:
-        """Whether the rows of a warpgroup are whole positions, which a bulk copy can store."""
-        return 64 % self.gqa_ratio == 0
+        """Whether outputs lie in shared memory, and the rows of a warpgroup are whole positions, which a bulk copy can store."""
+        return not self.stores_from_registers and 64 % self.gqa_ratio == 0
 
     @property
     def _converters_want(self) -> bool:
@@ -160,7 +251,7 @@ class Config:
         """No program of `every_config` spills."""
         if self._converters_want:
             return 152 if self.head_dim == 64 else 224
-        return 160 if self.head_dim == 64 else 232
+        return 160 if self.warpgroups == 3 else 232
 
     @property
     def producer_registers(self) -> int:
@@ -178,4 +269,14 @@ def every_config() -> list[Config]:
         for head_dim in HEAD_DIMS
         for gqa_ratio in GQA_RATIOS
         for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
+    ] + [
+        Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
+        for dtype in DTYPES.values()
+        for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
+        for capped in (False, True)
+        if capped or v_head_dim
+        for windowed in (False, True)
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (0, *PAGE_SIZES)
+        for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
     ]

@@ -38,16 +38,17 @@ def fake_arguments(config: Config):
         arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)
     )
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
-    q, out = of_q(tokens, heads, config.head_dim), arguments.rows(config.dtype, tokens, heads, config.head_dim)
+    q, out = of_q(tokens, heads, config.head_dim), arguments.rows(config.dtype, tokens, heads, config.widths[1])
     if config.paged:
         pages = size()
-        k, v = (of_kv(pages, config.page_size, kv_heads, config.head_dim) for _ in range(2))
+        k, v = (of_kv(pages, config.page_size, kv_heads, width) for width in config.widths)
         paging = ints(batch), ints(batch, size())
     else:
         kv_tokens = size()
-        k, v = (of_kv(kv_tokens, kv_heads, config.head_dim) for _ in range(2))
-        paging = None, None
+        k, v = (of_kv(kv_tokens, kv_heads, width) for width in config.widths)
+        paging = ints(size()) if config.own_kv else None, None
     scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0), *([Int64(0), Int32(0)] * 3), Int32(0))
+    scalars = *scalars, Float32(0) if config.capped else None
     return q, k, v, out, ints(size()), *paging, *scalars, arguments.stream()
 
 
@@ -95,20 +96,21 @@ class Prefill(Converters, Consumers):
         v_scales: Int64,
         v_apart: Int32,
         window_left: Int32,
+        to_cap: Optional[Float32],
         stream: cuda.CUstream,
     ):
         c = self.config
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q_tma = make_tma(load, gqa_packed(q), ((c.gqa_ratio, c.positions), c.panel))
+        q_tma = make_tma(load, gqa_packed(q), ((c.gqa_ratio, c.q_positions), c.panel))
         k_tma = make_tma(load, tokens_first(k, c.paged), (c.box, (self.raw_ring if c.fp8_cache else self.kv_ring).columns))
-        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, (self.raw_ring if c.converts else self.kv_ring).columns))
+        v_tma = make_tma(load, tokens_first(v, c.paged), (c.box, (self.raw_ring if c.converts else self.v_ring).columns))
         out_tma = None
         if const_expr(c.store_by_tma):
             out_tma = make_tma(store, gqa_packed(out), ((c.gqa_ratio, 64 // c.gqa_ratio), PANEL))
         mmas = Mmas(
             make_qk_mma(self.mma_dtype, c.block_n, c.warpgroups),
             make_qk_mma(self.mma_dtype, c.block_n // 2, c.warpgroups),
-            make_pv_mma(self.mma_dtype, c.head_dim, c.warpgroups),
+            make_pv_mma(self.mma_dtype, c.v_columns, c.warpgroups),
         )
         kv_heads = k.shape[2] if const_expr(c.paged) else k.shape[1]
         counter = cute.make_tensor(cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(2))
@@ -117,7 +119,7 @@ class Prefill(Converters, Consumers):
         self.kernel(
             q_tma, k_tma, v_tma, out_tma, out, Sequences(cu_seqlens, cache_seqlens, page_table), counter, lse,
             Sinks(sinks, sinks_kind), scale, causal, kv_heads, mmas,
-            (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)), window_left,
+            (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)), window_left, to_cap,
         ).launch(
             grid=(cutlass.min(most, processors), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
@@ -140,9 +142,10 @@ class Prefill(Converters, Consumers):
         mmas: Mmas,
         scales: tuple,
         window_left: Int32,
+        to_cap: Optional[Float32],
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = Shared(utils.SmemAllocator().allocate(self.storage()))
+        shared = self.shared_of(utils.SmemAllocator().allocate(self.storage()))
         if warp_index == 0:
             cpasync.prefetch_descriptor(q.atom)
             cpasync.prefetch_descriptor(k.atom)
@@ -150,8 +153,12 @@ class Prefill(Converters, Consumers):
             if const_expr(self.config.store_by_tma):
                 cpasync.prefetch_descriptor(out_tma.atom)
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(self.config.q_stages):
-                    shared.q_pipe.init(stage, 4 * self.config.warpgroups)
+                if const_expr(self.config.splits_q):
+                    for wg in cutlass.range_constexpr(self.config.warpgroups):
+                        shared.q_pipe.init(wg, 4)
+                else:
+                    for stage in cutlass.range_constexpr(self.config.q_stages):
+                        shared.q_pipe.init(stage, 4 * self.config.warpgroups)
                 for stage in cutlass.range_constexpr(self.config.kv_stages):
                     shared.k_pipe.init(stage, 4 * self.config.warpgroups)
                     shared.v_pipe.init(stage, 4 * self.config.warpgroups)
@@ -175,7 +182,7 @@ class Prefill(Converters, Consumers):
                 self.convert(shared, warp_index - 1, causal, window_left)
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, mmas)
+            self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, to_cap, mmas)
 
     # -- which tile ------------------------------------------------------------------------------------------------------------
 
@@ -195,8 +202,10 @@ class Prefill(Converters, Consumers):
             kv_len = q_len
             if const_expr(self.config.paged):
                 kv_len = sequences.cache_seqlens[at]
+            if const_expr(self.config.own_kv):
+                kv_len = sequences.cache_seqlens[at + 1] - sequences.cache_seqlens[at]
         # In units of 16 keys of one head, so that no sum overflows.
-        budget = (self.config.section_mib << 20) // (16 * 4 * self.config.head_dim)
+        budget = (self.config.section_mib << 20) // (16 * 2 * sum(self.config.widths))
         weight = (kv_len + 15) // 16
         weight = cutlass.min(weight, budget + 1)
         total = registers.warp_prefix_sum(weight * kv_heads, lane)
@@ -272,7 +281,8 @@ class Prefill(Converters, Consumers):
                         level -= 1
                         at_level = cute.arch.popc(registers.ballot(tiles > level)) * head_count
 
-            shared.q_pipe.acquire(q_at)
+            if const_expr(not c.splits_q):
+                shared.q_pipe.acquire(q_at)
             if working:
                 rank = order - passed
                 seat = rank // head_count
@@ -286,7 +296,7 @@ class Prefill(Converters, Consumers):
                 t_start = cute.arch.shuffle_sync(start, offset=source)
                 t_q_len = cute.arch.shuffle_sync(q_len, offset=source)
                 t_kv_len = cute.arch.shuffle_sync(kv_len, offset=source)
-                keys = Keys(section + source, t_start, t_kv_len, kv_head)
+                keys = Keys(section + source, self.first_key(sequences, section + source, t_start), t_kv_len, kv_head)
                 position = level * c.positions
 
                 fetched = Int32(0)
@@ -299,14 +309,16 @@ class Prefill(Converters, Consumers):
                     of_tile = registers.bits_of(qk_scale), registers.bits_of(v_scale)
                 else:
                     of_tile = ()
-                if lane == 0:
-                    shared.record(q_at).write(t_start, t_q_len, t_kv_len, position, kv_head, *of_tile)
-                cute.arch.sync_warp()
+                if const_expr(not c.splits_q):
+                    if lane == 0:
+                        shared.record(q_at).write(t_start, t_q_len, t_kv_len, position, kv_head, *of_tile)
+                    cute.arch.sync_warp()
                 first, end = self.blocks_seen(t_q_len, t_kv_len, position, causal, window_left)
 
-                with cute.arch.elect_one():
-                    shared.q_pipe.commit(q_at, c.q_bytes)
-                self.load_q(shared, q, q_at, t_start + position, kv_head)
+                if const_expr(not c.splits_q):
+                    with cute.arch.elect_one():
+                        shared.q_pipe.commit(q_at, c.q_bytes)
+                    self.load_q(shared, q, q_at, t_start + position, kv_head)
 
                 # From the last block down; values follow a block behind the keys.
                 for i in cutlass.range(end - first + 1, unroll=1):
@@ -317,22 +329,27 @@ class Prefill(Converters, Consumers):
                             k_boxes = self.kv_ring.boxes(shared.storage.k, c.box)
                             self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, end - 1 - i, keys, sequences.page_table)
                             k_at = advance(k_at, c.kv_stages)
+                    if const_expr(c.splits_q):
+                        if i == 0:  # there is room for these keys before there is any for queries
+                            self.load_split_q(shared, q, q_at, (t_start, t_q_len, t_kv_len, position, kv_head))
                     if i > 0:
                         if const_expr(c.converts):
                             raw_at = self.load_raw(shared, v, raw_at, end - i, keys, sequences.page_table)
                         else:
-                            v_boxes = self.kv_ring.boxes(shared.storage.v, c.box)
-                            self.load_kv(v_boxes, c.kv_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
+                            v_boxes = self.v_ring.boxes(shared.storage.v, c.box)
+                            self.load_kv(v_boxes, c.v_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
                             v_at = advance(v_at, c.kv_stages)
 
                 order = grid + cute.arch.shuffle_sync(fetched, offset=0)
+            elif const_expr(c.splits_q):
+                self.end_split_q(shared, q_at)
             else:
                 if lane == 0:
                     shared.record(q_at).write_end()
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     shared.q_pipe.full.arrive(q_at)
-            q_at = advance(q_at, c.q_stages)
+            q_at = self.next_q(q_at)
 
         cute.arch.griddepcontrol_launch_dependents()
         # The last CTA that is done leaves the counters at zero, for the next launch.
@@ -353,6 +370,49 @@ class Prefill(Converters, Consumers):
         for panel in cutlass.range_constexpr(self.q_ring.panels):
             source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * c.panel), q.tensor)
             tma_load(q.atom, source, box, tiles[None, None, panel, 0, at.stage], shared.q_pipe.full.of(at))
+
+    @cute.jit
+    def load_split_q(self, shared: Shared, q: Tma, q_at: Cursor, numbers: tuple):
+        """Loads the queries of a tile to the place of each warpgroup, as soon as that has no use for those before.
+
+        Args:
+            numbers: those of the tile's record, which is written too.
+        """
+        c = self.config
+        t_start, _, _, position, kv_head = numbers
+        box = ((c.gqa_ratio, c.q_positions), c.panel)
+        tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.q_positions, c.warpgroups)
+        for wg in cutlass.range_constexpr(c.warpgroups):
+            at = Cursor(Int32(wg), q_at.phase)
+            shared.q_pipe.acquire(at)
+            if cute.arch.lane_idx() == 0:
+                shared.record(Cursor(at.stage, at.phase ^ 1)).write(*numbers)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                shared.q_pipe.commit(at, c.q_bytes)
+            token = t_start + position + wg * c.q_positions
+            for panel in cutlass.range_constexpr(self.q_ring.panels):
+                source = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * c.panel), q.tensor)
+                tma_load(q.atom, source, box, tiles[None, None, panel, wg, 0], shared.q_pipe.full.of(at))
+
+    @cute.jit
+    def end_split_q(self, shared: Shared, q_at: Cursor):
+        """Says to each warpgroup that there is no further tile."""
+        for wg in cutlass.range_constexpr(self.config.warpgroups):
+            at = Cursor(Int32(wg), q_at.phase)
+            shared.q_pipe.acquire(at)
+            if cute.arch.lane_idx() == 0:
+                shared.record(Cursor(at.stage, at.phase ^ 1)).write_end()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                shared.q_pipe.full.arrive(at)
+
+    @cute.jit
+    def first_key(self, sequences: Sequences, sequence: Int32, token: Int32) -> Int32:
+        """Where the keys of a sequence begin whose queries begin at a token."""
+        if const_expr(self.config.own_kv):
+            token = sequences.cache_seqlens[sequence]
+        return token
 
     @cute.jit
     def load_raw(self, shared: Shared, kv: Tma, at: Cursor, block: Int32, keys: Keys, page_table: Optional[cute.Tensor]):
@@ -390,9 +450,14 @@ class Prefill(Converters, Consumers):
             number, slot = block * pages + lane % pages, 0
             if const_expr(c.page_size > c.block_n):  # a block is a part of a page
                 number, slot = block * c.block_n // c.page_size, block * c.block_n % c.page_size
+            split = c.box < min(c.page_size, c.block_n)  # neither of a page and a block is a whole number of the other
+            if const_expr(split):
+                number = (block * c.block_n + lane % pages * c.box) // c.page_size
             page = page_table[keys.sequence, cutlass.min(number, last)]
             for i in cutlass.range(pages, unroll=2):
                 one = cute.arch.shuffle_sync(page, offset=i)
+                if const_expr(split):
+                    slot = (block * c.block_n + i * c.box) % c.page_size
                 for panel in cutlass.range_constexpr(panels):
                     source = cute.domain_offset((slot, panel * columns), kv.tensor[None, None, keys.kv_head, one])
                     tma_load(kv.atom, source, (c.box, columns), boxes[None, None, i, panel, at.stage], full)

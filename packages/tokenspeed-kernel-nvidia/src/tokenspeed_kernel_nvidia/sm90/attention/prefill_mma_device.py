@@ -89,8 +89,17 @@ class Consumers(Tiles):
     """The part of the kernel that computes."""
 
     @cute.jit
-    def consume(self, shared: Shared, output: Output, scale: Float32, causal: Int32, window_left: Int32, mmas: Mmas):
-        """All tiles of the CTA, 64 rows of each."""
+    def consume(
+        self,
+        shared: Shared,
+        output: Output,
+        scale: Float32,
+        causal: Int32,
+        window_left: Int32,
+        to_cap: Optional[Float32],
+        mmas: Mmas,
+    ):
+        """Computes all tiles of the CTA, 64 rows of each."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128
@@ -102,7 +111,7 @@ class Consumers(Tiles):
         if const_expr(c.fp8):
             s_v = self.turned_ring.tiles(shared.storage.v, dtype=kind)
         else:
-            s_v = self.kv_ring.transposed(shared.storage.v)
+            s_v = self.v_ring.transposed(shared.storage.v)
         qk, half, pv = (mma.get_slice(wg * 128) for mma in (mmas.qk, mmas.qk_half, mmas.pv))
         ops = Operands(
             qk.make_fragment_A(qk.partition_A(s_q)),
@@ -111,9 +120,9 @@ class Consumers(Tiles):
             pv.make_fragment_B(pv.partition_B(s_v)),
             pv.make_fragment_A(pv.partition_shape_A((c.block_m, n))),
         )
-        acc = cute.make_rmem_tensor(pv.partition_shape_C((c.block_m, c.head_dim)), Float32)
+        acc = cute.make_rmem_tensor(pv.partition_shape_C((c.block_m, c.v_columns)), Float32)
 
-        q_at, k_at, v_at = first_to_read(), first_to_read(), first_to_read()
+        q_at, k_at, v_at = self.first_q(wg), first_to_read(), first_to_read()
         if wg == 0:
             self.give_turn(c.warpgroups - 1)
 
@@ -128,16 +137,21 @@ class Consumers(Tiles):
             scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
             shared.k_pipe.wait(k_at)
             self.take_turn(wg)
-            start_mma(mmas.qk, scores, ops.q[None, None, None, q_at.stage], ops.k[None, None, None, k_at.stage])
+            start_mma(mmas.qk, scores, self.q_of(ops, q_at), ops.k[None, None, None, k_at.stage], steps=self.q_steps)
             self.give_turn(wg)
             warpgroup.wait_group(0)
             shared.k_pipe.release(k_at)
             k_at = advance(k_at, c.kv_stages)
+            if const_expr(c.capped):
+                softmax.cap_by_tanh(scores, to_cap)
             self.mask(scores, (hidden_0, hidden_1), block * n, begin)
             softmax.softmax_first(scores, sums.row_max, sums.row_sum, tile_scale, c.lift)
             self.round_weights(scores, ops.probs)
             acc.fill(0.0)
             while working:
+                if const_expr(c.splits_q):
+                    if block == begin.block:  # it is the last one, too
+                        shared.q_pipe.release(q_at)
                 # The first block's probabilities are there. Those of slots beyond the sequence are 0, but values there may be NaN.
                 if const_expr(not c.converts):  # otherwise they have been cleared
                     if kv_len < (block + 1) * n:
@@ -146,34 +160,25 @@ class Consumers(Tiles):
                 while block > open_blocks:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, begin, True
-                    )
+                        shared, mmas, ops, sums, tile_scale, to_cap, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n,
+                        begin, True,
+                    )  # fmt: skip
                 if const_expr(c.windowed):
                     while block > begin.full_block:
                         block -= 1
                         k_at, v_at = self.step(
-                            shared, mmas, ops, sums, tile_scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, begin, False
-                        )
+                            shared, mmas, ops, sums, tile_scale, to_cap, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n,
+                            begin, False,
+                        )  # fmt: skip
                 while block > begin.block:
                     block -= 1
                     k_at, v_at = self.step(
-                        shared,
-                        mmas,
-                        ops,
-                        sums,
-                        tile_scale,
-                        q_at,
-                        k_at,
-                        v_at,
-                        wg,
-                        (hidden_0, hidden_1),
-                        block * n,
-                        begin,
-                        c.windowed,
-                    )
+                        shared, mmas, ops, sums, tile_scale, to_cap, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n,
+                        begin, c.windowed,
+                    )  # fmt: skip
 
                 # The last product with values goes together with the first one with keys of the next tile.
-                next_at = advance(q_at, c.q_stages)
+                next_at = self.next_q(q_at)
                 shared.q_pipe.wait(next_at)
                 working = shared.record(next_at).exists
                 if working:
@@ -183,12 +188,12 @@ class Consumers(Tiles):
                     tile_scale = self.scale_of(shared, next_at, scale)
                     if narrow:
                         self.next_tile(
-                            shared, output, tile_scale, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at, k_at, v_at, wg,
-                            hidden_from, first_key, begin, n // 2,
+                            shared, output, tile_scale, to_cap, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at,
+                            k_at, v_at, wg, hidden_from, first_key, begin, n // 2,
                         )  # fmt: skip
                     else:
                         self.next_tile(
-                            shared, output, tile_scale, mmas.qk, mmas.pv, ops, ops.k, sums, q_at, next_at, k_at, v_at, wg,
+                            shared, output, tile_scale, to_cap, mmas.qk, mmas.pv, ops, ops.k, sums, q_at, next_at, k_at, v_at, wg,
                             hidden_from, first_key, begin, n,
                         )  # fmt: skip
                     k_at, v_at = advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
@@ -246,6 +251,7 @@ class Consumers(Tiles):
         ops: Operands,
         sums: Sums,
         scale: Float32,
+        to_cap: Optional[Float32],
         q_at: Cursor,
         k_at: Cursor,
         v_at: Cursor,
@@ -262,16 +268,21 @@ class Consumers(Tiles):
             masked: whether some row does not see all of the block.
         """
         c = self.config
-        q = ops.q[None, None, None, q_at.stage]
+        q = self.q_of(ops, q_at)
         scores = cute.make_rmem_tensor(mmas.qk.get_slice(0).partition_shape_C((c.block_m, c.block_n)), Float32)
         shared.k_pipe.wait(k_at)
         self.take_turn(wg)
-        start_mma(mmas.qk, scores, q, ops.k[None, None, None, k_at.stage])
+        start_mma(mmas.qk, scores, q, ops.k[None, None, None, k_at.stage], steps=self.q_steps)
         shared.v_pipe.wait(v_at)
         start_mma(mmas.pv, sums.acc, ops.probs, ops.v[None, None, None, v_at.stage], True)
         self.give_turn(wg)
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
+        if const_expr(c.splits_q):
+            if first_key == begin.block * c.block_n:
+                shared.q_pipe.release(q_at)
+        if const_expr(c.capped):
+            softmax.cap_by_tanh(scores, to_cap)
         if const_expr(masked):
             self.mask(scores, hidden_from, first_key, begin)
         grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.slack, c.lift)
@@ -286,6 +297,7 @@ class Consumers(Tiles):
         shared: Shared,
         output: Output,
         scale: Float32,
+        to_cap: Optional[Float32],
         qk: cute.TiledMma,
         pv: cute.TiledMma,
         ops: Operands,
@@ -307,18 +319,20 @@ class Consumers(Tiles):
             qk, k, columns: the first scores' product, its keys, and how many those are: a block, or half of it.
         """
         c = self.config
-        q, k = ops.q[None, None, None, next_at.stage], k[None, None, None, k_at.stage]
+        q, k = self.q_of(ops, next_at), k[None, None, None, k_at.stage]
         v = ops.v[None, None, None, v_at.stage]
         scores = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_C((c.block_m, columns)), Float32)
         shared.k_pipe.wait(k_at)
         self.take_turn(wg)
-        start_mma(qk, scores, q, k)
+        start_mma(qk, scores, q, k, steps=self.q_steps)
         shared.v_pipe.wait(v_at)
         start_mma(pv, sums.acc, ops.probs, v, True)
         self.give_turn(wg)
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         next_max, next_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        if const_expr(c.capped):
+            softmax.cap_by_tanh(scores, to_cap)
         self.mask(scores, hidden_from, first_key, begin)
         softmax.softmax_first(scores, next_max, next_sum, scale, c.lift)
         self.finish_pv(sums.acc, Boolean(False), next_sum, next_sum)
@@ -328,6 +342,15 @@ class Consumers(Tiles):
         for r in cutlass.range_constexpr(2):
             sums.row_max[r], sums.row_sum[r] = next_max[r], next_sum[r]
         sums.acc.fill(0.0)
+
+    def q_of(self, ops: Operands, at: Cursor) -> cute.Tensor:
+        """The queries of a tile, as the left operand of the product with keys."""
+        return ops.q[None, None, None, 0 if self.config.splits_q else at.stage]
+
+    @property
+    def q_steps(self) -> int:
+        """How many steps the product with keys has: columns of zeros are left out."""
+        return -(-self.config.head_dim * self.config.bytes // 32)
 
     @cute.jit
     def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32) -> Float32:
@@ -407,15 +430,17 @@ class Consumers(Tiles):
     @cute.jit
     def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
         """Writes zeros to the values of slots from ``valid`` on. Every warpgroup does it for itself, with the same result."""
+        c = self.config
         thread = self.place(wg)[0] % 128
-        values = self.kv_ring.chunks(shared.storage.v)
+        values = self.v_ring.chunks(shared.storage.v)
+        chunks = c.panel // 8  # of a row of a panel, 16 bytes each
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
-        row = valid + thread // 8
-        while row < self.config.block_n:
-            for panel in cutlass.range_constexpr(self.kv_ring.panels):
-                cute.autovec_copy(zeros, values[row, (None, thread % 8), panel, v_at.stage])
-            row += 16
+        row = valid + thread // chunks
+        while row < c.block_n:
+            for panel in cutlass.range_constexpr(self.v_ring.panels):
+                cute.autovec_copy(zeros, values[row, (None, thread % chunks), panel, v_at.stage])
+            row += 128 // chunks
         cute.arch.fence_view_async_shared()
         self.sync_warps(wg)
 
@@ -435,7 +460,8 @@ class Consumers(Tiles):
         record = shared.record(q_at)
         start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
         v_scale = record.v_scale if const_expr(c.converts) else Float32(1.0)
-        shared.q_pipe.release(q_at)
+        if const_expr(not c.splits_q):
+            shared.q_pipe.release(q_at)
         for r in cutlass.range_constexpr(2):
             place = position + (row + 8 * r) // c.gqa_ratio
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
@@ -450,9 +476,26 @@ class Consumers(Tiles):
                     at = Int64(start + place) * out.shape[1] + q_head
                     cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)[at] = -Float32.inf if total == 0.0 else value
 
+        if const_expr(c.stores_from_registers):
+            self.store_rows(out, sums.acc, (start, q_len, position, kv_head), thread, row)
+        else:
+            self.store_tile(shared, output, pv, sums.acc, (start, q_len, position, kv_head), thread, wg)
+
+    @cute.jit
+    def store_tile(
+        self, shared: Shared, output: Output, pv: cute.TiledMma, acc: cute.Tensor, numbers: tuple, thread: Int32, wg: Int32
+    ):
+        """Stores this warpgroup's rows of a tile through shared memory, in bulk where all are rows of the sequence.
+
+        Args:
+            numbers: first token of the sequence, its queries, the tile's first among them, the key head.
+        """
+        c = self.config
+        out = output.out
+        start, q_len, position, kv_head = numbers
         # This warpgroup's rows of the buffer are its own. The store before may still read them.
-        rounded = cute.make_fragment_like(sums.acc, self.dtype)
-        registers.round_to(sums.acc, rounded)
+        rounded = cute.make_fragment_like(acc, self.dtype)
+        registers.round_to(acc, rounded)
         if const_expr(c.store_by_tma):
             if thread % 128 < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -508,3 +551,27 @@ class Consumers(Tiles):
             if place < q_len and r < c.gqa_ratio * c.positions:
                 cute.autovec_copy(s_chunks[r, (None, chunk % 8), chunk // 8, 0], piece)
                 cute.autovec_copy(piece, g_chunks[start + place, kv_head * c.gqa_ratio + r % c.gqa_ratio, None, chunk])
+
+    @cute.jit
+    def store_rows(self, out: cute.Tensor, acc: cute.Tensor, numbers: tuple, thread: Int32, row: Int32):
+        """Stores this thread's two rows of a tile from registers, 16 bytes at a time.
+
+        Args:
+            numbers: see `store_tile`.
+            row: the first one; the other one is 8 below.
+        """
+        c = self.config
+        start, q_len, position, kv_head = numbers
+        lane = thread % 4
+        for r in cutlass.range_constexpr(2):
+            place = position + (row + 8 * r) // c.gqa_ratio
+            q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
+            is_row = (place < q_len) & (row + 8 * r < c.gqa_ratio * c.positions)
+            for first in cutlass.range_constexpr(0, c.v_columns // 8, 4):
+                # Each lane has two columns of each of four groups, and gets all eight columns of one of them.
+                own = [registers.pack(self.dtype, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]) for j in range(first, first + 4)]
+                words = registers.transpose_quad(own, lane)
+                column = 8 * (first + lane)
+                if is_row & (column < c.widths[1]):
+                    at = out.iterator + (Int64(start + place) * out.stride[0] + Int64(q_head) * out.stride[1] + column)
+                    registers.store_words(at.toint(), words)

@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, float_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
 
@@ -22,8 +22,9 @@ class Sequences:
 
     Attributes:
         cu_seqlens: of the queries.
-        cache_seqlens: tokens of each sequence in the cache; None where keys lie in a row.
-        page_table: likewise.
+        cache_seqlens: tokens of each sequence in the cache. Where keys lie in a row: where each sequence's begin, and their
+            number; None if they are the queries' own tokens.
+        page_table: None where keys lie in a row.
     """
 
     cu_seqlens: cute.Tensor
@@ -118,6 +119,17 @@ class Shared:
         return Record(self.storage.records.data_ptr() + q_at.stage * RECORD)
 
 
+@dataclass(frozen=True)
+class SplitShared(Shared):
+    """`Shared` where each warpgroup has barriers of its own for its queries: a cursor's stage is the number of the warpgroup.
+
+    A warpgroup gives its queries back before it stores what came of them. So it has two records in turns, by a reader's phase.
+    """
+
+    def record(self, q_at: Cursor) -> Record:
+        return Record(self.storage.records.data_ptr() + (q_at.stage * 2 + q_at.phase) * RECORD)
+
+
 class Tiles:
     """The shapes that follow from a configuration."""
 
@@ -126,8 +138,9 @@ class Tiles:
         self.dtype = dtype_of(config.dtype)
         self.mma_dtype = cutlass.Float8E4M3FN if config.fp8 else self.dtype
         panel = config.panel, config.panel * config.bytes
-        self.q_ring = Ring(config.block_m, config.head_dim, config.q_stages, *panel)
-        self.kv_ring = Ring(config.block_n, config.head_dim, config.kv_stages, *panel)
+        self.q_ring = Ring(config.block_m, config.k_columns, config.q_stages, *panel)
+        self.kv_ring = Ring(config.block_n, config.k_columns, config.kv_stages, *panel)  # of values too, where they are as wide
+        self.v_ring = Ring(config.block_n, config.v_columns, config.kv_stages, *panel)
         # Of what is to be converted: rows of head_dim bytes.
         self.raw_ring = Ring(config.block_n, config.head_dim, config.raw_stages, config.head_dim, config.head_dim)
         self.turned_ring = Ring(config.head_dim, config.block_n, config.kv_stages, 128)  # the same, transposed
@@ -136,27 +149,50 @@ class Tiles:
     def storage(self) -> Any:
         config = self.config
         dtype = cutlass.Uint8 if config.fp8 else self.dtype
+        q_barriers = config.warpgroups if config.splits_q else config.q_stages
+        out_size = 8 if config.stores_from_registers else self.out_ring.size
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[cutlass.Int64, config.q_stages]
-            q_empty: cute.struct.MemRange[cutlass.Int64, config.q_stages]
+            q_full: cute.struct.MemRange[cutlass.Int64, q_barriers]
+            q_empty: cute.struct.MemRange[cutlass.Int64, q_barriers]
             k_full: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
             k_empty: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
             v_full: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
             v_empty: cute.struct.MemRange[cutlass.Int64, config.kv_stages]
             raw_full: cute.struct.MemRange[cutlass.Int64, config.raw_stages]
             raw_empty: cute.struct.MemRange[cutlass.Int64, config.raw_stages]
-            records: cute.struct.MemRange[Int32, config.q_stages * RECORD]
+            records: cute.struct.MemRange[Int32, config.q_records * RECORD]
             q: cute.struct.Align[cute.struct.MemRange[dtype, self.q_ring.size], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
-            v: cute.struct.Align[cute.struct.MemRange[dtype, self.kv_ring.size], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, self.out_ring.size], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, self.v_ring.size], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, out_size], 1024]
             raw: cute.struct.Align[
                 cute.struct.MemRange[cutlass.Uint8, config.raw_stages * config.raw_bytes], 1024 if config.converts else 16
             ]
 
         return Storage
+
+    def shared_of(self, storage: Any) -> Shared:
+        """A CTA's shared memory, by the kind of its queries' barriers."""
+        return SplitShared(storage) if self.config.splits_q else Shared(storage)
+
+    @cute.jit
+    def first_q(self, wg: Int32) -> Cursor:
+        """Where a warpgroup finds the queries of its first tile."""
+        at = first_to_read()
+        if const_expr(self.config.splits_q):
+            at = Cursor(wg, at.phase)
+        return at
+
+    @cute.jit
+    def next_q(self, at: Cursor) -> Cursor:
+        """Where the queries of the next tile are, or go."""
+        if const_expr(self.config.splits_q):
+            at = Cursor(at.stage, at.phase ^ 1)
+        else:
+            at = advance(at, self.config.q_stages)
+        return at
 
     @cute.jit
     def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:

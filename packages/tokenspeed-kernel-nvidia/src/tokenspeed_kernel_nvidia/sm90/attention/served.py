@@ -12,7 +12,7 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 # Of keys and values alike. One kernel is declared for each, because values must be as wide as keys, and traits are constrained one
 # by one.
 HEAD_DIMS = (64, 128)
-# Those of keys and of values that prefill and extend serve besides.
+# Those of keys and of values that are served besides.
 OTHER_WIDTHS = ((192, 128), (256, 256), (96, 96), (80, 80))
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # Query heads a key head of prefill and extend, whose tiles are whole groups of heads. Some of the ratios in between would need more
@@ -31,7 +31,7 @@ _E4M3 = dense_tensor_format(FP8)
 PAGED_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), k_cache=_E4M3, v_cache=_E4M3) for dtype in DTYPES)
 
 
-def traits(head_dim: int, **others: Any) -> dict[str, Any]:
-    """Traits of a kernel for heads of this width."""
-    every = {"head_dim": head_dim, "v_head_dim": head_dim, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any}
-    return {**every, **others}
+def traits(head_dim: int, v_head_dim: int = 0, /, **others: Any) -> dict[str, Any]:
+    """Traits of a kernel for heads of this width; values are as wide as keys unless v_head_dim says otherwise."""
+    widths = {"head_dim": head_dim, "v_head_dim": v_head_dim or head_dim}
+    return {**widths, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any, **others}

@@ -75,6 +75,26 @@ def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
     return x
 
 
+@cute.jit
+def transpose_quad(words: list, lane: Int32) -> list:
+    """Four words of each of the four lanes of a quad, transposed: word i of lane j becomes word j of lane i.
+
+    Args:
+        lane: this lane's number in its quad.
+    """
+    for step in cutlass.range_constexpr(2):
+        far, upper = 1 << step, (lane >> step) % 2 == 1
+        for low in cutlass.range_constexpr(4):
+            if cutlass.const_expr(low & far == 0):
+                sent = cutlass.select_(upper, words[low], words[low + far])
+                got = cute.arch.shuffle_sync_bfly(sent, offset=far)
+                words[low], words[low + far] = (
+                    cutlass.select_(upper, got, words[low]),
+                    cutlass.select_(upper, words[low + far], got),
+                )
+    return words
+
+
 # -- fragments -----------------------------------------------------------------------------------------------------------------
 
 

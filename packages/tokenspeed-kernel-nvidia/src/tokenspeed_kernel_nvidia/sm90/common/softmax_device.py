@@ -44,6 +44,12 @@ def reciprocal_ftz(x: Float32) -> Float32:
     return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
+@cute.jit
+def tanh(x: Float32) -> Float32:
+    """By one instruction, off by at most 2^-11 of the result."""
+    return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
 # -- rows of an accumulator; for how its elements lie see `registers_device` -----------------------------------------------------
 
 
@@ -80,6 +86,20 @@ def cap(scores: cute.Tensor, factor: Float32) -> None:
     """Makes `capped` ones of scores."""
     for i in cutlass.range_constexpr(cute.size(scores)):
         scores[i] = capped(scores[i], factor)
+
+
+@cute.jit
+def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
+    """`cap` by the instruction for tanh, which is off by at most 2^-11 of it.
+
+    Were the errors of 4096 scores random and as large as that, outputs would be off by 6e-4 of their norm for scores of variance 1,
+    where rounding weights to bfloat16 takes 1.5e-3, and by 2.6e-3 for a standard deviation of 5 and a cap of 50. With `cap`
+    instead, prefill of Gemma 2 (9B: 4 x 4096 tokens, heads of 256) took 980 us on an H200, and 836 with this; that of the 27B,
+    with heads of 128, 1295 and 1028, and 839 without a cap.
+    """
+    each = factor * (0.5 * LN2)  # it is for powers of 2, of the double
+    for i in cutlass.range_constexpr(cute.size(scores)):
+        scores[i] = tanh(scores[i] * each)
 
 
 @cute.jit

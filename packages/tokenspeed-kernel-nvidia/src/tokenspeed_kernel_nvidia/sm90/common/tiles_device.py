@@ -135,8 +135,9 @@ class Ring:
 
     def transposed(self, memory) -> cute.Tensor:
         """``(head_dim, rows, stage)``, as the right operand of p @ v."""
-        shape = ((PANEL, self.panels), self.rows, self.stages)
-        return self._tensor(memory, shape, ((1, self.rows * PANEL), PANEL, self.rows * self.head_dim))
+        columns = self.columns
+        shape = ((columns, self.panels), self.rows, self.stages)
+        return self._tensor(memory, shape, ((1, self.rows * columns), columns, self.rows * self.head_dim))
 
     def views(self, memory, rows: int) -> cute.Tensor:
         """``(rows, head_dim, first row / 8, stage)``: tiles of fewer rows, which may begin at any multiple of 8 and overlap."""
@@ -169,5 +170,6 @@ class Ring:
 
     def chunks(self, memory) -> cute.Tensor:
         """``(row, (8, chunk of a panel), panel, stage)``: 16 bytes each."""
-        shape = (self.rows, (8, 8), self.panels, self.stages)
-        return self._tensor(memory, shape, (PANEL, (1, 8), self.rows * PANEL, self.rows * self.head_dim))
+        columns = self.columns
+        shape = (self.rows, (8, columns // 8), self.panels, self.stages)
+        return self._tensor(memory, shape, (columns, (1, 8), self.rows * columns, self.rows * self.head_dim))

@@ -33,13 +33,22 @@ def make_pv_mma(dtype: type[Numeric], head_dim: int, warpgroups: int = 1) -> cut
 
 @cute.jit
 def start_mma(
-    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr[bool] = False
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    accumulate: cutlass.Constexpr[bool] = False,
+    steps: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Starts ``acc = a @ b``, or ``acc += a @ b``, as a group of its own. Its operands are in use until it has been waited for."""
+    """Starts ``acc = a @ b``, or ``acc += a @ b``, as a group of its own. Its operands are in use until it has been waited for.
+
+    Args:
+        steps: how many steps of 32 bytes along the axis that is summed; 0 for all.
+    """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for i in cutlass.range_constexpr(cute.size(b.shape[2])):
+    for i in cutlass.range_constexpr(steps or cute.size(b.shape[2])):
         cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

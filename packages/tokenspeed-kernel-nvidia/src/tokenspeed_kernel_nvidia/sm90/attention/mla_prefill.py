@@ -1,0 +1,65 @@
+"""Prefill of latent attention before absorption, by the tiles of `prefill`.
+
+Each query head has a key head of its own, with keys of 192 columns and values of 128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import attend
+from tokenspeed_kernel_nvidia.sm90.attention.served import RAGGED
+
+
+def mla_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
+    logit_cap: float = 0.0,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    is_causal: bool = True,
+    window_left: int = -1,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Launches latent attention of whole sequences, or of tokens to others. Arguments are checked; there are no scales, and
+    no window."""
+    if not k.shape[0] and q.shape[0]:  # nobody sees a key, but bulk copies are of some
+        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
+    return attend(
+        q, k, v, k.shape[1], 0, cu_seqlens, cu_seqlens_kv, None, is_causal, window_left, logit_cap, None, return_lse,
+        softmax_scale, q_scale, k_scale, v_scale, out,
+    )  # fmt: skip
+
+
+register_kernel(
+    "attention",
+    "mla_prefill",
+    name="cutedsl_mla_prefill",
+    solution="cutedsl",
+    capability=CUTEDSL_HOPPER,
+    signatures=RAGGED,
+    traits={
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "gqa_ratio": 1,
+        "logit_cap": any,
+        "return_lse": any,
+        "own_kv_lengths": any,
+        "is_causal": any,
+    },
+    priority=Priority.SPECIALIZED,
+    tags={"determinism"},
+)(mla_prefill)
