@@ -63,6 +63,8 @@ SERVED = [
     ("mha_prefill", "fp8 in a window of 20, head_dim 128", "cutedsl_mha_prefill_any_window_128"),
     ("mha_extend_with_kvcache", "window of 150", "cutedsl_mha_extend_with_kvcache_any_window_64"),
     ("mha_extend_with_kvcache", "fp8 q and cache, a scale each", "cutedsl_mha_extend_with_kvcache_64"),
+    ("mha_extend_with_kvcache", "fp8 cache without scales", "cutedsl_mha_extend_with_kvcache_64"),
+    ("mha_extend_with_kvcache", "fp8 cache in a window of 40, head_dim 128", "cutedsl_mha_extend_with_kvcache_any_window_128"),
     ("mla_sparse_with_kvcache", "deepseek-v3, 16 of its heads, top 192 of 300", "cutedsl_mla_sparse_with_kvcache"),
     ("mha_prefill", "logit cap 30, float16, scale 0.3", "cutedsl_mha_prefill_capped_64"),
     ("mha_prefill", "head_dim 256, lse", "cutedsl_mha_prefill_256"),
@@ -100,9 +102,7 @@ LEFT = [
     ("mha_decode_with_kvcache", "one key head of 24 query heads, pages of 256", {}),
     ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
     ("mha_extend_with_kvcache", "not causal, in a window", {}),
-    ("mha_extend_with_kvcache", "fp8 cache without scales", {}),
     ("mla_sparse_with_kvcache", "deepseek-v3, top 96 of 200, fp8 cache", {}),
-    ("mha_extend_with_kvcache", "fp8 cache in a window of 40, head_dim 128", {}),
 ]
 
 

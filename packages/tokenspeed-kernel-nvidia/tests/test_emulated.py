@@ -23,12 +23,13 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
-from tokenspeed_kernel_nvidia.sm90.attention import decode
+from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
 
 from . import oracle
 from .experts import GPT_OSS, RandomLayer, compare
 
+CACHES = ("k_cache", "v_cache")
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "cutedsl"]
 
 
@@ -114,6 +115,39 @@ def test_decode_with_two_key_heads_abreast(monkeypatch: pytest.MonkeyPatch) -> N
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     oracle.check(got, meant.wanted(oracle.Options(sinks=sinks)))
+
+
+def test_fp8_weights_of_scores_that_grow() -> None:
+    """Keys are gone through from the last to the first, and the first 128 of a sequence weigh more, for some a little, for some
+    infinitely. Then sums of weights are too large for e4m3, and the shift of the exponents is raised."""
+    lengths = [200, 190, 260]
+    q, k, v = oracle.ragged(lengths, 4, 1, 64, torch.float32, torch.device("cpu"))
+    q = q.abs() + 0.5
+    for first, size in ((0, 0.7), (200, 1.5), (390, 16.0)):
+        k[first : first + 128] += size
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    with emulated_sm90(seed=1):
+        got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, q.device), return_lse=True)
+    wanted = oracle.attend_ragged(*(x.float() for x in (q, k, v)), lengths, oracle.Options())
+    oracle.check(got, wanted, tolerance=0.04, row_tolerance=0.15)
+
+
+@pytest.mark.parametrize("size", [1e-6, 3e5])
+def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
+    """They become float16, times a power of 2 that brings them to its range; rows of the next sequence have no say in that."""
+    made = oracle.paged([9, 3], [40, 150], 4, 4, 64, 16, torch.float32, torch.device("cpu"))
+    sizes = torch.tensor([size] * 9 + [size * 1e20] * 3).view(-1, 1, 1)
+    case = replace(made, q=(made.q * sizes).bfloat16(), **{x: getattr(made, x).to(torch.float8_e4m3fn) for x in CACHES})
+    for first, end, scale in ((0, 9, size), (9, 12, size * 1e20)):
+        options = oracle.Options(softmax_scale=0.125 / scale)
+        with emulated_sm90():
+            got, _ = prefill.mha_extend_with_kvcache(
+                case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 9, 150, True,
+                softmax_scale=options.softmax_scale, return_lse=True,
+            )  # fmt: skip
+        wide = replace(case, q=case.q.float(), **{x: getattr(case, x).float() for x in CACHES})
+        wanted, _ = wide.wanted(options)
+        oracle.check(got[first:end], (wanted[first:end], wanted[first:end]))
 
 
 def test_experts_with_split_numbers() -> None:

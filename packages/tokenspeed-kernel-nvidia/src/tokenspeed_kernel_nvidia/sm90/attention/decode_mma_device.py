@@ -13,7 +13,7 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     any_lane,
     bits_of,
-    float_of,
+    factors_of_float16,
     ldmatrix,
     load_word,
     mma_m16n8k16,
@@ -27,8 +27,6 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, capped, exp2
 
-EXPONENT = 127 + 14  # of the largest query in float16, as float32 has it; 15 is the format's last
-LEAST_EXPONENT = 27  # of queries: those of smaller ones, and of zeros, would need a factor that float32 does not have
 LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 
 
@@ -143,16 +141,13 @@ class Consumers(Merger):
                     if const_expr(each % 2 < self.used and self.has(each % 2, each // 4 * 16, self.head_dim)):
                         low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
                         highest = cute.arch.fmax(highest, cute.arch.fmax(cute.arch.fmax(low, -low), cute.arch.fmax(high, -high)))
-            exponent = cute.arch.warp_redux_sync(bits_of(highest), "max") >> 23
-            exponent = cutlass.max(exponent, LEAST_EXPONENT)
-            factor = float_of((EXPONENT + 127 - exponent) << 23)
+            factor, inverse = factors_of_float16(bits_of(highest))
             for tile in cutlass.range_constexpr(self.tiles):
                 for each in cutlass.range_constexpr(self.k_width // 4):
                     if const_expr(each % 2 < self.used and self.has(each % 2, each // 4 * 16, self.head_dim)):
                         low, high = widened(self.dtype, queries[tile, each // 4, each % 4])
                         queries[tile, each // 4, each % 4] = pack(self.mma_dtype, low * factor, high * factor)
-            factor = float_of((exponent + 127 - EXPONENT) << 23)
-            scales = [scale * factor for scale in scales]
+            scales = [scale * inverse for scale in scales]
         for each in cutlass.range_constexpr(self.abreast):
             sums.scale[each] = scales[each]
 

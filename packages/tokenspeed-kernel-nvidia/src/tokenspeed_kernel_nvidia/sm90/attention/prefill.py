@@ -236,13 +236,9 @@ for _head_dim in HEAD_DIMS:
             priority=_priority,
             tags={"determinism"},
         )(mha_prefill)
-    # With an fp8 cache and 16-bit queries three warps convert the cache, and the two warpgroups that compute wait for them: on an
-    # H200 8 sequences of 1024 new and 7168 cached tokens, with 64 heads of dimension 128, take 8309 us, and 3026 us with a bfloat16
-    # cache. So these kernels have a lower priority than the portable one.
-    for _suffix, _signatures, _seen, _priority in (
-        ("", PAGED | PAGED_ALL_FP8, {"is_causal": any}, Priority.SPECIALIZED),
-        ("_any_window", PAGED | PAGED_ALL_FP8, {"is_causal": {True}, **_windowed}, Priority.SPECIALIZED - 1),
-        ("_fp8_cache", PAGED_FP8, {"is_causal": {True}, "sliding_window": any}, Priority.PORTABLE - 1),
+    for _suffix, _seen, _priority in (
+        ("", {"is_causal": any}, Priority.SPECIALIZED),
+        ("_any_window", {"is_causal": {True}, **_windowed}, Priority.SPECIALIZED - 1),
     ):
         register_kernel(
             "attention",
@@ -250,7 +246,7 @@ for _head_dim in HEAD_DIMS:
             name=f"cutedsl_mha_extend_with_kvcache{_suffix}_{_head_dim}",
             solution="cutedsl",
             capability=CUTEDSL_HOPPER,
-            signatures=_signatures,
+            signatures=PAGED | PAGED_ALL_FP8 | PAGED_FP8,
             traits=traits(_head_dim, **_paged, **_seen),
             priority=_priority,
             tags={"determinism"},

@@ -63,9 +63,12 @@ class Config:
         lazy: how far, as a power of 2, exponentials may exceed 1 before sums are rescaled. The shift of the exponents need not be
             their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Weights are rounded to e4m3 too, for the product with values.
-            Two sequences of 8192 with 64 query heads and 8 key heads of dimension 128 took 2688 us, and 3232 in bfloat16. With 216
-            registers for those that compute, and 72 for those that convert, it was no quicker, nor with `fp8_lazy` of 7.
-        fp8_cache: whether keys and values alone are. They become ``dtype`` on their way to the products.
+            Two sequences of 8192 with 64 query heads and 8 key heads of dimension 128 took 2472 us, and 3117 in bfloat16; four
+            with head_dim 64 took 3308, and 3676. Polynomials of degree 2 for a few of 64 exponentials gave 2452, 2530 and 2595
+            (for 4, 8 and 12 of them; 2509 without any), and 3523, 3482 and 3483 (3613), with turns (see `turns`).
+        fp8_cache: whether keys and values alone are. They become float16 on their way to the products. 8 sequences of 1024 new
+            and 7168 cached tokens with 64 query heads and 8 key heads of dimension 128 took 5265 us, and 2999 with a bfloat16
+            cache; with head_dim 64 2062, and 1836. That was when a warp that converts waited for each of its loads.
         windowed: whether a token sees a window of what is before it. It is causal then.
         v_head_dim: columns of v and the output; 0 for as many as head_dim.
         capped: whether there is a logit cap, with 16-bit operands only.
@@ -106,24 +109,26 @@ class Config:
         return self.tile is not None
 
     @property
+    def turns(self) -> bool:
+        """Whether warpgroups take turns at the tensor cores.
+
+        With fp8 operands that took 2509 us instead of 2472, and 3613 instead of 3308 with head_dim 64.
+        """
+        return not self.fp8
+
+    @property
     def converts(self) -> bool:
         """Whether three warps of the producer's convert what is loaded."""
         return self.fp8 or self.fp8_cache
 
     @property
     def lift(self) -> float:
-        """The largest exponential of a tile's first block, as a power of 2. Later ones are up to 2^8: an e4m3 is at most 448."""
-        return 8.0 - self.fp8_lazy if self.fp8 else 0.0
+        """The largest exponential of a tile's first block, as a power of 2.
 
-    @property
-    def fp8_lazy(self) -> float:
-        """`lazy` of weights that are rounded to e4m3."""
-        return 4.0
-
-    @property
-    def slack(self) -> float:
-        """How far, as a power of 2, exponentials may exceed those of the first block before sums are rescaled."""
-        return self.fp8_lazy if self.fp8 else self.lazy
+        That of weights which are rounded to e4m3: 32 of them, what a thread has of a row, may be as large and their sum is still
+        less than the largest e4m3, see `prefill_fp8_device`.
+        """
+        return 3.0 if self.fp8 else 0.0
 
     @property
     def bytes(self) -> int:
@@ -156,11 +161,12 @@ class Config:
     def block_n(self) -> int:
         """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4.
 
-        An fp8 cache of head_dim 128 leaves room for 64, as it lies in shared memory before and after it is converted.
+        An fp8 cache of head_dim 128 leaves room for 64, as it lies in shared memory before and after it is converted; in windows,
+        of head_dim 64 there are no registers for more.
         """
         if self.tile:
             return self.tile.keys
-        return 64 if self.fp8_cache and self.head_dim == 128 else 128
+        return 64 if self.fp8_cache and (self.head_dim == 128 or self.windowed) else 128
 
     @property
     def warpgroups(self) -> int:
@@ -244,7 +250,7 @@ class Config:
     @property
     def _converters_want(self) -> bool:
         """Whether warps that convert want more registers than those that load. Beside 160 of a consumer there are none to give."""
-        return self.fp8 or (self.fp8_cache and self.head_dim == 128)
+        return self.fp8 or (self.fp8_cache and self.block_n == 64)
 
     @property
     def consumer_registers(self) -> int:

@@ -6,7 +6,8 @@ bytes of registers are exchanged, as FlashAttention-3 does (Shah et al., 2024, a
 the weights have too, and so it is that in which an accumulator's columns become the left operand without moving between lanes: of
 32 keys, place ``16 h + 4 t + e`` has key ``16 h + 8 (e // 2) + 2 t + e % 2``.
 
-Where the cache alone is fp8, keys and values become numbers of 16 bits, as the queries are.
+Where the cache alone is fp8, keys and values become float16, which one instruction makes of two numbers, and which has all of them.
+So do bfloat16 queries, see `prefill_queries_device`.
 """
 
 # mypy: ignore-errors
@@ -19,10 +20,18 @@ from cutlass import Float32, Int32, const_expr, cute
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Shared, Tiles
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import ldmatrix, permute_bytes, stmatrix, store_floats, widen_fp8
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    ldmatrix,
+    opt_barrier,
+    permute_bytes,
+    stmatrix,
+    store_floats,
+    widen_fp8,
+)
 
 CONVERTERS = 3  # all warps of the producer's but the one that loads
 CONVERTED = 9  # their named barrier
+AHEAD = 4  # matrices of values that a warp loads before it stores the first
 
 
 class Converters(Tiles):
@@ -98,40 +107,66 @@ class Converters(Tiles):
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
         target = memory.data_ptr().toint() + at.stage * c.kv_bytes
         pieces = c.head_dim // 16  # of a key
-        items = c.block_n * pieces
-        for step in cutlass.range(items // (CONVERTERS * 32) + 1, unroll=1 if c.head_dim == 64 else 2):  # as registers allow
-            item = step * (CONVERTERS * 32) + warp * 32 + cute.arch.lane_idx()
-            if item < items:
-                row, piece = item // pieces, item % pieces
-                turned = row % 8 if const_expr(c.head_dim == 128) else row % 8 // 2  # what the swizzle exchanges pieces by
-                words = load_words("shared", source + row * c.head_dim + (piece ^ turned) * 16, 4)
-                pairs = [pair for word in words for pair in widen_fp8(self.dtype, word)]
-                to = target + piece // 4 * (c.block_n * 128) + row * 128
-                # Lanes of the second panel begin with their other half: otherwise two at a time would want the same banks.
-                late = piece // 4 % 2
+        keys = 32 // pieces  # that a warp converts at a time: eight, or four
+        steps = c.block_n // keys
+        lane = opt_barrier(cute.arch.lane_idx())
+        # Places follow from a lane's first key: all else would be computed one thing after another, and loads would wait for it.
+        row, piece = lane // pieces, lane % pieces
+        turned = row if const_expr(keys == 4) else row // 2  # what the swizzle exchanges pieces by
+        source += row * c.head_dim + (piece ^ turned) * 16
+        # Lanes of the second panel begin with their other half: otherwise two at a time would want the same banks.
+        late = piece // 4
+        target += late * (c.block_n * 128) + row * 128 + ((piece % 4 * 2 + late) ^ row) * 16
+        together = 3 if c.producer_registers > 32 else 1  # loads of a warp before it stores what it made of the first
+        groups = (steps + CONVERTERS * together - 1) // (CONVERTERS * together)
+        for group in cutlass.range(groups, unroll=1):
+            loaded = []
+            for index in cutlass.range_constexpr(together):
+                # A warp without a last step does another warp's: the same bytes once more.
+                step = cutlass.min((group * together + index) * CONVERTERS + warp, steps - 1)
+                other = step % 2 * 64 if const_expr(keys == 4) else 0  # every second time it is the last four of eight keys
+                words = load_words("shared", (source ^ other) + step * (keys * c.head_dim), 4)
+                loaded.append((words, (target ^ other) + step * (keys * 128)))
+            for words, to in loaded:
                 for half in cutlass.range_constexpr(2):
-                    own = half ^ late
-                    some = [cutlass.select_(own == 0, pairs[each], pairs[4 + each]) for each in range(4)]
-                    store_words_shared(to + (((piece % 4 * 2 + own) ^ (row % 8)) * 16), some)
+                    if const_expr(keys == 4):
+                        some = [cutlass.select_(late == half, words[each], words[2 + each]) for each in range(2)]
+                    else:
+                        some = words[2 * half : 2 * half + 2]
+                    store_words_shared(to ^ (half * 16), [pair for word in some for pair in widen_fp8(self.mma_dtype, word)])
 
     @cute.jit
     def turn_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):
-        """Transposes a block, 32 keys and 16 columns at a time."""
+        """Transposes a block, 32 keys and 16 columns at a time.
+
+        Some are loaded before the first of them is stored, and no place is computed from another one: a step would wait for
+        its load otherwise, and the computing warps for the block.
+        """
         c = self.config
-        lane = cute.arch.lane_idx()
-        source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
-        target = shared.storage.v.data_ptr().toint() + v_at.stage * c.kv_bytes
+        lane, warp = opt_barrier(cute.arch.lane_idx()), opt_barrier(warp)  # places kept through the loop would take registers
         chunks = c.head_dim // 16  # of a key, 16 columns each
+        items = c.block_n // 32 * chunks
         turned = lane % 8 if const_expr(c.head_dim == 128) else lane % 8 // 2  # what the swizzle exchanges pieces by
-        # A lane's row of the matrices that it stores: even columns first, then odd ones; of each, places 0 to 15 and 16 to 31.
-        half = lane // 8 % 2
-        column = lane % 8 * 2 + lane // 16
-        for step in cutlass.range((c.block_n // 32 * chunks + CONVERTERS - 1) // CONVERTERS, unroll=2):
-            item = step * CONVERTERS + warp
-            if item < c.block_n // 32 * chunks:
+        source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes + lane * c.head_dim
+        # A lane's row of the matrices that it stores: even columns and odd ones, of each places 0 to 15 and 16 to 31. Behind a
+        # matrix's first four rows even and odd are exchanged: columns that differ by 8 would want the same banks.
+        late = lane // 16
+        first_bytes, second_bytes = 0x6420 + 0x1111 * late, 0x7531 - 0x1111 * late
+        column = lane % 8 * 2 + (lane // 16 ^ lane % 8 // 4)
+        place = lane // 8 % 2 ^ column % 8
+        target = shared.storage.v.data_ptr().toint() + v_at.stage * c.kv_bytes + column * 128
+        steps = (items + CONVERTERS - 1) // CONVERTERS
+        for first in cutlass.range_constexpr(0, steps, AHEAD):
+            loaded = []
+            for step in cutlass.range_constexpr(first, min(first + AHEAD, steps)):
+                item = step * CONVERTERS + warp
+                if const_expr((step + 1) * CONVERTERS > items):
+                    item = cutlass.min(item, items - 1)  # without a last item of its own, it does another warp's
                 keys, chunk = item // chunks, item % chunks
-                words = ldmatrix(source + (keys * 32 + lane) * c.head_dim + (chunk ^ turned) * 16, True)
-                even = [permute_bytes(words[2 * h], words[2 * h + 1], 0x6420) for h in range(2)]
-                odd = [permute_bytes(words[2 * h], words[2 * h + 1], 0x7531) for h in range(2)]
-                row = chunk * 16 + column
-                stmatrix(target + row * 128 + ((keys * 2 + half) ^ (row % 8)) * 16, [*even, *odd])
+                words = ldmatrix(source + keys * (32 * c.head_dim) + (chunk ^ turned) * 16, True)
+                loaded.append((words, target + chunk * (16 * 128) + ((keys * 2) ^ place) * 16))
+            for words, to in loaded:
+                turned_words = [
+                    permute_bytes(words[2 * h], words[2 * h + 1], order) for order in (first_bytes, second_bytes) for h in range(2)
+                ]
+                stmatrix(to, turned_words)

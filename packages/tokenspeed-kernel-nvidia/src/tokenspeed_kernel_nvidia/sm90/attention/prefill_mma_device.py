@@ -11,17 +11,18 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Shared, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention import prefill_fp8_device as fp8
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_queries_device import Queries
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Shared
 from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
 from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-# Named barriers, one for each warpgroup: its turn at the tensor cores, and its four warps.
-TURN, WARPS = 1, 5
+TURN = 1  # named barriers, one for each warpgroup: its turn at the tensor cores
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Sums:
     row_sum: cute.Tensor
 
 
-class Consumers(Tiles):
+class Consumers(Queries):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -111,7 +112,7 @@ class Consumers(Tiles):
         if const_expr(c.fp8):
             s_v = self.turned_ring.tiles(shared.storage.v, dtype=kind)
         else:
-            s_v = self.v_ring.transposed(shared.storage.v)
+            s_v = self.v_ring.transposed(shared.storage.v, kind if c.fp8_cache else None)
         qk, half, pv = (mma.get_slice(wg * 128) for mma in (mmas.qk, mmas.qk_half, mmas.pv))
         ops = Operands(
             qk.make_fragment_A(qk.partition_A(s_q)),
@@ -133,7 +134,7 @@ class Consumers(Tiles):
             # The first block of the first tile has no product with values to go together with.
             block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(shared, q_at, wg, causal)
             begin = self.begin_of(shared, q_at, wg, causal, window_left)
-            tile_scale = self.scale_of(shared, q_at, scale)
+            tile_scale = self.scale_of(shared, q_at, scale, wg)
             scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
             shared.k_pipe.wait(k_at)
             self.take_turn(wg)
@@ -178,14 +179,15 @@ class Consumers(Tiles):
                     )  # fmt: skip
 
                 # The last product with values goes together with the first one with keys of the next tile.
-                next_at = self.next_q(q_at)
+                next_tile = self.next_queries(q_at)
+                next_at = self.queries_at(next_tile)
                 shared.q_pipe.wait(next_at)
                 working = shared.record(next_at).exists
                 if working:
                     block, open_blocks, kv_len, hidden_0, hidden_1, narrow = self.view(shared, next_at, wg, causal)
                     begin = self.begin_of(shared, next_at, wg, causal, window_left)
                     first_key, hidden_from = block * n, (hidden_0, hidden_1)
-                    tile_scale = self.scale_of(shared, next_at, scale)
+                    tile_scale = self.scale_of(shared, next_at, scale, wg)
                     if narrow:
                         self.next_tile(
                             shared, output, tile_scale, to_cap, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at,
@@ -197,24 +199,15 @@ class Consumers(Tiles):
                             hidden_from, first_key, begin, n,
                         )  # fmt: skip
                     k_at, v_at = advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
-                    q_at = next_at
+                    q_at = next_tile
             shared.v_pipe.wait(v_at)
             start_mma(mmas.pv, acc, ops.probs, ops.v[None, None, None, v_at.stage], True)
             warpgroup.wait_group(0)
-            self.store(shared, output, mmas.pv, sums, q_at, wg)
+            self.store(shared, output, mmas.pv, sums, self.queries_at(q_at), wg)
 
         if const_expr(c.store_by_tma):
             if thread % 128 < 32:
                 cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def place(self, wg: Int32):
-        """This thread's number among the consumers, and the first of its rows of a tile; the other one is 8 below.
-
-        Computed anew wherever it is wanted: what follows from it would cost registers in the loops, which have none to spare.
-        """
-        thread = registers.opt_barrier(cute.arch.thread_idx()[0]) - 128
-        return thread, wg * 64 + (thread % 128) // 32 * 16 + thread % 32 // 4
 
     @cute.jit
     def view(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32):
@@ -268,8 +261,9 @@ class Consumers(Tiles):
             masked: whether some row does not see all of the block.
         """
         c = self.config
-        q = self.q_of(ops, q_at)
+        q = self.q_of(ops, self.queries_at(q_at))
         scores = cute.make_rmem_tensor(mmas.qk.get_slice(0).partition_shape_C((c.block_m, c.block_n)), Float32)
+        k_at = self.keys_behind(k_at, v_at)
         shared.k_pipe.wait(k_at)
         self.take_turn(wg)
         start_mma(mmas.qk, scores, q, ops.k[None, None, None, k_at.stage], steps=self.q_steps)
@@ -285,10 +279,17 @@ class Consumers(Tiles):
             softmax.cap_by_tanh(scores, to_cap)
         if const_expr(masked):
             self.mask(scores, hidden_from, first_key, begin)
-        grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.slack, c.lift)
-        self.finish_pv(sums.acc, grown, factor, of_block)
-        shared.v_pipe.release(v_at)
-        self.round_weights(scores, ops.probs)
+        if const_expr(c.fp8):
+            words = cute.make_rmem_tensor(c.block_n // 8, cutlass.Uint32)
+            grown, factor, of_block = fp8.weigh_step(scores, words, sums.row_max, sums.row_sum, scale, c.lift)
+            self.finish_pv(sums.acc, grown, factor, of_block)
+            shared.v_pipe.release(v_at)
+            fp8.move(words, ops.probs)
+        else:
+            grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.lazy)
+            self.finish_pv(sums.acc, grown, factor, of_block)
+            shared.v_pipe.release(v_at)
+            self.round_weights(scores, ops.probs)
         return advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
 
     @cute.jit
@@ -319,6 +320,7 @@ class Consumers(Tiles):
             qk, k, columns: the first scores' product, its keys, and how many those are: a block, or half of it.
         """
         c = self.config
+        k_at = self.keys_behind(k_at, v_at)
         q, k = self.q_of(ops, next_at), k[None, None, None, k_at.stage]
         v = ops.v[None, None, None, v_at.stage]
         scores = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_C((c.block_m, columns)), Float32)
@@ -338,7 +340,7 @@ class Consumers(Tiles):
         self.finish_pv(sums.acc, Boolean(False), next_sum, next_sum)
         shared.v_pipe.release(v_at)
         self.round_weights(scores, ops.probs)
-        self.store(shared, output, pv, sums, q_at, wg)
+        self.store(shared, output, pv, sums, self.queries_at(q_at), wg)
         for r in cutlass.range_constexpr(2):
             sums.row_max[r], sums.row_sum[r] = next_max[r], next_sum[r]
         sums.acc.fill(0.0)
@@ -352,11 +354,32 @@ class Consumers(Tiles):
         """How many steps the product with keys has: columns of zeros are left out."""
         return -(-self.config.head_dim * self.config.bytes // 32)
 
+    def next_queries(self, q_at: Cursor) -> Cursor:
+        """Returns the place of the next tile's queries, as `consume` keeps it: see `queries_at`."""
+        return Cursor(q_at.stage + 1, q_at.phase) if self.config.converts else self.next_q(q_at)
+
+    def queries_at(self, q_at: Cursor) -> Cursor:
+        """Returns where a tile's queries are.
+
+        Where other warps convert, `consume` counts tiles in ``q_at.stage``: that takes one register instead of two.
+        """
+        return nth_to_read(q_at.stage, self.config.q_stages) if self.config.converts else q_at
+
     @cute.jit
-    def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32) -> Float32:
-        """What a tile's scores are multiplied with."""
+    def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
+        """Returns where the keys of the block behind that of ``v_at`` are, which is ``k_at``.
+
+        Where other warps convert, no register is left to keep it in.
+        """
+        return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
+
+    @cute.jit
+    def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32, wg: Int32) -> Float32:
+        """Returns what a tile's scores are multiplied with, and makes its queries what products take."""
         if const_expr(self.config.converts):
             scale *= shared.record(q_at).qk_scale
+        if const_expr(self.config.fp8_cache and self.dtype is not cutlass.Float16):
+            scale *= self.bring_to_float16(shared, q_at, wg)
         return scale
 
     @cute.jit
@@ -365,32 +388,33 @@ class Consumers(Tiles):
         if const_expr(self.config.fp8):
             words = cute.recast_tensor(probs, cutlass.Uint32)
             for i in cutlass.range_constexpr(cute.size(words)):
-                # Word r + 2 h + 4 s has row r of the places 16 h to 16 h + 15 of 32 keys s, see `prefill_convert_device`.
-                first = 4 * (i // 4 * 4 + i // 2 % 2 * 2) + i % 2 * 2
-                if const_expr(first < cute.size(weights)):
-                    words[i] = registers.pack_fp8(*(weights[first + at] for at in (0, 1, 4, 5)))
+                places = fp8.places(i)
+                if const_expr(places[0] < cute.size(weights)):
+                    words[i] = registers.pack_fp8(*(weights[at] for at in places))
                 else:
                     words[i] = cutlass.Uint32(0)
         elif const_expr(cute.size(weights) < cute.size(probs)):
             part = cute.make_tensor(probs.iterator, cute.make_layout(cute.size(weights)))
             registers.round_to(weights, part)
             for i in cutlass.range_constexpr(cute.size(weights), cute.size(probs)):
-                probs[i] = self.dtype(0.0)
+                probs[i] = self.mma_dtype(0.0)
         else:
             registers.round_to(weights, probs)
 
     @cute.jit
     def take_turn(self, wg: Int32):
         """Waits until the warpgroup in front has handed its products to the tensor cores."""
-        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+        if const_expr(self.config.turns):
+            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
 
     @cute.jit
     def give_turn(self, wg: Int32):
         """Lets the warpgroup behind this one use the tensor cores."""
-        behind = wg + 1
-        if behind == self.config.warpgroups:
-            behind = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=TURN + behind, number_of_threads=256)
+        if const_expr(self.config.turns):
+            behind = wg + 1
+            if behind == self.config.warpgroups:
+                behind = Int32(0)
+            cute.arch.barrier_arrive(barrier_id=TURN + behind, number_of_threads=256)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: Begin):
@@ -443,11 +467,6 @@ class Consumers(Tiles):
             row += 128 // chunks
         cute.arch.fence_view_async_shared()
         self.sync_warps(wg)
-
-    @cute.jit
-    def sync_warps(self, wg: Int32):
-        """Synchronises the four warps of a warpgroup."""
-        cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)
 
     # -- output ----------------------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,8 @@ class Tiles:
     def __init__(self, config: Config):
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.mma_dtype = cutlass.Float8E4M3FN if config.fp8 else self.dtype
+        # What is multiplied: an fp8 cache beside 16-bit queries becomes float16, and so do the queries.
+        self.mma_dtype = cutlass.Float8E4M3FN if config.fp8 else cutlass.Float16 if config.fp8_cache else self.dtype
         panel = config.panel, config.panel * config.bytes
         self.q_ring = Ring(config.block_m, config.k_columns, config.q_stages, *panel)
         self.kv_ring = Ring(config.block_n, config.k_columns, config.kv_stages, *panel)  # of values too, where they are as wide

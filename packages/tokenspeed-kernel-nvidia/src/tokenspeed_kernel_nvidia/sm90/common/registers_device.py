@@ -16,6 +16,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
 
 LANES = 32
+EXPONENT = 127 + 14  # of the largest number in float16, as float32 has it; 15 is the format's last
+LEAST_EXPONENT = 27  # smaller numbers, and zeros, would need a factor that float32 does not have
 
 
 def dtype_of(name: str) -> type[Numeric]:
@@ -128,6 +130,17 @@ def widened(dtype: type[Numeric], word: Uint32) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
 
 
+@cute.jit
+def factors_of_float16(bits: Int32):
+    """Returns the power of 2 that brings a warp's numbers to float16's range, and its inverse.
+
+    Args:
+        bits: of the absolute value of this lane's largest one, as a float32.
+    """
+    exponent = cutlass.max(cute.arch.warp_redux_sync(bits, "max") >> 23, LEAST_EXPONENT)
+    return float_of((EXPONENT + 127 - exponent) << 23), float_of((exponent + 127 - EXPONENT) << 23)
+
+
 def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
     """Converts four e4m3 numbers to two pairs."""
     halves = (
@@ -141,9 +154,14 @@ def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
     return cute.arch.inline_ptx(halves, write_only_types=[Uint32] * 2, read_only_args=[word])
 
 
-def permute_bytes(x: Any, y: Any, order: int) -> Any:
-    """Puts four of the bytes of two words together; the digits of ``order`` say which."""
-    return cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", write_only_types=[Uint32], read_only_args=[x, y])
+def permute_bytes(x: Any, y: Any, order: Any) -> Any:
+    """Puts four of the bytes of two words together; the hexadecimal digits of ``order`` say which, a number or a register."""
+    known = isinstance(order, int)
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order if known else '{$r2}'};",
+        write_only_types=[Uint32],
+        read_only_args=[x, y] if known else [x, y, order],
+    )
 
 
 def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Uint32:

@@ -133,11 +133,11 @@ class Ring:
         shape = (rows or self.rows, (columns, self.panels), self.stages)
         return self._tensor(memory, shape, (columns, (1, self.rows * columns), self.rows * self.head_dim), dtype)
 
-    def transposed(self, memory) -> cute.Tensor:
-        """``(head_dim, rows, stage)``, as the right operand of p @ v."""
+    def transposed(self, memory, dtype: type[Numeric] | None = None) -> cute.Tensor:
+        """``(head_dim, rows, stage)``, as the right operand of p @ v. ``dtype``: as of `tiles`."""
         columns = self.columns
         shape = ((columns, self.panels), self.rows, self.stages)
-        return self._tensor(memory, shape, ((1, self.rows * columns), columns, self.rows * self.head_dim))
+        return self._tensor(memory, shape, ((1, self.rows * columns), columns, self.rows * self.head_dim), dtype)
 
     def views(self, memory, rows: int) -> cute.Tensor:
         """``(rows, head_dim, first row / 8, stage)``: tiles of fewer rows, which may begin at any multiple of 8 and overlap."""
