@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     widen_fp8,
     widened,
 )
-from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, capped, exp2
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
 
 LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 
@@ -217,10 +217,15 @@ class Consumers(Merger):
     def cap_scores(self, call: Call, scores: cute.Tensor, sums: Sums):
         """Brings a tile's products between -1 and 1: as shares of the scores' limit."""
         for tile in cutlass.range_constexpr(self.tiles):
-            for key in cutlass.range_constexpr(self.block // 8):
-                for each in cutlass.range_constexpr(2 * self.used):
-                    factor = self.product_scale(sums, each // 2) if const_expr(self.fp8) else call.cap_scale
-                    scores[tile, key, each] = capped(scores[tile, key, each], factor)
+            for r in cutlass.range_constexpr(self.used):
+                own = cute.make_rmem_tensor((self.block // 8, 2), Float32)
+                for key in cutlass.range_constexpr(self.block // 8):
+                    for each in cutlass.range_constexpr(2):
+                        own[key, each] = scores[tile, key, 2 * r + each]
+                cap(own, self.product_scale(sums, r) if const_expr(self.fp8) else call.cap_scale)
+                for key in cutlass.range_constexpr(self.block // 8):
+                    for each in cutlass.range_constexpr(2):
+                        scores[tile, key, 2 * r + each] = own[key, each]
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):

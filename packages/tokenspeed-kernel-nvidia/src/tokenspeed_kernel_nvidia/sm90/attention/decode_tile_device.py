@@ -65,7 +65,7 @@ class Call:
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
         k_scales, v_scales: of an fp8 cache.
-        cap_scale: takes a product to what `softmax_device.capped` wants of it; None where scores are not capped.
+        cap_scale: takes a product to what `softmax_device.cap` wants of it; None where scores are not capped.
         group, kv_head: this CTA's group, and its first key head. Those that lie abreast count as one, also in ``kv_heads``.
         pipe: the barriers of the ring of tiles.
         plan: where the CTA is: see SEQUENCE.

@@ -20,7 +20,7 @@ LOG2_E = math.log2(math.e)
 
 def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
     """What programs multiply with to get scores in units of base 2: products of q and k, or where scores are capped, their shares
-    of the limit; and what they multiply products with for `softmax_device.capped`, None where scores are not capped.
+    of the limit; and what they multiply products with for `softmax_device.cap`, None where scores are not capped.
     """
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     return (logit_cap * LOG2_E, 2.0 * LOG2_E * scale / logit_cap) if logit_cap > 0 else (LOG2_E * scale, None)

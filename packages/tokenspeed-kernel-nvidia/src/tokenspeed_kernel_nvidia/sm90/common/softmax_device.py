@@ -73,19 +73,14 @@ def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
     return cute.arch.fmax(even, odd)
 
 
-def capped(score: Float32, factor: Float32) -> Float32:
-    """``tanh(x)`` of a score s, where ``factor * s`` is ``2 * log2(e) * x``: ``1 - 2 / (1 + exp(2 * x))``.
+@cute.jit
+def cap(scores: cute.Tensor, factor: Float32) -> None:
+    """Makes ``tanh(x)`` of scores s, where ``factor * s`` is ``2 * log2(e) * x``: ``1 - 2 / (1 + exp(2 * x))``.
 
     The instruction for tanh is off by 2^-11 of it, which times a cap of 50 is more than the rounding of weights.
     """
-    return Float32(1.0) - 2.0 * reciprocal_ftz(1.0 + exp2_ftz(score * factor))
-
-
-@cute.jit
-def cap(scores: cute.Tensor, factor: Float32) -> None:
-    """Makes `capped` ones of scores."""
     for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = capped(scores[i], factor)
+        scores[i] = Float32(1.0) - 2.0 * reciprocal_ftz(1.0 + exp2_ftz(scores[i] * factor))
 
 
 @cute.jit
