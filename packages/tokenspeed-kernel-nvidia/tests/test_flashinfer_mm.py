@@ -16,8 +16,10 @@ from torch import Tensor
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm._inputs import micro
 from tokenspeed_kernel_base.platform import named_platform, platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
@@ -29,9 +31,10 @@ SIGNATURES = {
         "(a, b, a_descale, b_descale, alpha=None, out_dtype=torch.bfloat16, out=None, block_size=16, use_8x4_sf_layout=False, "
         "backend='auto', use_nvfp4=True, enable_pdl=True)"
     ),
+    "mm_bf16_fp4": "(a, b, b_descale, alpha=None, *, backend, out_dtype=None, out=None, block_size=16, enable_pdl=True)",
     "mm_mxfp8": ("(a, b, a_descale, b_descale, out=None, out_dtype=torch.bfloat16, use_8x4_sf_layout=False, backend='auto')"),
 }
-_BASE = "flashinfer/gemm/gemm_base.py"
+_BASE, _WEIGHTS = "flashinfer/gemm/gemm_base.py", "flashinfer/gemm/gemm_bf16_fp4.py"
 _CSRC = "flashinfer/data/csrc"
 # What the source says of layouts and sizes, where the adapter relies on it: file, and text that is in it.
 FACTS = {
@@ -46,11 +49,18 @@ FACTS = {
     "mxfp8's scales are flat": (_BASE, "shape (M_padded * K_padded,) where M_padded = round_up(m, 8 if 8x4"),
     "tiles of 128x4": (_BASE, "both a and b should quantized with nvfp4_quantize using the 128x4 scale factor layout"),
     "cuDNN alone has mxfp4": (_BASE, "Only cudnn and auto FP4 GEMM supports mxfp4 quantization."),
+    "weights of sm_100 are left as they are": (
+        "flashinfer/gemm/gemm_bf16_fp4_blackwell.py",
+        "return b.contiguous(), linear_sf.view(torch.float8_e4m3fn), alpha",
+    ),
+    "the scales of them": (_WEIGHTS, "blackwell-native expects linear float8_e4m3fn scales with shape"),
+    "weights of sm_120 are left as they are": (_WEIGHTS, "The explicit ``cute-dsl-native`` backend needs no preparation"),
+    "the most of them": ("flashinfer/gemm/kernels/native_bf16_fp4/support.py", "cute-dsl-native requires N*K below 2**31"),
     "the tiles": ("flashinfer/quantization/fp4_quantization.py", "128x4"),
 }
 KERNELS = [
     "flashinfer_mm_mxfp4_sm100",
-    *(f"flashinfer_mm_{fmt}_{arch}" for fmt in ("mxfp8", "nvfp4") for arch in ("sm100", "sm120")),
+    *(f"flashinfer_mm_{fmt}_{arch}" for fmt in ("mxfp8", "nvfp4", "nvfp4_weights") for arch in ("sm100", "sm120")),
 ]
 _CALLS: list[str] = []
 _F4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -61,8 +71,8 @@ _F4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_the_source(source: Callable[[str], str], name: str) -> None:
-    assert declared(source(_BASE), name) == unparsed(SIGNATURES[name])
-    assert f"from .gemm_base import {name} as {name}" in source("flashinfer/gemm/__init__.py")
+    assert declared(source(_WEIGHTS if name == "mm_bf16_fp4" else _BASE), name) == unparsed(SIGNATURES[name])
+    assert f"{name} as {name}" in source("flashinfer/gemm/__init__.py")
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -127,7 +137,29 @@ def _mm_mxfp8(given: dict[str, Any]) -> Tensor:
     return _product(given, given["b_descale"], 32)
 
 
-_FUNCTIONS = {"flashinfer.gemm.mm_fp4": _mm_fp4, "flashinfer.gemm.mm_mxfp8": _mm_mxfp8}
+@with_signature(SIGNATURES["mm_bf16_fp4"], "a b b_descale alpha backend out_dtype out", {"torch": torch})
+def _mm_bf16_fp4(given: dict[str, Any]) -> Tensor:
+    a, b, scale, out = (given[name] for name in ("a", "b", "b_descale", "out"))
+    assert all(tensor.is_contiguous() for tensor in (a, b, scale, out))
+    assert (a.dtype, b.dtype, scale.dtype) == (torch.bfloat16, torch.uint8, torch.float8_e4m3fn)
+    assert (given["alpha"].dtype, given["alpha"].shape) == (torch.float32, (1,))
+    assert out.dtype == given["out_dtype"]
+    n, columns = b.shape[0], b.shape[1] // 8
+    codes = _F4[torch.stack((b % 16, b // 16), -1).flatten(-2).long()]
+    if given["backend"] == "blackwell-native":
+        assert scale.shape == (n, columns)
+        scales = scale.float()
+    else:
+        assert given["backend"] == "cute-dsl-native"
+        scales = _scales(scale, n, columns)
+    return out.copy_(a.float() @ (codes * scales.repeat_interleave(16, 1)).T * given["alpha"])
+
+
+_FUNCTIONS = {
+    "flashinfer.gemm.mm_bf16_fp4": _mm_bf16_fp4,
+    "flashinfer.gemm.mm_fp4": _mm_fp4,
+    "flashinfer.gemm.mm_mxfp8": _mm_mxfp8,
+}
 
 
 flashinfer, specs = fixtures(_FUNCTIONS, "sm_100", _CALLS, "gemm")
@@ -167,6 +199,9 @@ def _arguments(m: int = 5, k: int = 128, n: int = 160, **changes: Any) -> dict[s
         ({"bias": torch.bfloat16}, None),
         ({"out_dtype": torch.float32}, None),
         ({"a": "dense"}, None),
+        ({"a": "dense", "layout": "linear", "n": 40, "k": 80}, "flashinfer_mm_nvfp4_weights_sm100"),
+        ({"a": "dense", "layout": "linear", "bias": torch.bfloat16}, None),
+        ({"a": "dense", "b": "mxfp4", "layout": "linear"}, None),
         ({"a": "mxfp8", "b": "mxfp8", "n": 96}, None),
         ({"a": "mxfp8", "b": "mxfp4"}, None),
         ({"a": "mxfp4", "b": "mxfp4", "k": 160}, None),
@@ -192,6 +227,8 @@ def _cases() -> list[Case]:
         Case("mxfp8", micro(131, 160, 160, **formats["mxfp8"])),
         Case("mxfp4", micro(3, 256, 160, **formats["mxfp4"])),
         Case("nvfp4, no tokens", micro(0, 96, 160, **formats["nvfp4"])),
+        Case("nvfp4 weights", micro(5, 80, 40, a="dense", b="nvfp4")),
+        Case("nvfp4 weights to float16", micro(131, 160, 130, a="dense", b="nvfp4", out_dtype=torch.float16)),
     ]
 
 
@@ -203,6 +240,25 @@ def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
         (result.kernel, result.reason, result.traceback) for result in found
     ]
     assert bool(_CALLS) == ("no tokens" not in case.name)
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("out_dtype", [None, torch.float16])
+def test_weights_whose_scales_lie_in_tiles(specs: dict[str, KernelSpec], out_dtype: torch.dtype | None) -> None:
+    """Of workstations' Blackwell, whose capability is not the stand-in's."""
+    case = Case("a case", micro(5, 80, 130, a="dense", b="nvfp4", layout="128x4", out_dtype=out_dtype))
+    arguments = get_operator("mm").complete(case.build())
+    got = KernelRegistry.get().get_impl(specs["flashinfer_mm_nvfp4_weights_sm120"].name)(*arguments.values())
+    torch.testing.assert_close(got, tokenspeed_kernel.mm(**arguments, solution="reference"), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.usefixtures("flashinfer", "specs")
+def test_rows_with_room_behind_them() -> None:
+    arguments = _arguments()
+    wide = torch.zeros(5, 96, dtype=torch.uint8)
+    wide[:, :64] = arguments["a"]
+    got = tokenspeed_kernel.mm(**{**arguments, "a": wide[:, :64]}, solution="flashinfer")
+    torch.testing.assert_close(got, tokenspeed_kernel.mm(**arguments, solution="reference"), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.usefixtures("flashinfer", "specs")

@@ -1,11 +1,12 @@
 """mm of block-scaled operands by FlashInfer, on Blackwell: what is declared. The adapter is in ``mm_device``.
 
 nvfp4 and mxfp8 products are CUTLASS's, mxfp4 products cuDNN's, which FlashInfer requires. Both operands' scales are in tiles of
-128x4. Weights need no preparation. Those of TensorRT-LLM's generated kernels would: these are left out, for how they want weights
-shuffled is documented for weights that FlashInfer itself has quantised.
+128x4. Products of bfloat16 with nvfp4 weights are FlashInfer's own: on sm_100 and sm_103 their scales are in rows, on sm_120 and
+sm_121 in tiles. Weights need no preparation. Those of TensorRT-LLM's generated kernels would: these are left out, for how they want
+weights shuffled is documented for weights that FlashInfer itself has quantised.
 
-Nothing was measured, and nvcc compiles CUTLASS's products when they are first used. So these kernels are below the portable ones,
-and serve who asks for them.
+Nothing was measured, and most of these products are compiled when they are first used. So these kernels are below the portable
+ones, and serve who asks for them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import TensorFormat, format_signature
-from tokenspeed_kernel_base.traits import at_least, multiple_of
+from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation, flashinfer_gap
 
 _PRIORITY = 2
@@ -28,6 +29,9 @@ _WHOLE = {"k": multiple_of(32), "n": multiple_of(32)}
 _LARGE = {size: constraint & at_least(128) for size, constraint in _WHOLE.items()}
 # Larger blocks than cuDNN is documented to want.
 _LONG = {"k": multiple_of(128), "n": multiple_of(32)}
+_SOME = {"k": at_least(16), "n": at_least(1)}
+# It refuses operands and results of 2^31 elements or more.
+_COUNTED = {"m": at_most(1 << 15), "k": at_least(16) & at_most(1 << 15), "n": at_least(1) & at_most((1 << 16) - 1)}
 
 
 def _declare(name: str, capability: CapabilityRequirement, a: TensorFormat, b: TensorFormat, sizes: dict[str, Any]) -> None:
@@ -47,4 +51,7 @@ _E4M3 = torch.float8_e4m3fn
 for _arch, _capability in (("sm100", blackwell(flashinfer_gap)), ("sm120", blackwell_workstation(flashinfer_gap))):
     _declare(f"nvfp4_{_arch}", _capability, nvfp4_format(layout=_TILES), nvfp4_format((16, 1), _TILES), _WHOLE)
     _declare(f"mxfp8_{_arch}", _capability, mxfp8_format(_E4M3, layout=_TILES), mxfp8_format(_E4M3, (32, 1), _TILES), _LARGE)
+_BF16 = dense_tensor_format(torch.bfloat16)
+_declare("nvfp4_weights_sm100", blackwell(flashinfer_gap), _BF16, nvfp4_format((16, 1)), _SOME)
+_declare("nvfp4_weights_sm120", blackwell_workstation(flashinfer_gap), _BF16, nvfp4_format((16, 1), _TILES), _COUNTED)
 _declare("mxfp4_sm100", blackwell(flashinfer_gap), mxfp4_format(layout=_TILES), mxfp4_format((32, 1), _TILES), _LONG)

@@ -1,4 +1,4 @@
-"""mm by ``flashinfer.gemm.mm_fp4`` and ``flashinfer.gemm.mm_mxfp8``."""
+"""mm by ``flashinfer.gemm.mm_fp4``, ``flashinfer.gemm.mm_mxfp8`` and ``flashinfer.gemm.mm_bf16_fp4``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tokenspeed_kernel_nvidia._rows import aligned, deliver
 from tokenspeed_kernel_nvidia.flashinfer._memory import to_write
 from tokenspeed_kernel_nvidia.flashinfer.package import load
 
+_mm_bf16_fp4 = load("flashinfer.gemm", "mm_bf16_fp4")
 _mm_fp4 = load("flashinfer.gemm", "mm_fp4")
 _mm_mxfp8 = load("flashinfer.gemm", "mm_mxfp8")
 
@@ -16,31 +17,43 @@ _mm_mxfp8 = load("flashinfer.gemm", "mm_mxfp8")
 def mm(
     a: Tensor,
     b: Tensor,
-    a_scale: Tensor,
+    a_scale: Tensor | None,
     b_scale: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, no bias.
+    """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, or with a dense a as they are; no bias.
 
-    Never waits for the device. Weights that do not lie in rows along k are copied. The first call gets the kernel, which takes
-    minutes where nvcc compiles it, and memory to work in: make it before a graph is captured.
+    Never waits for the device. Operands that are not contiguous, weights along k, are copied. The first call gets the kernel, which
+    takes minutes where nvcc compiles it, and memory to work in: make it before a graph is captured.
     """
     dtype = out_dtype or torch.bfloat16
     written = to_write(out, a.new_empty((), dtype=dtype), (a.shape[0], b.shape[1]))
     if not written.numel():
         return deliver(written, out)
-    a, b = aligned(a), aligned(b.mT).mT
-    if a.dtype == torch.uint8:
+    a, b = aligned(a).contiguous(), aligned(b.mT).contiguous().mT
+    factor = None if alpha is None else alpha.reshape(1)
+    if a_scale is None:
+        tiles = b_scale.ndim > 2
+        _mm_bf16_fp4(
+            a,
+            b.mT,
+            _rows(b_scale) if tiles else b_scale.mT.contiguous(),
+            factor,
+            backend="cute-dsl-native" if tiles else "blackwell-native",
+            out_dtype=dtype,
+            out=written,
+        )
+    elif a.dtype == torch.uint8:
         nvfp4 = a_scale.dtype == torch.float8_e4m3fn
         _mm_fp4(
             a,
             b,
             _rows(a_scale),
             _rows(b_scale).mT,
-            alpha=None if alpha is None else alpha.reshape(1),
+            alpha=factor,
             out_dtype=dtype,
             out=written,
             block_size=16 if nvfp4 else 32,
