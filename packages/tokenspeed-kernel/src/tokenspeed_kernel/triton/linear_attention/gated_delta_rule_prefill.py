@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 chunks_device = DeviceModule("tokenspeed_kernel.triton.linear_attention._chunks_device")
+channels_device = DeviceModule("tokenspeed_kernel.triton.linear_attention._channels_device")
 
 
 class Shape(NamedTuple):
@@ -54,19 +55,24 @@ class Tile(NamedTuple):
 
     Attributes:
         chunk, levels: tokens of a chunk, 2 to the power of levels.
+        block, block_levels: likewise, of a block of a chunk; see `_channels_device`.
         k, v: channels of keys and columns of a state, powers of two.
         at_once: sequences whose starts are compared in one step.
         dtype, precision: of products.
+        pairs: dtype of products of a block's pairs, with gates of channels.
         solver: dtype of products that solve a chunk's system.
     """
 
     chunk: int
     levels: int
+    block: int
+    block_levels: int
     k: int
     v: int
     at_once: int
     dtype: Any
     precision: str
+    pairs: Any
     solver: Any
 
 
@@ -81,16 +87,18 @@ _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
 # length and beta up to 2 no entry of an inverse is above 2: between a beta and two keys it has factors I - beta k k.T, which
 # lengthen nothing.
 _SOLVER = torch.float16
-# Channels whose decays a program holds: 64 of 64 tokens are 16 registers a thread of 8 warps.
-_CHANNELS = 64
+# Tokens of a block: the fewest rows that matrix units multiply.
+_BLOCK_LEVELS = 4
+# Channels that a program takes at once, of a block and of a chunk.
+_BLOCK_CHANNELS, _CHANNELS = 32, 32
 # Sequences are long, and each is walked by v_heads * v_dim / columns programs: few columns make many programs, and each of them
 # reads all queries and keys.
 # Where both operands of a product lie in registers, and of float32, more than 32 columns would not fit there.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
-# Of a program. That of gates of channels holds five tiles of a chunk, for which the registers of four would not do.
-_WARPS, _CHANNEL_WARPS = 4, 8
+# Of a program: a block's tile is small, and within one warp nothing waits at barriers.
+_WARPS, _BLOCK_WARPS = 4, 1
 # Registers of a thread that computes a chunk's matrices in half precision with gates of heads: three programs fit where two would
 # with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
@@ -190,11 +198,14 @@ def gated_delta_rule_prefill(
         tile = Tile(
             chunk,
             levels,
-            max(16, min(_CHANNELS, next_power_of_2(k_dim)) if per_channel else next_power_of_2(k_dim)),
+            1 << _BLOCK_LEVELS,
+            _BLOCK_LEVELS,
+            max(16, next_power_of_2(k_dim)),
             columns_for(v_dim, columns, batch * v_heads, units),
             min(1024, max(16, next_power_of_2(batch))),
             common_device.DTYPES[dtype],
             for_architecture(_PRECISION, q.device),
+            common_device.DTYPES[torch.bfloat16 if dtype == torch.bfloat16 else torch.float32],
             common_device.DTYPES[torch.float32 if dtype == torch.float32 else _SOLVER],
         )
         cu_seqlens = cu_seqlens.contiguous()
@@ -202,22 +213,31 @@ def gated_delta_rule_prefill(
         solve, scores = torch.empty(2, tokens, v_heads, chunk, dtype=dtype, device=q.device)
         factors = torch.empty(3, tokens, v_heads, dtype=torch.float32, device=q.device)
         decays = torch.empty(chunks, v_heads, k_dim if per_channel else 1, dtype=torch.float32, device=q.device)
-        layer = (dense(A_log), dense(dt_bias), cu_seqlens, solve, scores, factors, decays)
+        layer = (dense(A_log), dense(dt_bias), cu_seqlens)
         keys_in, queries_in, keys_out = k, q, k
-        options = {"SHAPE": shape, "TILE": tile, "num_warps": _CHANNEL_WARPS if per_channel else _WARPS}
         if per_channel:
+            blocks = chunk >> _BLOCK_LEVELS
+            # What block and chunk programs have in common: sums of log decays, and inverses of blocks.
+            sums = torch.empty(tokens, v_heads, k_dim, dtype=torch.float32, device=q.device)
+            totals = torch.empty(chunks * blocks, v_heads, k_dim, dtype=torch.float32, device=q.device)
+            inverses = torch.empty(tokens, v_heads, 1 << _BLOCK_LEVELS, dtype=torch.float32, device=q.device)
             scaled = torch.empty(3, tokens, v_heads, width, dtype=dtype, device=q.device)
             keys_in, queries_in, keys_out = scaled
-            chunks_device.channel_gates_kernel[(chunks, v_heads)](
-                q, k, g, beta, *layer, scaled, scale_of(scale, k_dim), batch, tokens,
-                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
+            channels_device.channel_blocks_kernel[(chunks * blocks, v_heads)](
+                q, k, g, beta, *layer, sums, totals, inverses, scores, factors, scale_of(scale, k_dim), batch, tokens, k_dim,
+                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(),
+                SHAPE=shape, TILE=tile._replace(k=min(_BLOCK_CHANNELS, tile.k)), num_warps=_BLOCK_WARPS,
+            )  # fmt: skip
+            channels_device.channel_chunks_kernel[(chunks, v_heads)](
+                q, k, beta, cu_seqlens, sums, totals, inverses, solve, scores, factors, decays, scaled, batch, tokens, k_dim,
+                *q.stride()[:2], *k.stride()[:2], *beta.stride(),
+                SHAPE=shape, TILE=tile._replace(k=min(_CHANNELS, tile.k)), num_warps=_WARPS,
             )  # fmt: skip
             shape = shape._replace(group=1)
-            tile = tile._replace(k=max(16, next_power_of_2(k_dim)))
         else:
             chunks_device.head_gates_kernel[(chunks, v_heads)](
-                q, k, g, beta, *layer, scale_of(scale, k_dim), batch, tokens,
-                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
+                q, k, g, beta, *layer, solve, scores, factors, decays, scale_of(scale, k_dim), batch, tokens,
+                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), SHAPE=shape, TILE=tile, num_warps=_WARPS,
                 **({} if q.dtype == torch.float32 else for_architecture(_REGISTERS, q.device)),
             )  # fmt: skip
         grid = (cdiv(v_dim, tile.v), v_heads, batch)
