@@ -218,7 +218,7 @@ def channel_chunks_kernel(
     size = tokens.to(tl.int64) * v_heads
     system = tl.zeros([CHUNK, CHUNK], tl.float32)
     weights = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for begin in tl.range(0, channels, TILE.k, disable_licm=True):
+    for begin in range(0, channels, TILE.k):
         channel = begin + tl.arange(0, TILE.k)
         channel_inside = channel < SHAPE.k_dim
         there = inside[:, None] & channel_inside[None, :]

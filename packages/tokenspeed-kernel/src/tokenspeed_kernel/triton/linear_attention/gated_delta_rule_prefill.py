@@ -231,7 +231,7 @@ def gated_delta_rule_prefill(
             channels_device.channel_chunks_kernel[(chunks, v_heads)](
                 q, k, beta, cu_seqlens, sums, totals, inverses, solve, scores, factors, decays, scaled, batch, tokens, k_dim,
                 *q.stride()[:2], *k.stride()[:2], *beta.stride(),
-                SHAPE=shape, TILE=tile._replace(k=min(_CHANNELS, tile.k)), num_warps=_WARPS,
+                SHAPE=shape, TILE=tile._replace(k=min(_CHANNELS, tile.k)), num_warps=_WARPS, num_stages=1,
             )  # fmt: skip
             shape = shape._replace(group=1)
         else:
