@@ -100,8 +100,8 @@ def channel_blocks_kernel(
     q_squares = tl.zeros([BLOCK], tl.float32)
     k_squares = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, channels, TILE.k, disable_licm=True):
-        # Neighbours that a thread has: four of float32 are 16 bytes. With eight, the most of 16 bits, the sums would be computed in two
-        # layouts.
+        # A thread has four neighbours, 16 bytes of float32. With eight, 16 bytes of half precision, the sums would be computed in
+        # two layouts.
         channel = tl.max_contiguous(begin + tl.arange(0, TILE.k), 4)
         channel_inside = channel < SHAPE.k_dim
         there = inside[:, None] & channel_inside[None, :]
@@ -161,7 +161,8 @@ def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE
     decayed = (keys * decay).to(TILE.dtype)
     rows = tl.where(behind[:, None], decayed, 0.0)
     columns = tl.trans(tl.where(ahead[:, None], decayed, 0.0))
-    weights = tl.dot((queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype), columns, weights, input_precision=TILE.precision)
+    asked = (queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype)
+    weights = tl.dot(asked, columns, weights, input_precision=TILE.precision)
     system = tl.dot(rows, columns, system, input_precision=TILE.precision)
     return system, weights
 
