@@ -80,7 +80,10 @@ class Tile(NamedTuple):
 # each. 64 rows are what a warpgroup of Hopper multiplies at once. Where both operands of a product lie in registers, half as many
 # fit, and so of float32, whose parts are held as well.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
-_LEVELS_OF_FLOAT32 = 5
+_FEWER_LEVELS = 5
+# With gates of channels, and more channels than these, shared memory holds the operands of one chunk of 64 tokens only. They would
+# not be copied ahead then, which is no matter of speed alone, see `_ALIGNMENT`.
+_WIDEST = 128
 # Matrix units of NVIDIA take float32 as three products of tf32, with errors of 2^-21; others have float32.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
 # For operands in half precision a chunk's system is solved in float16, whose errors of 2^-12 are below theirs. With keys of unit
@@ -97,10 +100,14 @@ _BLOCK_CHANNELS, _CHANNELS = 32, 32
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
-# Of a program: a block's tile is small, and within one warp nothing waits at barriers.
-_WARPS, _BLOCK_WARPS = 4, 1
-# Registers of a thread that computes a chunk's matrices in half precision with gates of heads: three programs fit where two would
-# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled.
+# Of a program: a block's tile is small, and within one warp nothing waits at barriers. On an H200 198 us for 8192 tokens of kimi
+# linear, and 220 with two warps. Blackwell's products leave a chunk fewer registers.
+_WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
+# Stages of the loop over channels, with gates of channels: on an H200 293 us for 8192 tokens of kimi linear rather than 340.
+_CHUNK_STAGES = {"sm_90": 3, "any": 1}
+# Registers of a thread that computes in half precision. A chunk's matrices with gates of heads: three programs fit where two would
+# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled. Those of
+# a block with gates of channels: 12 programs rather than 10, and 179 us rather than 198 for kimi linear; with 128 registers 209.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
 # The registers of four warps would not do, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are
 # computed with it.
@@ -191,7 +198,9 @@ def gated_delta_rule_prefill(
         )
         # Interpreted products of bfloat16 are wrong.
         dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
-        levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
+        levels = for_architecture(_LEVELS, q.device)
+        if q.dtype == torch.float32 or (per_channel and k_dim > _WIDEST):
+            levels = _FEWER_LEVELS
         chunk = 1 << levels
         units = multiprocessors(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
@@ -214,6 +223,7 @@ def gated_delta_rule_prefill(
         factors = torch.empty(3, tokens, v_heads, dtype=torch.float32, device=q.device)
         decays = torch.empty(chunks, v_heads, k_dim if per_channel else 1, dtype=torch.float32, device=q.device)
         layer = (dense(A_log), dense(dt_bias), cu_seqlens)
+        registers = {} if q.dtype == torch.float32 else for_architecture(_REGISTERS, q.device)
         keys_in, queries_in, keys_out = k, q, k
         if per_channel:
             blocks = chunk >> _BLOCK_LEVELS
@@ -226,19 +236,20 @@ def gated_delta_rule_prefill(
             channels_device.channel_blocks_kernel[(chunks * blocks, v_heads)](
                 q, k, g, beta, *layer, sums, totals, inverses, scores, factors, scale_of(scale, k_dim), batch, tokens, k_dim,
                 *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(),
-                SHAPE=shape, TILE=tile._replace(k=min(_BLOCK_CHANNELS, tile.k)), num_warps=_BLOCK_WARPS,
+                SHAPE=shape, TILE=tile._replace(k=min(_BLOCK_CHANNELS, tile.k)), num_warps=_BLOCK_WARPS, **registers,
             )  # fmt: skip
             channels_device.channel_chunks_kernel[(chunks, v_heads)](
                 q, k, beta, cu_seqlens, sums, totals, inverses, solve, scores, factors, decays, scaled, batch, tokens, k_dim,
                 *q.stride()[:2], *k.stride()[:2], *beta.stride(),
-                SHAPE=shape, TILE=tile._replace(k=min(_CHANNELS, tile.k)), num_warps=_WARPS, num_stages=1,
+                SHAPE=shape, TILE=tile._replace(k=min(_CHANNELS, tile.k)),
+                num_warps=for_architecture(_CHUNK_WARPS, q.device), num_stages=for_architecture(_CHUNK_STAGES, q.device),
             )  # fmt: skip
             shape = shape._replace(group=1)
         else:
             chunks_device.head_gates_kernel[(chunks, v_heads)](
                 q, k, g, beta, *layer, solve, scores, factors, decays, scale_of(scale, k_dim), batch, tokens,
                 *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), SHAPE=shape, TILE=tile, num_warps=_WARPS,
-                **({} if q.dtype == torch.float32 else for_architecture(_REGISTERS, q.device)),
+                **registers,
             )  # fmt: skip
         grid = (cdiv(v_dim, tile.v), v_heads, batch)
         operands = chunk * ((3 if per_channel else 2) * tile.k + 2 * chunk + tile.v) * dtype.itemsize
