@@ -49,9 +49,9 @@ _STAGES = {"amd": 1, "any": 2}
 # Products of float32 are computed without matrix units, from registers.
 _FLOAT32_CHUNK = 16
 # Sequences have one segment where that makes three programs for every two multiprocessors, and otherwise as many as make four for
-# each, but no more than 16: a segment adds a state that those behind it read. It has at least four chunks, for the first launch does
-# a quarter of the second's work. On an H200 8192 tokens of nemotron-h, 128 programs a segment, take 728 us with one segment, 557 with
-# two, 511 with four, 561 with eight.
+# each, but no more than 16: a segment adds a state that those behind it read. It has at least four chunks, for the first launch
+# does a quarter of the second's work. On an H200 8192 tokens of nemotron-h, 128 programs a segment, take 728 us with one segment,
+# 557 with two, 511 with four, 561 with eight.
 _ENOUGH, _PROGRAMS, _SEGMENTS, _SEGMENT_CHUNKS = 1.5, 4, 16, 4
 # Sequences that are looked at together to find the one that a program belongs to.
 _AT_ONCE = 256
