@@ -106,8 +106,8 @@ _WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
 # Stages of the loop over channels, with gates of channels: on an H200 293 us for 8192 tokens of kimi linear rather than 340.
 _CHUNK_STAGES = {"sm_90": 3, "any": 1}
 # Registers of a thread that computes in half precision. A chunk's matrices with gates of heads: three programs fit where two would
-# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled. Those of
-# a block with gates of channels: 12 programs rather than 10, 179 us rather than 198 for kimi linear; with 128 registers 209.
+# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled. With
+# gates of channels, a block's: 12 programs rather than 10, 179 us rather than 198 for kimi linear; with 128 registers 209.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
 # The registers of four warps would not do, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are
 # computed with it.
