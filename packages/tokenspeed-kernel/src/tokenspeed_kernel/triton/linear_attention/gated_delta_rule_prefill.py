@@ -80,9 +80,9 @@ class Tile(NamedTuple):
 # each. 64 rows are what a warpgroup of Hopper multiplies at once. Where both operands of a product lie in registers, half as many
 # fit, and so of float32, whose parts are held as well.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
-_FEWER_LEVELS = 5
-# With gates of channels, and more channels than these, shared memory holds the operands of one chunk of 64 tokens only. They would
-# not be copied ahead then, which is no matter of speed alone, see `_ALIGNMENT`.
+_LEVELS_OF_FLOAT32 = 5
+# With gates of channels, and more channels than these, chunks are half as long: shared memory would hold the operands of one chunk
+# only. They would not be copied ahead then, which is no matter of speed alone, see `_ALIGNMENT`.
 _WIDEST = 128
 # Matrix units of NVIDIA take float32 as three products of tf32, with errors of 2^-21; others have float32.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
@@ -198,9 +198,9 @@ def gated_delta_rule_prefill(
         )
         # Interpreted products of bfloat16 are wrong.
         dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
-        levels = for_architecture(_LEVELS, q.device)
-        if q.dtype == torch.float32 or (per_channel and k_dim > _WIDEST):
-            levels = _FEWER_LEVELS
+        levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
+        if per_channel and k_dim > _WIDEST:
+            levels -= 1
         chunk = 1 << levels
         units = multiprocessors(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
