@@ -99,3 +99,8 @@ def test_operands_and_states_with_gaps(gate: str) -> None:
 def test_a_state_of_many_channels_is_decoded_by_several_warps(gate: str) -> None:
     arguments = decoding._inputs(2, 3, 1, 1, 520, 9, torch.float32, gate=gate, outputs=True)(Draw(DEVICE))
     _compared(tk.gated_delta_rule_decode, arguments, {"atol": 2e-5, "rtol": 2e-5})
+
+
+def test_gates_of_many_channels_in_shorter_chunks() -> None:
+    arguments = prefilling._inputs([35], 1, 1, 136, 16, torch.float16, gate="channel", initial=True)(Draw(DEVICE))
+    _compared(tk.gated_delta_rule_prefill, arguments, CLOSE)

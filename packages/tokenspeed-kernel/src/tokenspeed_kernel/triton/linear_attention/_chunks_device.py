@@ -7,7 +7,8 @@ the state, the rows of ``U``, depend on each other by a unit triangular system:
     O = scale * ((exp(G) * Q) S + P U)          P[i, j] = sum(Q[i] * K[j] * exp(G[i] - G[j])) for j <= i
     S' = exp(G[last]) * S + (exp(G[last] - G) * K).T U
 
-The kernels here compute ``(I + A)^-1 * beta`` and ``scale * P``; `gated_delta_rule_prefill_device` does the rest.
+The kernel here, and those of `_channels_device` for gates of channels, compute ``(I + A)^-1 * beta`` and ``scale * P``;
+`gated_delta_rule_prefill_device` does the rest.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, s
 
 
 @triton.jit
-def _inverse(a, TILE: tl.constexpr):
-    """The inverse of I + a, for a strictly lower triangular tile of a chunk's tokens.
+def joined(inverse, a, FIRST: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr):
+    """The inverse of I + a, for a strictly lower triangular tile of 2^LEVELS tokens, from the inverses of its diagonal blocks of
+    2^FIRST tokens.
 
-    Blocks of the diagonal are inverted, of twice the side from step to step: for blocks X and Y with E below X and left of Y, the
-    inverse of both together is that of X, that of Y, and -inv(Y) E inv(X) in the place of E. This is forward substitution in
-    blocks, and as exact: no power of ``a`` is formed, whose entries grow large where keys are alike.
+    Blocks of twice the side are inverted from step to step: for blocks X and Y with E below X and left of Y, the inverse of both
+    together is that of X, that of Y, and -inv(Y) E inv(X) in the place of E. This is forward substitution in blocks, and as exact:
+    no power of ``a`` is formed, whose entries grow large where keys are alike.
     """
-    row, column = tl.arange(0, TILE.chunk)[:, None], tl.arange(0, TILE.chunk)[None, :]
-    inverse = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -a, 0.0))
-    for level in range(1, TILE.levels):  # not unrolled: one step takes most registers there are
+    row, column = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
+    for level in range(FIRST, LEVELS):  # not unrolled: one step takes most registers there are
         wait_for_products()
         side = 1 << level
         between = (row // (2 * side) == column // (2 * side)) & (row // side != column // side)
@@ -40,7 +41,15 @@ def _inverse(a, TILE: tl.constexpr):
 
 
 @triton.jit
-def _bounded(logs):
+def inverse_of(a, LEVELS: tl.constexpr, TILE: tl.constexpr):
+    """The inverse of I + a, for a strictly lower triangular tile of 2^LEVELS tokens."""
+    row, column = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
+    pairs = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -a, 0.0))
+    return joined(pairs, a, 1, LEVELS, TILE)
+
+
+@triton.jit
+def bounded(logs):
     """Log decays, at least -40. A decay of exp(-40), 4e-18, already leaves nothing of a state. A far larger one would swamp the
     running sums, whose differences would then lose the small decays."""
     return tl.maximum(logs, -40.0)
@@ -109,7 +118,7 @@ def head_gates_kernel(
     if SHAPE.gates == 2:
         bias = tl.load(dt_bias + head).to(tl.float32)
     raw = tl.load(g + row * g_token + head * g_head, mask=inside, other=0.0).to(tl.float32)
-    logs = tl.where(inside, _bounded(log_decay(raw, bias, A_log, head, SHAPE.gates)), 0.0)
+    logs = tl.where(inside, bounded(log_decay(raw, bias, A_log, head, SHAPE.gates)), 0.0)
     part = tl.load(beta + row * beta_token + head * beta_head, mask=inside, other=0.0).to(tl.float32)
     part = strength(part, SHAPE.gates)
     sums = tl.cumsum(logs, axis=0)
@@ -128,117 +137,5 @@ def head_gates_kernel(
     tl.store(scores + at, (products * decay * q_factor[:, None]).to(TILE.dtype), mask=inside[:, None])
     products = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision)
     system = tl.where(token[:, None] > token[None, :], products * decay * (part * k_factor)[:, None], 0.0)
-    solution = _inverse(system, TILE) * part[None, :]
+    solution = inverse_of(system, TILE.levels, TILE) * part[None, :]
     tl.store(solve + at, solution.to(TILE.dtype), mask=inside[:, None])
-
-
-@triton.jit(do_not_specialize=["batch", "tokens"])
-def channel_gates_kernel(
-    q,
-    k,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    solve,
-    scores,
-    factors,
-    decays,
-    scaled,
-    scale,
-    batch,
-    tokens,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    g_token,
-    g_head,
-    g_channel,
-    beta_token,
-    beta_head,
-    SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One chunk and value head, whose gates are one number a token and channel.
-
-    ``exp(G[i] - G[j])`` is a factor of every channel then. It cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, as the latter
-    overflows. So pairs are taken by the smallest block of 2, 4, 8... tokens that holds both: i lies in its second half, j in its
-    first, and with the sum R at the end of the first half neither ``exp(G[i] - R)`` nor ``exp(R - G[j])`` is above 1. A token is
-    in one half at each size of blocks, and needs one factor there.
-
-    Writes queries and keys with their decays as well, for they are no factors of rows.
-    """
-    chunk = tl.program_id(0)
-    sequence = sequence_of(chunk, cu_seqlens, batch, 1, TILE.chunk, TILE.at_once)
-    first = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + sequence + 1)
-    start = first + (chunk - first // TILE.chunk - sequence) * TILE.chunk
-    if start >= end:
-        return
-    head, v_heads = tl.program_id(1), tl.num_programs(1)
-    source = head // SHAPE.group
-    token = tl.arange(0, TILE.chunk)
-    row = (start + token).to(tl.int64)
-    inside = start + token < end
-    CHUNK: tl.constexpr = TILE.chunk
-    system = tl.zeros([CHUNK, CHUNK], tl.float32)
-    weights = tl.zeros([CHUNK, CHUNK], tl.float32)
-    own = tl.zeros([CHUNK], tl.float32)
-    q_squares = tl.zeros([CHUNK], tl.float32)
-    k_squares = tl.zeros([CHUNK], tl.float32)
-    size = tokens.to(tl.int64) * v_heads
-    for block in range(0, SHAPE.k_dim, TILE.k):
-        channel = block + tl.arange(0, TILE.k)
-        channel_inside = channel < SHAPE.k_dim
-        there = inside[:, None] & channel_inside[None, :]
-        queries = tl.load(q + row[:, None] * q_token + source * q_head + channel[None, :], mask=there, other=0.0)
-        keys = tl.load(k + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0)
-        raw = tl.load(g + row[:, None] * g_token + head * g_head + channel[None, :] * g_channel, mask=there, other=0.0)
-        bias = 0.0
-        if SHAPE.gates == 2:
-            bias = tl.load(dt_bias + head * SHAPE.k_dim + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
-        logs = tl.where(there, _bounded(log_decay(raw.to(tl.float32), bias, A_log, head, SHAPE.gates)), 0.0)
-        q_squares += tl.sum(queries.to(tl.float32) * queries.to(tl.float32), axis=1)
-        k_squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), axis=1)
-        own += tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)
-        sums = tl.cumsum(logs, axis=0)
-        total = tl.sum(logs, axis=0)
-        kept = tl.exp(sums)
-        at = (row * v_heads + head)[:, None] * SHAPE.width + channel[None, :]
-        written = inside[:, None] & (channel < SHAPE.width)[None, :]
-        tl.store(scaled + at, (keys.to(tl.float32) * kept).to(TILE.dtype), mask=written)
-        tl.store(scaled + size * SHAPE.width + at, (queries.to(tl.float32) * kept).to(TILE.dtype), mask=written)
-        lasting = keys.to(tl.float32) * tl.exp(total[None, :] - sums)
-        tl.store(scaled + 2 * size * SHAPE.width + at, lasting.to(TILE.dtype), mask=written)
-        tl.store(decays + (chunk.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel, tl.exp(total), mask=channel_inside)
-        for level in range(TILE.levels):
-            wait_for_products()
-            side = 1 << level
-            second = (token // side) % 2 == 1
-            middle = token // (2 * side) * (2 * side) + side - 1
-            reference = tl.gather(sums, tl.broadcast_to(middle[:, None], sums.shape), axis=0)
-            distance = sums - reference
-            decay = tl.exp(tl.where(second[:, None], distance, -distance))
-            decayed = (keys.to(tl.float32) * decay).to(TILE.dtype)
-            # Of the second half of a block in rows, of the first half of the same block in columns.
-            between = (token[:, None] // side == token[None, :] // side + 1) & second[:, None]
-            products = tl.dot((queries.to(tl.float32) * decay).to(TILE.dtype), tl.trans(decayed), input_precision=TILE.precision)
-            weights += tl.where(between, products, 0.0)
-            products = tl.dot(decayed, tl.trans(decayed), input_precision=TILE.precision)
-            system += tl.where(between, products, 0.0)
-    one = tl.full([CHUNK], 1.0, tl.float32)
-    q_factor = tl.rsqrt(q_squares + SHAPE.eps) if SHAPE.l2norm else one
-    k_factor = tl.rsqrt(k_squares + SHAPE.eps) if SHAPE.l2norm else one
-    part = strength(tl.load(beta + row * beta_token + head * beta_head, mask=inside, other=0.0).to(tl.float32), SHAPE.gates)
-    system *= (part * k_factor)[:, None] * k_factor[None, :]
-    solution = _inverse(system, TILE) * part[None, :]
-    weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * (q_factor * scale)[:, None] * k_factor[None, :]
-    at = (row * v_heads + head)[:, None] * TILE.chunk + token[None, :]
-    tl.store(solve + at, solution.to(TILE.dtype), mask=inside[:, None])
-    tl.store(scores + at, weights.to(TILE.dtype), mask=inside[:, None])
-    at_row = row * v_heads + head
-    tl.store(factors + at_row, k_factor, mask=inside)
-    tl.store(factors + size + at_row, q_factor * scale, mask=inside)
-    tl.store(factors + 2 * size + at_row, k_factor, mask=inside)

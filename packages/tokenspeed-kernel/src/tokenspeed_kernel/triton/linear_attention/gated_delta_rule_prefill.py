@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 chunks_device = DeviceModule("tokenspeed_kernel.triton.linear_attention._chunks_device")
+channels_device = DeviceModule("tokenspeed_kernel.triton.linear_attention._channels_device")
 
 
 class Shape(NamedTuple):
@@ -54,19 +55,24 @@ class Tile(NamedTuple):
 
     Attributes:
         chunk, levels: tokens of a chunk, 2 to the power of levels.
+        block, block_levels: likewise, of a block of a chunk; see `_channels_device`.
         k, v: channels of keys and columns of a state, powers of two.
         at_once: sequences whose starts are compared in one step.
         dtype, precision: of products.
+        pairs: dtype of products of a block's pairs, with gates of channels.
         solver: dtype of products that solve a chunk's system.
     """
 
     chunk: int
     levels: int
+    block: int
+    block_levels: int
     k: int
     v: int
     at_once: int
     dtype: Any
     precision: str
+    pairs: Any
     solver: Any
 
 
@@ -75,24 +81,33 @@ class Tile(NamedTuple):
 # fit, and so of float32, whose parts are held as well.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
+# With gates of channels, and more channels than these, chunks are half as long: shared memory would hold the operands of one chunk
+# only. They would not be copied ahead then, which is no matter of speed alone, see `_ALIGNMENT`.
+_WIDEST = 128
 # Matrix units of NVIDIA take float32 as three products of tf32, with errors of 2^-21; others have float32.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
 # For operands in half precision a chunk's system is solved in float16, whose errors of 2^-12 are below theirs. With keys of unit
 # length and beta up to 2 no entry of an inverse is above 2: between a beta and two keys it has factors I - beta k k.T, which
 # lengthen nothing.
 _SOLVER = torch.float16
-# Channels whose decays a program holds: 64 of 64 tokens are 16 registers a thread of 8 warps.
-_CHANNELS = 64
+# Tokens of a block: the fewest rows that matrix units multiply.
+_BLOCK_LEVELS = 4
+# Channels that a program takes at once, of a block and of a chunk.
+_BLOCK_CHANNELS, _CHANNELS = 32, 32
 # Sequences are long, and each is walked by v_heads * v_dim / columns programs: few columns make many programs, and each of them
 # reads all queries and keys.
 # Where both operands of a product lie in registers, and of float32, more than 32 columns would not fit there.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
-# Of a program. That of gates of channels holds five tiles of a chunk, for which the registers of four would not do.
-_WARPS, _CHANNEL_WARPS = 4, 8
-# Registers of a thread that computes a chunk's matrices in half precision with gates of heads: three programs fit where two would
-# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled.
+# Of a program: a block's tile is small, and within one warp nothing waits at barriers. On an H200 198 us for 8192 tokens of kimi
+# linear, and 220 with two warps. Blackwell's products leave a chunk fewer registers.
+_WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
+# Stages of the loop over channels, with gates of channels: on an H200 293 us for 8192 tokens of kimi linear rather than 340.
+_CHUNK_STAGES = {"sm_90": 3, "any": 1}
+# Registers of a thread that computes in half precision. A chunk's matrices with gates of heads: three programs fit where two would
+# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled. With
+# gates of channels, a block's: 12 programs rather than 10, 179 us rather than 198 for kimi linear; with 128 registers 209.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
 # The registers of four warps would not do, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are
 # computed with it.
@@ -184,17 +199,22 @@ def gated_delta_rule_prefill(
         # Interpreted products of bfloat16 are wrong.
         dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
         levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
+        if per_channel and k_dim > _WIDEST:
+            levels -= 1
         chunk = 1 << levels
         units = multiprocessors(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
         tile = Tile(
             chunk,
             levels,
-            max(16, min(_CHANNELS, next_power_of_2(k_dim)) if per_channel else next_power_of_2(k_dim)),
+            1 << _BLOCK_LEVELS,
+            _BLOCK_LEVELS,
+            max(16, next_power_of_2(k_dim)),
             columns_for(v_dim, columns, batch * v_heads, units),
             min(1024, max(16, next_power_of_2(batch))),
             common_device.DTYPES[dtype],
             for_architecture(_PRECISION, q.device),
+            common_device.DTYPES[torch.bfloat16 if dtype == torch.bfloat16 else torch.float32],
             common_device.DTYPES[torch.float32 if dtype == torch.float32 else _SOLVER],
         )
         cu_seqlens = cu_seqlens.contiguous()
@@ -202,23 +222,34 @@ def gated_delta_rule_prefill(
         solve, scores = torch.empty(2, tokens, v_heads, chunk, dtype=dtype, device=q.device)
         factors = torch.empty(3, tokens, v_heads, dtype=torch.float32, device=q.device)
         decays = torch.empty(chunks, v_heads, k_dim if per_channel else 1, dtype=torch.float32, device=q.device)
-        layer = (dense(A_log), dense(dt_bias), cu_seqlens, solve, scores, factors, decays)
+        layer = (dense(A_log), dense(dt_bias), cu_seqlens)
+        registers = {} if q.dtype == torch.float32 else for_architecture(_REGISTERS, q.device)
         keys_in, queries_in, keys_out = k, q, k
-        options = {"SHAPE": shape, "TILE": tile, "num_warps": _CHANNEL_WARPS if per_channel else _WARPS}
         if per_channel:
+            blocks = chunk >> _BLOCK_LEVELS
+            # What block and chunk programs have in common: sums of log decays, and inverses of blocks.
+            sums = torch.empty(tokens, v_heads, k_dim, dtype=torch.float32, device=q.device)
+            totals = torch.empty(chunks * blocks, v_heads, k_dim, dtype=torch.float32, device=q.device)
+            inverses = torch.empty(tokens, v_heads, 1 << _BLOCK_LEVELS, dtype=torch.float32, device=q.device)
             scaled = torch.empty(3, tokens, v_heads, width, dtype=dtype, device=q.device)
             keys_in, queries_in, keys_out = scaled
-            chunks_device.channel_gates_kernel[(chunks, v_heads)](
-                q, k, g, beta, *layer, scaled, scale_of(scale, k_dim), batch, tokens,
-                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
+            channels_device.channel_blocks_kernel[(chunks * blocks, v_heads)](
+                q, k, g, beta, *layer, sums, totals, inverses, scores, factors, scale_of(scale, k_dim), batch, tokens, k_dim,
+                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(),
+                SHAPE=shape, TILE=tile._replace(k=min(_BLOCK_CHANNELS, tile.k)), num_warps=_BLOCK_WARPS, **registers,
+            )  # fmt: skip
+            channels_device.channel_chunks_kernel[(chunks, v_heads)](
+                q, k, beta, cu_seqlens, sums, totals, inverses, solve, scores, factors, decays, scaled, batch, tokens, k_dim,
+                *q.stride()[:2], *k.stride()[:2], *beta.stride(),
+                SHAPE=shape, TILE=tile._replace(k=min(_CHANNELS, tile.k)),
+                num_warps=for_architecture(_CHUNK_WARPS, q.device), num_stages=for_architecture(_CHUNK_STAGES, q.device),
             )  # fmt: skip
             shape = shape._replace(group=1)
-            tile = tile._replace(k=max(16, next_power_of_2(k_dim)))
         else:
             chunks_device.head_gates_kernel[(chunks, v_heads)](
-                q, k, g, beta, *layer, scale_of(scale, k_dim), batch, tokens,
-                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
-                **({} if q.dtype == torch.float32 else for_architecture(_REGISTERS, q.device)),
+                q, k, g, beta, *layer, solve, scores, factors, decays, scale_of(scale, k_dim), batch, tokens,
+                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), SHAPE=shape, TILE=tile, num_warps=_WARPS,
+                **registers,
             )  # fmt: skip
         grid = (cdiv(v_dim, tile.v), v_heads, batch)
         operands = chunk * ((3 if per_channel else 2) * tile.k + 2 * chunk + tile.v) * dtype.itemsize

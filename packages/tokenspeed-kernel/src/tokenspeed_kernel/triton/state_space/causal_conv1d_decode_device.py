@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.state_space._convolution_device import activated, bias_of, tap
 
 
@@ -47,8 +48,10 @@ def causal_conv1d_decode_kernel(
     SHAPE: tl.constexpr,
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Some channels of a few requests. They are read and written by this program alone."""
+    start(EARLY)
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     width_inside = channel < SHAPE.channels

@@ -2,11 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import sequence_of
 from tokenspeed_kernel.triton.state_space._convolution_device import activated, bias_of, tap
+
+
+class Rows(NamedTuple):
+    """Some channels of each token of a sequence.
+
+    Fields:
+        first: pointers to the channels of token 0 of all sequences.
+        begin: the sequence's first token.
+        end: its number of tokens, or of those that a program takes.
+        stride: from token to token.
+    """
+
+    first: Any
+    begin: Any
+    end: Any
+    stride: Any
+
+
+class Taps(NamedTuple):
+    """The weights of some channels, float32, the token's own first. Narrow convolutions do not use the last ones."""
+
+    own: Any
+    nearest: Any
+    second: Any
+    third: Any
+    bias: Any
+
+
+@triton.jit
+def _there(channel, holds, SHAPE: tl.constexpr):
+    """Which channels there are, none if a condition does not hold."""
+    return channel < tl.where(holds, SHAPE.channels, 0)
+
+
+@triton.jit
+def _input(x, token, channel, SHAPE: tl.constexpr):
+    """A token of `Rows`, float32; zeros from their end on."""
+    there = _there(channel, token < x.end, SHAPE)
+    return tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _earlier(x, token, state, row_stride, started, channel, SHAPE: tl.constexpr):
+    """An input in front of a block of tokens. It is one of the state's where it is in front of the sequence."""
+    there = _there(channel, token >= 0, SHAPE)
+    value = tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
+    there = _there(channel, started & (token < 0), SHAPE)
+    return value + tl.load(state + (token + (SHAPE.width - 1)) * row_stride, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(out, token, new, first, second, third, taps, channel, SHAPE: tl.constexpr):
+    """Writes a token's result from its inputs and those before it, the nearest first."""
+    total = taps.bias
+    if SHAPE.width > 3:
+        total += third * taps.third
+    if SHAPE.width > 2:
+        total += second * taps.second
+    result = activated(total + first * taps.nearest + new * taps.own, SHAPE)
+    at = out.first + (out.begin + token) * out.stride
+    tl.store(at, result.to(out.first.dtype.element_ty), mask=_there(channel, token < out.end, SHAPE))
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -34,47 +97,61 @@ def causal_conv1d_prefill_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """A block of tokens of one sequence, and some channels. The program of a sequence's first block also writes its state, for it
-    is the only one that reads the state from which the sequence starts."""
-    WIDTH: tl.constexpr = SHAPE.width
+    """A block of tokens of one sequence, and some channels, token after token: each input is read once, and is held while the next
+    tokens need it.
+
+    The program of a sequence's first block also writes its state, for it is the only one that reads the state from which the
+    sequence starts.
+    """
     sequence = sequence_of(tl.program_id(1), cu_seqlens, batch, 1, TOKENS, AT_ONCE)
     begin = tl.load(cu_seqlens + sequence)
     length = tl.load(cu_seqlens + sequence + 1) - begin
-    first = (tl.program_id(1) - begin // TOKENS - sequence) * TOKENS
-    if (first < length) | (first == 0):
+    block = (tl.program_id(1) - begin // TOKENS - sequence) * TOKENS
+    if (block < length) | (block == 0):
         slot = tl.load(state_slots + sequence * state_slots_stride)
-        initial_slot = -1
+        started = slot < slot
         if has_initial_state is not None:
-            initial_slot = tl.where(tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0, slot, -1)
-        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+            started = (tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0) & (slot >= 0)
+        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = channel < SHAPE.channels
         channels = channel.to(tl.int64)
         state = states + slot.to(tl.int64) * slot_stride + channels * state_channel
-        x_at = x + begin.to(tl.int64) * x_token + channels * x_channel
-        out_at = out + begin.to(tl.int64) * out_token + channels * out_channel
-        place = first + tl.arange(0, TOKENS)[:, None]
-        there = inside & (place < length)
+        end = tl.minimum(block + TOKENS, length)
+        source = Rows(x + channels * x_channel, begin.to(tl.int64), end, x_token)
+        target = Rows(out + channels * out_channel, begin.to(tl.int64), end, out_token)
+        own = tap(weight, channel, inside, SHAPE.width - 1, SHAPE)
+        nearest = tap(weight, channel, inside, SHAPE.width - 2, SHAPE)
+        first = _earlier(source, block - 1, state, row_stride, started, channel, SHAPE)
+        of_second, of_third, second, third = own, own, first, first  # not used by narrower convolutions
+        if SHAPE.width > 2:
+            of_second = tap(weight, channel, inside, SHAPE.width - 3, SHAPE)
+            second = _earlier(source, block - 2, state, row_stride, started, channel, SHAPE)
+        if SHAPE.width > 3:
+            of_third = tap(weight, channel, inside, 0, SHAPE)
+            third = _earlier(source, block - 3, state, row_stride, started, channel, SHAPE)
+        taps = Taps(own, nearest, of_second, of_third, bias_of(bias, channel, inside))
+        for token in range(block, end, 4):
+            # Loads in front of stores: the compiler cannot tell that these write elsewhere, and each would wait for the last.
+            a = _input(source, token, channel, SHAPE)
+            b = _input(source, token + 1, channel, SHAPE)
+            c = _input(source, token + 2, channel, SHAPE)
+            d = _input(source, token + 3, channel, SHAPE)
+            _write(target, token, a, first, second, third, taps, channel, SHAPE)
+            _write(target, token + 1, b, a, first, second, taps, channel, SHAPE)
+            _write(target, token + 2, c, b, a, first, taps, channel, SHAPE)
+            _write(target, token + 3, d, c, b, a, taps, channel, SHAPE)
+            third = b
+            second = c
+            first = d
 
-        total = tl.zeros((TOKENS, BLOCK), tl.float32) + bias_of(bias, channel, inside)
-        for i in tl.static_range(WIDTH):
-            source = place + (i - (WIDTH - 1))
-            value = tl.load(x_at + source.to(tl.int64) * x_token, mask=there & (source >= 0), other=0.0).to(tl.float32)
-            if has_initial_state is not None and i < WIDTH - 1:  # noqa: SIM102 (this is known at compile time)
-                if (initial_slot >= 0) & (first == 0):
-                    kept = state + (source + (WIDTH - 1)) * row_stride
-                    value += tl.load(kept, mask=there & (source < 0), other=0.0).to(tl.float32)
-            total += value * tap(weight, channel, inside, i, SHAPE)
-        result = activated(total, SHAPE).to(out.dtype.element_ty)
-        tl.store(out_at + place.to(tl.int64) * out_token, result, mask=there)
-
-        if (first == 0) & (slot >= 0):
+        if (block == 0) & (slot >= 0):
             tl.debug_barrier()  # threads that write the state may be others than those that have read it
             # Row i becomes row i + length of the old state, or an input. In rising order none is read after it was written.
-            for i in tl.static_range(WIDTH - 1):
-                token = length - (WIDTH - 1) + i
+            for i in tl.static_range(SHAPE.width - 1):
+                token = length - (SHAPE.width - 1) + i
                 last = tl.zeros(channel.shape, tl.float32)
                 if token >= 0:
-                    last += tl.load(x_at + token.to(tl.int64) * x_token, mask=inside, other=0.0).to(tl.float32)
-                elif initial_slot >= 0:
+                    last += tl.load(source.first + (source.begin + token) * x_token, mask=inside, other=0.0).to(tl.float32)
+                elif started:
                     last += tl.load(state + (length + i) * row_stride, mask=inside, other=0.0).to(tl.float32)
                 tl.store(state + i * row_stride, last.to(states.dtype.element_ty), mask=inside)

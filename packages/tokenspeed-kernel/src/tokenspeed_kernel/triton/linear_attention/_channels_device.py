@@ -1,0 +1,262 @@
+"""What `_chunks_device` computes, for gates that are one number a token and channel.
+
+``exp(G[i] - G[j])`` is a factor of every channel then. It cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, as the latter
+overflows. But for a boundary between two tokens, i behind it and j in front of it, and the sum R there, neither
+``exp(G[i] - R)`` nor ``exp(R - G[j])`` is above 1. So pairs of tokens are taken by the boundaries that lie between them: first, in
+blocks of 16 tokens, pairs within a block; then pairs of different blocks. Decays are powers of two here, and sums those of their
+exponents.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import sequence_of, wait_for_products
+from tokenspeed_kernel.triton.linear_attention._chunks_device import bounded, inverse_of, joined
+from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, strength
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# What a channel may forget within half a block, where the decays of pairs are split at its middle: 2^60 times 2^60 is a number.
+_STEEPEST = tl.constexpr(60.0)
+
+
+@triton.jit
+def _one_by_one(system, weights, keys, queries, sums, TILE: tl.constexpr):
+    """Adds what some channels give to the products of a block's pairs, whatever their gates are: a decay a pair and channel."""
+    token = tl.arange(0, TILE.block)
+    for j in range(TILE.block):
+        chosen = (token == j)[:, None]
+        key = tl.sum(tl.where(chosen, keys, 0.0), axis=0)
+        reference = tl.sum(tl.where(chosen, sums, 0.0), axis=0)
+        decayed = tl.exp2(tl.minimum(sums - reference[None, :], 0.0)) * key[None, :]
+        column = (token == j)[None, :]
+        weights += tl.where(column, tl.sum(queries * decayed, axis=1)[:, None], 0.0)
+        system += tl.where(column, tl.sum(keys * decayed, axis=1)[:, None], 0.0)
+    return system, weights
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "channels"])
+def channel_blocks_kernel(
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    sums,
+    totals,
+    inverses,
+    scores,
+    factors,
+    scale,
+    batch,
+    tokens,
+    channels,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    g_token,
+    g_head,
+    g_channel,
+    beta_token,
+    beta_head,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One block of a chunk's tokens and value head: what its tokens are to each other.
+
+    Where no channel forgets too much within half a block, the decays of all pairs are split at its middle, where one of both
+    factors may be above 1; entries whose decay would be above 1 are of no pair, and left out.
+
+    Args:
+        sums: receives the running sums of log decays within the block.
+        totals: receives the block's sums.
+        inverses: receives the inverse of the block's part of I + A.
+        scores: receives the block's part.
+        factors: receives what keys, queries and keys again are normalised and scaled by.
+    """
+    BLOCKS: tl.constexpr = TILE.chunk // TILE.block
+    BLOCK: tl.constexpr = TILE.block
+    number = tl.program_id(0)
+    chunk = number // BLOCKS
+    sequence = sequence_of(chunk, cu_seqlens, batch, 1, TILE.chunk, TILE.at_once)
+    first = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + sequence + 1)
+    start = first + (chunk - first // TILE.chunk - sequence) * TILE.chunk + number % BLOCKS * BLOCK
+    if start >= end:
+        return
+    head, v_heads = tl.program_id(1), tl.num_programs(1)
+    source = head // SHAPE.group
+    token = tl.arange(0, BLOCK)
+    row = (start + token).to(tl.int64)
+    inside = start + token < end
+    at_row = row * v_heads + head
+    system = tl.zeros([BLOCK, BLOCK], tl.float32)
+    weights = tl.zeros([BLOCK, BLOCK], tl.float32)
+    own = tl.zeros([BLOCK], tl.float32)
+    q_squares = tl.zeros([BLOCK], tl.float32)
+    k_squares = tl.zeros([BLOCK], tl.float32)
+    for begin in tl.range(0, channels, TILE.k, disable_licm=True):
+        # A thread has four neighbours, 16 bytes of float32. With eight, 16 bytes of half precision, the sums would be computed in
+        # two layouts.
+        channel = tl.max_contiguous(begin + tl.arange(0, TILE.k), 4)
+        channel_inside = channel < SHAPE.k_dim
+        there = inside[:, None] & channel_inside[None, :]
+        queries = tl.load(q + row[:, None] * q_token + source * q_head + channel[None, :], mask=there, other=0.0).to(tl.float32)
+        keys = tl.load(k + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0).to(tl.float32)
+        raw = tl.load(g + row[:, None] * g_token + head * g_head + channel[None, :] * g_channel, mask=there, other=0.0)
+        bias = 0.0
+        if SHAPE.gates == 2:
+            bias = tl.load(dt_bias + head * SHAPE.k_dim + channel, mask=channel_inside, other=0.0).to(tl.float32)[None, :]
+        logs = bounded(log_decay(raw.to(tl.float32), bias, A_log, head, SHAPE.gates)) * _LOG2_E
+        logs = tl.where(there, logs, 0.0)
+        q_squares += tl.sum(queries * queries, axis=1)
+        k_squares += tl.sum(keys * keys, axis=1)
+        own += tl.sum(queries * keys, axis=1)
+        running = tl.cumsum(logs, axis=0)
+        lower = tl.sum(tl.where((token < BLOCK // 2)[:, None], logs, 0.0), axis=0)
+        upper = tl.sum(tl.where((token < BLOCK // 2)[:, None], 0.0, logs), axis=0)
+        tl.store(sums + at_row[:, None] * SHAPE.k_dim + channel[None, :], running, mask=there)
+        at_total = (number.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel
+        tl.store(totals + at_total, lower + upper, mask=channel_inside)
+        if tl.min(tl.minimum(lower, upper), axis=0) >= -_STEEPEST:
+            distance = running - lower[None, :]
+            after = tl.exp2(distance)
+            columns = tl.trans((keys * tl.exp2(-distance)).to(TILE.pairs))
+            weights = tl.dot((queries * after).to(TILE.pairs), columns, weights, input_precision=TILE.precision)
+            system = tl.dot((keys * after).to(TILE.pairs), columns, system, input_precision=TILE.precision)
+        else:
+            system, weights = _one_by_one(system, weights, keys, queries, running, TILE)
+    one = tl.full([BLOCK], 1.0, tl.float32)
+    q_factor = (tl.rsqrt(q_squares + SHAPE.eps) if SHAPE.l2norm else one) * scale
+    k_factor = tl.rsqrt(k_squares + SHAPE.eps) if SHAPE.l2norm else one
+    size = tokens.to(tl.int64) * v_heads
+    tl.store(factors + at_row, k_factor, mask=inside)
+    tl.store(factors + size + at_row, q_factor, mask=inside)
+    tl.store(factors + 2 * size + at_row, k_factor, mask=inside)
+    weights = tl.where(token[:, None] == token[None, :], own[:, None], weights) * q_factor[:, None] * k_factor[None, :]
+    weights = tl.where(token[:, None] >= token[None, :], weights, 0.0)
+    at = at_row[:, None] * TILE.chunk + number % BLOCKS * BLOCK + token[None, :]
+    tl.store(scores + at, weights.to(TILE.dtype), mask=inside[:, None])
+    part = strength(tl.load(beta + row * beta_token + head * beta_head, mask=inside, other=0.0).to(tl.float32), SHAPE.gates)
+    system *= (part * k_factor)[:, None] * k_factor[None, :]
+    system = tl.where(token[:, None] > token[None, :], system, 0.0)
+    inverse = inverse_of(system, TILE.block_levels, TILE)
+    tl.store(inverses + at_row[:, None] * BLOCK + token[None, :], inverse.to(TILE.solver), mask=inside[:, None])
+
+
+@triton.jit
+def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    """Adds what some channels give to the products of pairs on two sides of the boundary in front of block NUMBER, from which the
+    running sums have that distance."""
+    token = tl.arange(0, TILE.chunk)
+    boundary: tl.constexpr = NUMBER * TILE.block
+    side: tl.constexpr = (NUMBER & -NUMBER) * TILE.block
+    behind = (token >= boundary) & (token < boundary + side)
+    ahead = (token < boundary) & (token >= boundary - side)
+    decay = tl.exp2(tl.where(behind[:, None], distance, tl.where(ahead[:, None], -distance, float("-inf"))))
+    decayed = (keys * decay).to(TILE.dtype)
+    rows = tl.where(behind[:, None], decayed, 0.0)
+    columns = tl.trans(tl.where(ahead[:, None], decayed, 0.0))
+    asked = (queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype)
+    weights = tl.dot(asked, columns, weights, input_precision=TILE.precision)
+    system = tl.dot(rows, columns, system, input_precision=TILE.precision)
+    return system, weights
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "channels"])
+def channel_chunks_kernel(
+    q,
+    k,
+    beta,
+    cu_seqlens,
+    sums,
+    totals,
+    inverses,
+    solve,
+    scores,
+    factors,
+    decays,
+    scaled,
+    batch,
+    tokens,
+    channels,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    beta_token,
+    beta_head,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One chunk and value head: what the tokens of different blocks are to each other.
+
+    Pairs are taken by the boundary between blocks 1 and 2, 3 and 4..., then by those between two blocks and the next two: i lies in
+    as many blocks behind a boundary as j lies in front of it.
+
+    Writes queries and keys with their decays as well, for they are no factors of rows.
+    """
+    BLOCKS: tl.constexpr = TILE.chunk // TILE.block
+    CHUNK: tl.constexpr = TILE.chunk
+    K: tl.constexpr = TILE.k
+    chunk = tl.program_id(0)
+    sequence = sequence_of(chunk, cu_seqlens, batch, 1, TILE.chunk, TILE.at_once)
+    first = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + sequence + 1)
+    start = first + (chunk - first // TILE.chunk - sequence) * TILE.chunk
+    if start >= end:
+        return
+    head, v_heads = tl.program_id(1), tl.num_programs(1)
+    source = head // SHAPE.group
+    token = tl.arange(0, CHUNK)
+    row = (start + token).to(tl.int64)
+    inside = start + token < end
+    at_row = row * v_heads + head
+    size = tokens.to(tl.int64) * v_heads
+    system = tl.zeros([CHUNK, CHUNK], tl.float32)
+    weights = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for begin in range(0, channels, TILE.k):
+        channel = begin + tl.arange(0, TILE.k)
+        channel_inside = channel < SHAPE.k_dim
+        there = inside[:, None] & channel_inside[None, :]
+        queries = tl.load(q + row[:, None] * q_token + source * q_head + channel[None, :], mask=there, other=0.0)
+        keys = tl.load(k + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0)
+        running = tl.load(sums + at_row[:, None] * SHAPE.k_dim + channel[None, :], mask=there, other=0.0)
+        of_block = totals + (chunk.to(tl.int64) * BLOCKS * v_heads + head) * SHAPE.k_dim + channel
+        total = tl.zeros([K], tl.float32)
+        for block in tl.static_range(BLOCKS):
+            present = channel < tl.where(start + block * TILE.block < end, SHAPE.k_dim, 0)
+            total += tl.load(of_block + block * v_heads * SHAPE.k_dim, mask=present, other=0.0)
+            if block + 1 < BLOCKS:
+                running = tl.where((token // TILE.block == block + 1)[:, None], running + total[None, :], running)
+        wide_keys, wide_queries = keys.to(tl.float32), queries.to(tl.float32)
+        kept = tl.exp2(running)
+        at = at_row[:, None] * SHAPE.width + channel[None, :]
+        written = inside[:, None] & (channel < SHAPE.width)[None, :]
+        tl.store(scaled + at, (wide_keys * kept).to(TILE.dtype), mask=written)
+        tl.store(scaled + size * SHAPE.width + at, (wide_queries * kept).to(TILE.dtype), mask=written)
+        lasting = wide_keys * tl.exp2(total[None, :] - running)
+        tl.store(scaled + 2 * size * SHAPE.width + at, lasting.to(TILE.dtype), mask=written)
+        tl.store(decays + (chunk.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel, tl.exp2(total), mask=channel_inside)
+        reference = tl.zeros([K], tl.float32)
+        for block in tl.static_range(1, BLOCKS):
+            wait_for_products()
+            present = channel < tl.where(start + (block - 1) * TILE.block < end, SHAPE.k_dim, 0)
+            reference += tl.load(of_block + (block - 1) * v_heads * SHAPE.k_dim, mask=present, other=0.0)
+            system, weights = _across(system, weights, wide_keys, wide_queries, running - reference[None, :], block, TILE)
+    k_factor = tl.load(factors + at_row, mask=inside, other=0.0)
+    q_factor = tl.load(factors + size + at_row, mask=inside, other=0.0)
+    part = strength(tl.load(beta + row * beta_token + head * beta_head, mask=inside, other=0.0).to(tl.float32), SHAPE.gates)
+    same = token[:, None] // TILE.block == token[None, :] // TILE.block
+    at = at_row[:, None] * CHUNK + token[None, :]
+    weights *= q_factor[:, None] * k_factor[None, :]
+    tl.store(scores + at, weights.to(TILE.dtype), mask=inside[:, None] & (same == 0))
+    system *= (part * k_factor)[:, None] * k_factor[None, :]
+    at_inverse = at_row[:, None] * TILE.block + token[None, :] % TILE.block
+    inverse = tl.load(inverses + at_inverse, mask=inside[:, None] & same, other=0.0).to(tl.float32)
+    solution = joined(inverse, system, TILE.block_levels, TILE.levels, TILE) * part[None, :]
+    tl.store(solve + at, solution.to(TILE.dtype), mask=inside[:, None])
