@@ -10,16 +10,12 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.sampling._rows_device import at_index, from_sort_key, sort_key
+from tokenspeed_kernel.triton.sampling._state_device import COUNT_SHIFT, ONE_TOKEN, WEIGHT_MASK
 from tokenspeed_kernel.triton.sampling._weights_device import limit_of, token_weights
 
 _PARTS = tl.constexpr(16)
 _PART_BITS = tl.constexpr(4)
 _NO_KEY = tl.constexpr(-0x80000000)
-# Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below:
-# of so many tokens a lane may sum.
-COUNT_SHIFT = tl.constexpr(51)
-ONE_TOKEN = tl.constexpr(1 << 51)
-WEIGHT_MASK = tl.constexpr((1 << 51) - 1)
 _CHUNK = tl.constexpr(1024)
 
 
@@ -166,7 +162,7 @@ def find_cut(
             ends = tl.where(part == 0, low, sort_key((first + reach * part.to(tl.float64)).to(tl.float32)).to(tl.int64))
             ends = tl.minimum(tl.maximum(ends, low), high)
             # The tokens above may reach the limit by themselves, where the range is a guess.
-            before = tl.where(stage == 0, above_count < k, (above_weight.to(tl.float64) < limit) | (above_count == 0))
+            before = tl.where(stage == 0, above_count < k, above_weight.to(tl.float64) < limit)
             found = before.to(tl.int32)
             going = found
             left = number

@@ -6,53 +6,68 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key, token_of
+from tokenspeed_kernel.triton.sampling._state_device import COUNT_SHIFT, ONE_TOKEN, WEIGHT_MASK
 from tokenspeed_kernel.triton.sampling._weights_device import limit_of, target_of, token_weights
 
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
-# By token: the token above its weight, which has at most 41 bits; a vocabulary has at most 2^22 tokens.
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+# Of a listed token that may be drawn: the token above its weight, which has at most 41 bits; a vocabulary has at most 2^22 tokens.
 _WEIGHT_BITS = tl.constexpr(41)
 _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
-_LAST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
-def draw_listed(listed, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr):
+def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr, PAIRED: tl.constexpr):
     """Draws from a row's listed tokens. Returns the token, int64, and whether they decide it.
 
-    They do if the last token kept is the same whatever the tokens that are not listed weigh.
+    They do if the last token kept is the same whatever the tokens that are not listed weigh. Tokens are compared pair by pair, which
+    gives each one's rank and what those before it weigh: no sorting, and few steps that wait for each other.
 
     Args:
         listed: pointer to int64 ``packed`` tokens: all from the largest logit down to some logit, in any order.
-        number: how many there are, at most TOKENS.
+        drawable: pointer to int64 [TOKENS], is written to.
+        number: how many are listed, at most TOKENS.
         least: the most that a token weighs that is not listed.
         keeps: how many tokens top-k keeps, at most the vocabulary; int64.
         p, u: top-p, and the random number.
         largest, scale, floor: see `token_weights`.
+        PAIRED: how many tokens all the others are compared to at a time.
     """
     own = tl.arange(0, TOKENS)
     live = own < number
-    pairs = tl.sort(tl.load(listed + own, mask=live, other=_NO_PAIR), descending=True)
-    x = from_sort_key((pairs >> 32).to(tl.int32))
+    pair = tl.load(listed + own, mask=live, other=_NO_PAIR)
+    x = from_sort_key((pair >> 32).to(tl.int32))
     weight = token_weights(tl.where(live, x, float("-inf")), largest, scale, floor)
-    kept = live & (own < keeps)
-    weight = tl.where(kept, weight, 0)
-    after = tl.cumsum(weight, axis=0)
-    known = tl.sum(weight, axis=0)
+    sums = tl.zeros([TOKENS, PAIRED], tl.int64)
+    for begin in range(0, number, PAIRED):
+        other = begin + tl.arange(0, PAIRED)
+        theirs = tl.load(listed + other, mask=other < number, other=_NO_PAIR)
+        both = token_weights(from_sort_key((theirs >> 32).to(tl.int32)), largest, scale, floor) | ONE_TOKEN
+        sums += tl.where(theirs[None, :] > pair[:, None], both[None, :], 0)
+    before = tl.sum(sums, axis=1)
+    kept = live & ((before >> COUNT_SHIFT) < keeps)
+    before = (before & WEIGHT_MASK).to(tl.float64)
+    known = tl.sum(tl.where(kept, weight, 0), axis=0)
     most = known + tl.maximum(keeps - number, 0) * least
     # Top-p's limit lies between these two.
-    before = (after - weight).to(tl.float64)
     least_limit = tl.where(p >= 1.0, float("inf"), limit_of(p, known))
     most_limit = tl.where(p >= 1.0, float("inf"), limit_of(p, most))
-    reached = kept & ((before < least_limit) | (own == 0))
-    also = kept & ((before < most_limit) | (own == 0))
+    reached = kept & (before < least_limit)
+    also = kept & (before < most_limit)
     same = tl.sum(reached.to(tl.int32), axis=0) == tl.sum(also.to(tl.int32), axis=0)
     decides = same & ((known.to(tl.float64) >= most_limit) | (most == known))
 
-    by_token = tl.sort(tl.where(reached, (token_of(pairs) << _WEIGHT_BITS) | weight, _LAST))
-    weight = tl.where(by_token < _LAST, by_token & _WEIGHT_MASK, 0)
-    after = tl.cumsum(weight, axis=0)
-    drawn = tl.sum((after <= target_of(u, tl.sum(weight, axis=0))).to(tl.int32), axis=0)
-    return tl.sum(tl.where(own == drawn, by_token >> _WEIGHT_BITS, 0), axis=0), decides
+    weight = tl.where(reached, weight, 0)
+    token = token_of(pair).to(tl.int64)
+    tl.store(drawable + own, (token << _WEIGHT_BITS) | weight, mask=live)
+    tl.debug_barrier()  # all threads read what these have stored
+    sums = tl.zeros([TOKENS, PAIRED], tl.int64)
+    for begin in range(0, number, PAIRED):
+        other = begin + tl.arange(0, PAIRED)
+        theirs = tl.load(drawable + other, mask=other < number, other=0)
+        sums += tl.where((theirs >> _WEIGHT_BITS)[None, :] <= token[:, None], (theirs & _WEIGHT_MASK)[None, :], 0)
+    drawn = reached & (tl.sum(sums, axis=1) > target_of(u, tl.sum(weight, axis=0)))
+    return tl.min(tl.where(drawn, token, _NO_TOKEN), axis=0), decides
 
 
 @triton.jit

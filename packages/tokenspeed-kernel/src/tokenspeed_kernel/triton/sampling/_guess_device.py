@@ -1,7 +1,8 @@
-"""Guessing from a sample of a row where the last token kept lies, so that few tokens have to be looked at for the exact answer.
+"""Guessing where the last token kept lies, so that few tokens have to be looked at for the exact answer.
 
-The largest tokens are known, and stand for themselves; of the others every n-th run of neighbours is read, and each token stands
-for n. A wrong guess is noticed and costs time, but changes no result.
+The largest logit of every group of a row is known: these tokens stand for themselves, so that what weighs most is not left to
+chance. Of every n-th group all tokens are read, and each that is not its group's largest stands for n. A wrong guess is noticed and
+costs time, but changes no result.
 """
 
 from __future__ import annotations
@@ -12,19 +13,30 @@ import triton.language as tl
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS
 
-# Neighbours that are read together: 32 bytes of float32.
-_RUN = tl.constexpr(8)
-# Standard errors that the range reaches to either side, and a part of the sum of all for what bins round.
+_NO_KEY = tl.constexpr(-0x80000000)
+# Standard errors that the range reaches to either side, and a part of the sum of all for what sums of float32 round.
 _ERRORS = tl.constexpr(4.0)
-_ROUNDED = tl.constexpr(1e-3)
-_NO_PAIR = tl.constexpr(-0x8000000000000000)
+_ROUNDED = tl.constexpr(1e-4)
+# Of how many groups' worth of tokens at the cut a sample may know nothing, as each stands for many.
+_UNSEEN = tl.constexpr(2.0)
+# Halvings of the range of octaves.
+_STEPS = tl.constexpr(13)
+_LEAST_LOGIT = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _bin_of(x, largest, scale, BINS: tl.constexpr):
-    """int32, the first bin for the largest logit, the last one for all that weigh nothing."""
-    octaves = tl.minimum((largest - x) * scale, WEIGHTLESS)
-    return tl.minimum((octaves * (BINS / WEIGHTLESS)).to(tl.int32), BINS - 1)
+def octaves_of(key, live, largest, scale):
+    """float32, how many powers of 2 a token weighs less than the largest; at most `WEIGHTLESS`."""
+    octaves = (largest - from_sort_key(tl.where(live, key, sort_key(largest)))) * scale
+    return tl.where(live & (octaves < WEIGHTLESS), octaves, WEIGHTLESS)
+
+
+@triton.jit
+def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
+    """int32, the tokens of groups: the index-th of all, where `group` is the group that holds it."""
+    member = index % (BLOCKS * RUN)
+    RUNS: tl.constexpr = BLOCK // RUN
+    return (group // RUNS) * length + (member // RUN) * BLOCK + (group % RUNS) * RUN + member % RUN
 
 
 @triton.jit
@@ -32,69 +44,92 @@ def guess_range(
     logits,
     vocab_stride,
     vocab,
-    listed,
-    number,
+    maxima,
+    groups,
+    length,
     restricted,
     k,
     p,
     largest_key,
     scale,
-    LISTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
     SAMPLE: tl.constexpr,
-    BINS: tl.constexpr,
 ):
     """Returns the first and the last sort key, int64, between which the last token kept is expected.
 
     With both top-k and top-p the range reaches up to the largest logit: top-p needs the weight of all that top-k keeps.
 
     Args:
-        listed: pointer to int64 `packed` tokens: all from the largest logit down to some logit, in any order.
-        number: how many there are, at most LISTED; 0 if there is no list.
+        maxima: int32 [GROUPS], the sort keys of the groups' largest logits; the least beyond their number.
+        groups, length: how many groups there are, and tokens of a span.
         restricted: whether top-k keeps less than all tokens; k of them.
         p: top-p.
         largest_key, scale: of the row.
-        SAMPLE, BINS: how many tokens to read, and into how many equal parts of the range of logits they are counted.
+        SAMPLE: how many tokens to read.
     """
     largest = from_sort_key(largest_key)
-    own = tl.arange(0, LISTED)
-    live = own < number
-    first_key = (tl.load(listed + own, mask=live, other=_NO_PAIR) >> 32).to(tl.int32)
-    least_listed = tl.min(tl.where(live, first_key, 0x7FFFFFFF), axis=0)
-    first_bin = tl.where(live, _bin_of(tl.where(live, from_sort_key(first_key), largest), largest, scale, BINS), BINS - 1)
-
+    SIZE: tl.constexpr = BLOCKS * RUN
+    step = (groups * SIZE + SAMPLE - 1) // SAMPLE
+    share = step.to(tl.float32)
+    group = tl.arange(0, GROUPS)
+    octaves = octaves_of(maxima, maxima != _NO_KEY, largest, scale)
     index = tl.arange(0, SAMPLE)
-    step = tl.maximum(vocab // (SAMPLE // _RUN), _RUN)
-    ids = (index // _RUN) * step + index % _RUN
-    x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    live = (ids < vocab) & (sort_key(x) < least_listed)
-    sample_bin = tl.where(live, _bin_of(x, largest, scale, BINS), BINS - 1)
-    # How many tokens each stands for.
-    share = step.to(tl.float32) / _RUN
+    read = (index // SIZE) * step
+    ids = ids_of_groups(index, read, length, BLOCK, BLOCKS, RUN)
+    live = (read < groups) & (ids < vocab)
+    x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
+    read_octaves = octaves_of(sort_key(x), live, largest, scale)
 
-    bin = tl.arange(0, BINS)
-    counts = tl.histogram(sample_bin, BINS).to(tl.float32)
-    tokens = tl.histogram(first_bin, BINS).to(tl.float32) + counts * share
-    if restricted:
-        sums = tl.cumsum(tokens, axis=0)
-        wanted = k.to(tl.float32)
-        error = _ERRORS * tl.sqrt(tl.maximum(k - number, 0).to(tl.float32) * share) + share
-    else:
-        weight = tl.exp2((bin.to(tl.float32) + 0.5) * (-WEIGHTLESS / BINS))
-        weight = tl.where(bin < BINS - 1, weight, 0.0)
-        sums = tl.cumsum(tokens * weight, axis=0)
-        total = tl.sum(tokens * weight, axis=0)
-        wanted = p * total
-        # What is summed above the cut, less p times the sum of all: each token that was read adds its own variance.
-        deviation = weight * share * tl.where(sums <= wanted, 1.0 - p, p)
-        variance = tl.sum(counts * deviation * deviation, axis=0) * (1.0 - 1.0 / share)
-        error = _ERRORS * tl.sqrt(variance) + _ROUNDED * total
-    # A bin more to either side, as edges are rounded.
-    lower = tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 2
-    upper = tl.sum((sums < wanted - error).to(tl.int32), axis=0) - 1
-    octave = (WEIGHTLESS / BINS) / scale.to(tl.float64)
-    low = sort_key((largest.to(tl.float64) - tl.minimum(lower, BINS).to(tl.float64) * octave).to(tl.float32))
-    high = sort_key((largest.to(tl.float64) - upper.to(tl.float64) * octave).to(tl.float32))
-    # Finite ones only.
-    low = tl.maximum(low, sort_key(largest * 0.0 - 3.0e38))
-    high = tl.where((upper <= 0) | (restricted & (~(p >= 1.0))), largest_key, high)
-    return low.to(tl.int64), high.to(tl.int64)
+    # What is summed down to the last token: weights, or tokens.
+    weight = tl.where(octaves < WEIGHTLESS, 1.0, 0.0)
+    read_weight = tl.where(read_octaves < WEIGHTLESS, share, 0.0)
+    if not restricted:
+        weight *= tl.exp2(-octaves)
+        read_weight *= tl.exp2(-read_octaves)
+    # The largest of a group that was read counts once, not for others.
+    was_read = group % step == 0
+    known = tl.where(was_read, weight * (1.0 - share), weight)
+    total = tl.sum(known, axis=0) + tl.sum(read_weight, axis=0)
+    part = tl.where(restricted | (~(p > 0.0)), 0.0, tl.minimum(p, 1.0))
+    wanted = tl.where(restricted, k.to(tl.float32), part * total)
+
+    low = share * 0.0
+    high = low + WEIGHTLESS
+    for _ in range(_STEPS):
+        middle = 0.5 * (low + high)
+        sums = tl.sum(tl.where(octaves <= middle, known, 0.0), axis=0)
+        sums += tl.sum(tl.where(read_octaves <= middle, read_weight, 0.0), axis=0)
+        low = tl.where(sums < wanted, middle, low)
+        high = tl.where(sums < wanted, high, middle)
+    # The sum down to the cut, less p times the sum of all: each token that was read adds its own variance.
+    deviation = read_weight * tl.where(read_octaves <= high, 1.0 - part, part)
+    variance = tl.sum(deviation * deviation, axis=0)
+    deviation = tl.where(was_read, weight * share, 0.0) * tl.where(octaves <= high, 1.0 - part, part)
+    variance = tl.maximum(variance - tl.sum(deviation * deviation, axis=0), 0.0) * (1.0 - 1.0 / share)
+    error = _ERRORS * tl.sqrt(variance) + _ROUNDED * total
+    error += _UNSEEN * (share - 1.0) * tl.where(restricted, 1.0, tl.exp2(-high))
+
+    # The last token of what is more by the error, and the first of what is less by it.
+    last_low = low
+    last_high = share * 0.0 + WEIGHTLESS
+    first_low = share * 0.0
+    first_high = high
+    for _ in range(_STEPS):
+        last = 0.5 * (last_low + last_high)
+        first = 0.5 * (first_low + first_high)
+        sums = tl.sum(tl.where(octaves <= last, known, 0.0), axis=0)
+        sums += tl.sum(tl.where(read_octaves <= last, read_weight, 0.0), axis=0)
+        less = tl.sum(tl.where(octaves <= first, known, 0.0), axis=0)
+        less += tl.sum(tl.where(read_octaves <= first, read_weight, 0.0), axis=0)
+        last_low = tl.where(sums < wanted + error, last, last_low)
+        last_high = tl.where(sums < wanted + error, last_high, last)
+        first_low = tl.where(less < wanted - error, first, first_low)
+        first_high = tl.where(less < wanted - error, first_high, first)
+    octave = 1.0 / scale.to(tl.float64)
+    low_key = sort_key(tl.maximum(largest.to(tl.float64) - last_high.to(tl.float64) * octave, _LEAST_LOGIT).to(tl.float32))
+    high_key = sort_key(tl.maximum(largest.to(tl.float64) - first_low.to(tl.float64) * octave, _LEAST_LOGIT).to(tl.float32))
+    high_key = tl.where((first_low <= 0.0) | (restricted & (~(p >= 1.0))), largest_key, high_key)
+    return low_key.to(tl.int64), high_key.to(tl.int64)

@@ -12,3 +12,9 @@ LOW = tl.constexpr(2)  # the last token kept is expected at a sort key from here
 HIGH = tl.constexpr(3)  # up to here; less than LOW where nothing is expected
 COPIED = tl.constexpr(4)  # how many tokens have such keys
 STATE = tl.constexpr(_state.STATE)
+
+# Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below:
+# so many tokens may be summed.
+COUNT_SHIFT = tl.constexpr(51)
+ONE_TOKEN = tl.constexpr(1 << 51)
+WEIGHT_MASK = tl.constexpr((1 << 51) - 1)

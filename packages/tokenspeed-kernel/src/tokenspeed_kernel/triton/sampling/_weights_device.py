@@ -96,9 +96,9 @@ def scale_of(temperature):
 
 @triton.jit
 def limit_of(top_p, weight):
-    """The weight that top-p must reach; 0, which the first token reaches, where top_p is no good."""
+    """float64, the weight that top-p must reach, at least 1: the first token reaches that, whatever top-p is."""
     p = top_p.to(tl.float64)
-    return tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64)
+    return tl.maximum(tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64), 1.0)
 
 
 @triton.jit

@@ -46,9 +46,10 @@ class Tiles(NamedTuple):
     Attributes:
         group_warps: of `group_maxima_kernel`.
         lanes, decide_warps: of `decide_kernel`: into how many the groups' maxima are merged before the search; threads.
-        few, tokens: powers of two: how many tokens it can list, and how many of them are sorted faster.
+        few, tokens: powers of two: how many tokens it can list, and how many of them it compares faster.
+        pairs: of them that it compares at a time.
         rank: the group maximum that is the threshold where top-k gives none or more than half of tokens.
-        sample, bins: how many tokens it reads to guess where the last token kept is, and into how many bins it counts them.
+        sample: how many tokens it reads to guess where the last token kept is.
         unit: tokens of a unit, a program of `weigh_kernel`.
         weigh_warps: its threads.
         finish_warps: of `finish_kernel`.
@@ -63,20 +64,20 @@ class Tiles(NamedTuple):
     few: int = 128
     tokens: int = 512
     rank: int = 64
+    pairs: int = 4096
     sample: int = 4096
-    bins: int = 2048
     unit: int = 2048
     weigh_warps: int = 4
     finish_warps: int = 8
-    cut_lanes: int = 256
+    cut_lanes: int = 512
     short: int = 4096
-    some: int = 16
-    slots: int = 256
+    some: int = 32
+    slots: int = 128
 
 
 _TILES = {
     # Interpreted: few and large operations, and short lists, as sorting is slow there.
-    "cpu": Tiles(few=32, tokens=64, rank=32, sample=512, bins=512, cut_lanes=2048, short=256),
+    "cpu": Tiles(few=32, tokens=64, rank=32, sample=512, cut_lanes=2048, short=256),
     "any": Tiles(),
 }
 # Tokens of a row, as a part of the vocabulary, that there is room to copy.
@@ -120,7 +121,7 @@ def sample_top_k_top_p(
         for dtype, shape in (
             (torch.int32, (groups.count,)),
             (torch.int64, (STATE,)),
-            (torch.int64, (tiles.tokens + most_groups,)),
+            (torch.int64, (tiles.tokens + max(tiles.tokens, most_groups),)),
             (torch.int64, (units,)),
             (torch.int64, (units,)),
             (torch.int32, (units, 3)),
@@ -156,8 +157,8 @@ def sample_top_k_top_p(
         LANES=min(tiles.lanes, most_groups),
         FEW=tiles.few,
         TOKENS=tiles.tokens,
+        PAIRS=tiles.pairs,
         SAMPLE=tiles.sample,
-        BINS=tiles.bins,
         num_warps=tiles.decide_warps,
         **grouping,
         **exact,

@@ -8,7 +8,7 @@ import triton.language as tl
 from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._cut_device import find_cut
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
-from tokenspeed_kernel.triton.sampling._guess_device import guess_range
+from tokenspeed_kernel.triton.sampling._guess_device import guess_range, ids_of_groups, octaves_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
 from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, LARGEST, LOW, STATE
 from tokenspeed_kernel.triton.sampling._weights_device import (
@@ -23,6 +23,8 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 
 # The threshold is good enough if 2^-this too many maxima reach it.
 _SLACK = tl.constexpr(3)
+# How much more all tokens down to the threshold may weigh than those of them that are their groups' largest.
+_PROMISING = tl.constexpr(1.5)
 _NO_KEY = tl.constexpr(-0x80000000)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
@@ -84,8 +86,8 @@ def decide_kernel(
     LANES: tl.constexpr,
     FEW: tl.constexpr,
     TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
     SAMPLE: tl.constexpr,
-    BINS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it.
@@ -93,11 +95,12 @@ def decide_kernel(
     Only groups whose largest logit reaches the threshold are read. Of a row that is restricted and not decided, a sample tells
     where the last token kept is to be expected.
 
-    scratch: int64 [rows, TOKENS + GROUPS]: tokens, then the groups.
+    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
+    compared at a time.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    scratch += row * (TOKENS + GROUPS)
+    scratch += row * (TOKENS + (TOKENS if TOKENS > GROUPS else GROUPS))
     logits += row * row_stride
     group = tl.arange(0, GROUPS)
     maxima = tl.load(maxima + row * groups + group, mask=group < groups, other=_NO_KEY)
@@ -118,8 +121,14 @@ def decide_kernel(
         wanted = tl.where((floor > 0) & ((~restricted) | (wanted > TOKENS // 4)), TOKENS // 4, wanted)
     # Of a greedy row the threshold is the largest logit itself.
     threshold = largest_key.to(tl.int64)
+    scale = scale_of(warmth)
     if draws & lists:
         threshold, _ = threshold_of(keys, keys != _NO_KEY, wanted, wanted >> _SLACK)
+        if (~restricted) & (floor == 0):
+            # Hardly ever can so few tokens decide if the groups' largest that reach the threshold weigh little among all of those.
+            weight = tl.exp2(-octaves_of(maxima, maxima != _NO_KEY, largest, scale))
+            reaching_weight = tl.sum(tl.where(maxima >= threshold, weight, 0.0), axis=0)
+            lists = ~(_PROMISING * reaching_weight < p * tl.sum(weight, axis=0))
 
     decided = tl.where(draws, 0, 1)
     token = tl.full([], _NO_TOKEN, tl.int64)
@@ -132,15 +141,13 @@ def decide_kernel(
         tl.debug_barrier()  # other threads read what these have stored
 
         SIZE: tl.constexpr = BLOCKS * RUN
-        RUNS: tl.constexpr = BLOCK // RUN
         lane = tl.arange(0, LANES)
         count = tl.zeros([], tl.int32)
         first = tl.full([LANES], _NO_TOKEN, tl.int32)
         for begin in range(0, reaching * SIZE, LANES):
             index = begin + lane
             chosen = tl.load(scratch + TOKENS + index // SIZE, mask=index < reaching * SIZE, other=0).to(tl.int32)
-            member = index % SIZE
-            ids = (chosen // RUNS) * length + (member // RUN) * BLOCK + (chosen % RUNS) * RUN + member % RUN
+            ids = ids_of_groups(index, chosen, length, BLOCK, BLOCKS, RUN)
             live = (index < reaching * SIZE) & (ids < vocab)
             x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
             key = sort_key(x)
@@ -154,23 +161,27 @@ def decide_kernel(
 
         if draws:
             tl.debug_barrier()
-            scale = scale_of(warmth)
             if count <= TOKENS:
                 least = most_below(threshold.to(tl.int32), largest, scale, floor)
                 keeps = tl.where(restricted, k, vocab).to(tl.int64)
                 u = uniform(tl.load(seed + row), tl.load(offset + row))
+                drawable = scratch + TOKENS
                 if count <= FEW:
-                    token, decides = draw_listed(scratch, count, least, keeps, p, u, largest, scale, floor, FEW)
+                    token, decides = draw_listed(
+                        scratch, drawable, count, least, keeps, p, u, largest, scale, floor, FEW, PAIRS // FEW
+                    )
                 else:
-                    token, decides = draw_listed(scratch, count, least, keeps, p, u, largest, scale, floor, TOKENS)
+                    token, decides = draw_listed(
+                        scratch, drawable, count, least, keeps, p, u, largest, scale, floor, TOKENS, PAIRS // TOKENS
+                    )
                 decided = decides.to(tl.int32)
-            if (decided == 0) & (restricted | (~(p >= 1.0))):
-                number = tl.where(count <= TOKENS, count, 0)
-                low, high = guess_range(
-                    logits, vocab_stride, vocab, scratch, number, restricted, k, p, largest_key, scale, TOKENS, SAMPLE, BINS
-                )
         else:
             token = tl.min(first, axis=0).to(tl.int64)
+    if (decided == 0) & (restricted | (~(p >= 1.0))):
+        low, high = guess_range(
+            logits, vocab_stride, vocab, maxima, groups, length, restricted, k, p, largest_key, scale, GROUPS, BLOCK, BLOCKS, RUN,
+            SAMPLE,
+        )  # fmt: skip
     if decided != 0:
         tl.store(out + row * out_stride, token)
 
