@@ -20,27 +20,51 @@ _CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
-def _keys(keys, vocab_stride, index, number, FROM_ROW: tl.constexpr):
-    """Sort keys of a row's tokens, or those that were copied; the least beyond their number."""
+def _keys(keys, vocab_stride, index, number):
+    """Sort keys of a row's logits, of copied tokens (int64, see `copied`), or what are sort keys (int32); the least beyond their
+    number."""
     live = index < number
-    if FROM_ROW:
-        x = tl.load(keys + index.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
-        key = tl.where(live, sort_key(x), _NO_KEY)
-    else:
+    if keys.dtype.element_ty == tl.int32:
         key = tl.load(keys + index, mask=live, other=_NO_KEY)
+    else:
+        if keys.dtype.element_ty == tl.int64:
+            x = logit_of(tl.load(keys + index, mask=live, other=0))
+        else:
+            x = tl.load(keys + index.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
+        key = tl.where(live, sort_key(x), _NO_KEY)
     return key
 
 
 @triton.jit
-def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: tl.constexpr, FROM_ROW: tl.constexpr):
+def copied(x, token):
+    """int64 of a copied token: the bits of its float32 logit above its number."""
+    return (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
+
+
+@triton.jit
+def logit_of(pair):
+    """float32 logit of what is `copied`."""
+    return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of(pair):
+    """int32 token of what is `copied`."""
+    return pair.to(tl.int32)
+
+
+@triton.jit
+def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: tl.constexpr):
     """int64 [_PARTS] counts and weights of the tokens with keys from each end up to high."""
     counts = tl.zeros([_PARTS], tl.int64)
     weights = tl.zeros([_PARTS], tl.int64)
     for chunk in range(0, number, LANES * _CHUNK):
         added = tl.zeros([_PARTS, LANES], tl.int64)
+        following = _keys(keys, vocab_stride, chunk + tl.arange(0, LANES), number)
         for start in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES):
-            key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number, FROM_ROW)
-            key = tl.where(key <= high, key, _NO_KEY)
+            key = tl.where(following <= high, following, _NO_KEY)
+            # What comes next is on its way while this is summed.
+            following = _keys(keys, vocab_stride, start + LANES + tl.arange(0, LANES), number)
             # What stands for no key is a NaN, but reaches no end.
             both = token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN
             added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
@@ -50,11 +74,11 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
 
 
 @triton.jit
-def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr, FROM_ROW: tl.constexpr):
+def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
     """Copies the keys from low to high. Returns how many there are, int32."""
     copied = tl.zeros([], tl.int32)
     for start in range(0, number, LANES):
-        key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number, FROM_ROW)
+        key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
         wanted = (key >= low) & (key <= high)
         place = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
         tl.store(to + place, key, mask=wanted)
@@ -78,7 +102,7 @@ def _ties_needed(base, weight, ties, limit):
 
 
 @triton.jit
-def _token_of_tie(keys, vocab_stride, tokens, number, key, needed, vocab, LANES: tl.constexpr, FROM_ROW: tl.constexpr):
+def _token_of_tie(keys, vocab_stride, number, key, needed, vocab, LANES: tl.constexpr):
     """The needed-th token of those with a key; needed: int64, at least 1."""
     part = tl.arange(0, _PARTS)
     low = tl.zeros([], tl.int32)
@@ -88,8 +112,10 @@ def _token_of_tie(keys, vocab_stride, tokens, number, key, needed, vocab, LANES:
         counts = tl.zeros([_PARTS], tl.int32)
         for start in range(0, number, LANES):
             index = start + tl.arange(0, LANES)
-            same = (_keys(keys, vocab_stride, index, number, FROM_ROW) == key) & (index < number)
-            token = index if FROM_ROW else tl.load(tokens + index, mask=same, other=0)
+            same = (_keys(keys, vocab_stride, index, number) == key) & (index < number)
+            token = index
+            if keys.dtype.element_ty == tl.int64:
+                token = number_of(tl.load(keys + index, mask=same, other=0))
             token = tl.where(same, token, 0x7FFFFFFF)
             counts += tl.sum((token[None, :] <= ends[:, None]).to(tl.int32), axis=1)
         first = tl.sum((counts < needed).to(tl.int32), axis=0)
@@ -104,7 +130,6 @@ def find_cut(
     row,
     vocab_stride,
     vocab,
-    tokens,
     short,
     number,
     low_key,
@@ -125,12 +150,11 @@ def find_cut(
     """Looks for the last token kept.
 
     Args:
-        row: pointer to the row's logits (``FROM_ROW``), or to the int32 sort keys of tokens that were copied.
-        tokens: pointer to the int32 tokens of these keys; without meaning for a row.
+        row: pointer to the row's logits (``FROM_ROW``), or to tokens that were `copied`.
         short: int32 [SHORT], is written to.
-        number: how many logits or keys there are.
+        number: how many of them there are.
         low_key, high_key: int64, the first and the last key that the token may have, of finite logits; all tokens between them are
-            among these.
+            among them.
         base_count, base_weight: int64, the tokens above, which are kept.
         total: the weight of all of the row's tokens.
         restricted, k, p: what is asked for.
@@ -169,11 +193,9 @@ def find_cut(
             is_short = going * 0
             while going != 0:
                 if is_short != 0:
-                    counts, weights = _sums(short, 1, left, ends.to(tl.int32), high, largest, scale, floor, LANES, False)
+                    counts, weights = _sums(short, 1, left, ends.to(tl.int32), high, largest, scale, floor, LANES)
                 else:
-                    counts, weights = _sums(
-                        row, vocab_stride, left, ends.to(tl.int32), high, largest, scale, floor, LANES, FROM_ROW
-                    )
+                    counts, weights = _sums(row, vocab_stride, left, ends.to(tl.int32), high, largest, scale, floor, LANES)
                 counts += above_count
                 weights += above_weight
                 crossed = tl.where(stage == 0, counts >= k, weights.to(tl.float64) >= limit)
@@ -191,7 +213,7 @@ def find_cut(
                     low = at_index(ends, last)
                     going = (low < high).to(tl.int32)
                     if (low < high) & (is_short == 0) & (inside <= SHORT):
-                        left = _copy(row, vocab_stride, left, low, high, short, 4 * LANES, FROM_ROW)
+                        left = _copy(row, vocab_stride, left, low, high, short, 4 * LANES)
                         is_short += 1
                     ends = tl.minimum(low + part * (((high - low) >> _PART_BITS) + 1), 0x7FFFFFFF)
             if found != 0:
@@ -203,7 +225,7 @@ def find_cut(
                 cut_key = low
                 cut_token = whole
                 if needed < inside:
-                    cut_token = _token_of_tie(row, vocab_stride, tokens, number, low.to(tl.int32), needed, vocab, LANES, FROM_ROW)
+                    cut_token = _token_of_tie(row, vocab_stride, number, low.to(tl.int32), needed, vocab, LANES)
             elif not FROM_ROW:
                 right = right * 0
     return cut_key.to(tl.int32), cut_token, right

@@ -31,9 +31,9 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def token_weights(x, largest, scale, floor):
-    """int64 weights of float32 logits, bit for bit those of the definition; 0 for those below floor. largest, scale: float32."""
-    y = (x - largest) * scale
-    y = tl.where(y > _LEAST_EXPONENT, y, _LEAST_EXPONENT)
+    """int64 weights of float32 logits, bit for bit those of the definition; 0 for those below floor, which may be None. largest,
+    scale: float32."""
+    y = tl.maximum((x - largest) * scale, _LEAST_EXPONENT)
     shifted = y + _ROUNDER
     n = shifted.to(tl.int32, bitcast=True) - _BITS_OF_ROUNDER
     f = y - (shifted - _ROUNDER)
@@ -42,7 +42,9 @@ def token_weights(x, largest, scale, floor):
         p = p * f + _COEFFICIENTS[_DEGREE - 1 - i]
     fraction = (p.to(tl.int32, bitcast=True) - _BITS_OF_TWO).to(tl.int64)
     weight = (fraction << _WEIGHT_BITS) >> (_FRACTION_BITS - n.to(tl.int64))
-    return tl.where(weight >= floor, weight, 0)
+    if floor is not None:
+        weight = tl.where(weight >= floor, weight, 0)
+    return weight
 
 
 @triton.jit
@@ -54,15 +56,17 @@ def lowest_of(largest, scale):
 @triton.jit
 def most_below(key, largest, scale, floor):
     """int64, at least what any token weighs whose sort key is less: rounding may give a lower logit a somewhat greater weight."""
-    weight = token_weights(from_sort_key(key), largest, scale, 0)
+    weight = token_weights(from_sort_key(key), largest, scale, None)
     weight += (weight >> 18) + 2
-    return tl.where(weight < floor, 0, weight)
+    if floor is not None:
+        weight = tl.where(weight < floor, 0, weight)
+    return weight
 
 
 @triton.jit
 def floor_of(min_p, row):
-    """int64, the least weight that min-p keeps; min_p: a pointer, or None for 0. No more than the largest logit's weight."""
-    floor = tl.full([], 0, tl.int64)
+    """int64, the least weight that min-p keeps, no more than the largest logit's weight; None where min_p, a pointer, is None."""
+    floor = None
     if min_p is not None:
         p = tl.load(min_p + row).to(tl.float64)
         # Multiplying by a power of 2 is exact. NaN keeps all.

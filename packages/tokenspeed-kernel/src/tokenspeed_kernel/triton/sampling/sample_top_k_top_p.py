@@ -116,7 +116,7 @@ def sample_top_k_top_p(
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
     most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
     capacity = max(vocab // _COPIED_PART, 1)
-    maxima, state, scratch, totals, above, segments, keys, tokens, short = (
+    maxima, state, scratch, totals, above, segments, pairs, short = (
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
             (torch.int32, (groups.count,)),
@@ -125,14 +125,13 @@ def sample_top_k_top_p(
             (torch.int64, (units,)),
             (torch.int64, (units,)),
             (torch.int32, (units, 3)),
-            (torch.int32, (capacity,)),
-            (torch.int32, (capacity,)),
+            (torch.int64, (capacity,)),
             (torch.int32, (tiles.short,)),
         )
     )
     row = (logits, *logits.stride(), vocab)
     request = (temperature, top_k, top_p, seed, offset, min_p)
-    copied = (state, totals, above, segments, keys, tokens, capacity)
+    copied = (state, totals, above, segments, pairs, capacity)
     early = may_overlap(device)
     options = {"EARLY": early, **launch_options(early)}
     # Fused multiply-add would round other than the definition of weights does.

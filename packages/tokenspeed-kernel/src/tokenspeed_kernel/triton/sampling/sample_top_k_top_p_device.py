@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.sampling._cut_device import find_cut
+from tokenspeed_kernel.triton.sampling._cut_device import copied, find_cut, logit_of, number_of
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
 from tokenspeed_kernel.triton.sampling._guess_device import guess_range, ids_of_groups, octaves_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
@@ -25,6 +25,9 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 _SLACK = tl.constexpr(3)
 # How much more all tokens down to the threshold may weigh than those of them that are their groups' largest.
 _PROMISING = tl.constexpr(1.5)
+# Where two counts are summed in one int32, one stands above this many bits.
+_UPPER_BITS = tl.constexpr(16)
+_UPPER = tl.constexpr(1 << 16)
 _NO_KEY = tl.constexpr(-0x80000000)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
@@ -114,17 +117,20 @@ def decide_kernel(
     draws = is_drawn(warmth, largest_key)
     restricted = (k > 0) & (k < vocab)
     floor = floor_of(min_p, row)
-    lists = restricted | (~(p >= 1.0)) | (floor > 0)
+    lists = restricted | (~(p >= 1.0))
     wanted = tl.where(restricted & (k <= TOKENS // 2), k, rank)
+    by_weight = tl.full([], False, tl.int1)
     if min_p is not None:
+        by_weight = floor > 0
+        lists |= by_weight
         # Most rows that min-p restricts keep no more.
-        wanted = tl.where((floor > 0) & ((~restricted) | (wanted > TOKENS // 4)), TOKENS // 4, wanted)
+        wanted = tl.where(by_weight & ((~restricted) | (wanted > TOKENS // 4)), TOKENS // 4, wanted)
     # Of a greedy row the threshold is the largest logit itself.
     threshold = largest_key.to(tl.int64)
     scale = scale_of(warmth)
     if draws & lists:
         threshold, _ = threshold_of(keys, keys != _NO_KEY, wanted, wanted >> _SLACK)
-        if (~restricted) & (floor == 0):
+        if (~restricted) & (~by_weight):
             # Hardly ever can so few tokens decide if the groups' largest that reach the threshold weigh little among all of those.
             weight = tl.exp2(-octaves_of(maxima, maxima != _NO_KEY, largest, scale))
             reaching_weight = tl.sum(tl.where(maxima >= threshold, weight, 0.0), axis=0)
@@ -205,8 +211,7 @@ def weigh_kernel(
     totals,
     above,
     segments,
-    keys,
-    tokens,
+    pairs,
     capacity,
     units,
     UNIT: tl.constexpr,
@@ -216,8 +221,8 @@ def weigh_kernel(
     part.
 
     totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
-    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. keys, tokens: int32
-    [rows, capacity], the copied tokens, those of a unit in ascending order.
+    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, capacity],
+    the tokens that are `copied`.
     """
     start(EARLY)
     row = (tl.program_id(0) // units).to(tl.int64)
@@ -225,8 +230,8 @@ def weigh_kernel(
     state += row * STATE
     if tl.load(state + DECIDED) == 0:
         largest = from_sort_key(tl.load(state + LARGEST).to(tl.int32))
-        low = tl.load(state + LOW)
-        high = tl.load(state + HIGH)
+        low = tl.load(state + LOW).to(tl.int32)
+        high = tl.load(state + HIGH).to(tl.int32)
         scale = scale_of(tl.load(temperature + row))
         floor = floor_of(min_p, row)
         ids = unit * UNIT + tl.arange(0, UNIT)
@@ -236,21 +241,19 @@ def weigh_kernel(
         weight = token_weights(x, largest, scale, floor)
         tl.store(totals + row * units + unit, tl.sum(weight, axis=0))
         if low <= high:
-            key = tl.where(ids < vocab, sort_key(x), _NO_KEY)
-            upper = key > high
-            found = (key >= low) & (key <= high)
-            place = tl.cumsum(found.to(tl.int32), axis=0)
-            number = tl.sum(found.to(tl.int32), axis=0)
+            # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
+            upper = x > from_sort_key(high)
+            found = (x >= from_sort_key(low)) & (~upper)
+            counts = tl.sum(tl.where(found, 1, tl.where(upper, _UPPER, 0)), axis=0)
+            number = counts & (_UPPER - 1)
             first = tl.atomic_add(state + COPIED, number.to(tl.int64), sem="relaxed").to(tl.int32)
             segments += (row * units + unit) * 3
             tl.store(segments, first)
             tl.store(segments + 1, number)
-            tl.store(segments + 2, tl.sum(upper.to(tl.int32), axis=0))
+            tl.store(segments + 2, counts >> _UPPER_BITS)
             tl.store(above + row * units + unit, tl.sum(tl.where(upper, weight, 0), axis=0))
-            place += first - 1
-            found &= place < capacity
-            tl.store(keys + row * capacity + place, key, mask=found)
-            tl.store(tokens + row * capacity + place, ids, mask=found)
+            place = first + tl.cumsum(found.to(tl.int32), axis=0) - 1
+            tl.store(pairs + row * capacity + place, copied(x, ids), mask=found & (place < capacity))
 
 
 @triton.jit
@@ -269,8 +272,7 @@ def finish_kernel(
     totals,
     above,
     segments,
-    keys,
-    tokens,
+    pairs,
     capacity,
     short,
     out,
@@ -312,18 +314,17 @@ def finish_kernel(
             unit = tl.arange(0, UNITS)
             live = unit < units
             total = tl.sum(tl.load(totals + unit, mask=live, other=0), axis=0)
-            copied = tl.load(state + COPIED).to(tl.int32)
+            number = tl.load(state + COPIED).to(tl.int32)
             short += row * SHORT
             above += row * units
             segments += row * units * 3
-            keys += row * capacity
-            tokens += row * capacity
+            pairs += row * capacity
             right = tl.zeros([], tl.int32)
-            if (low <= high) & (copied <= capacity):
+            if (low <= high) & (number <= capacity):
                 base_weight = tl.sum(tl.load(above + unit, mask=live, other=0), axis=0)
                 base_count = tl.sum(tl.load(segments + unit * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
                 cut_key, cut_token, right = find_cut(
-                    keys, 1, vocab, tokens, short, copied, low, high, base_count, base_weight, total, restricted, k, p, largest,
+                    pairs, 1, vocab, short, number, low, high, base_count, base_weight, total, restricted, k, p, largest,
                     scale, floor, LANES, SHORT, False,
                 )  # fmt: skip
             if right != 0:
@@ -331,23 +332,23 @@ def finish_kernel(
                     some = begin + tl.arange(0, SOME)
                     inside = some < units
                     first = tl.load(segments + some * 3, mask=inside, other=0)
-                    number = tl.load(segments + some * 3 + 1, mask=inside, other=0)
+                    copies = tl.load(segments + some * 3 + 1, mask=inside, other=0)
                     kept = tl.load(above + some, mask=inside, other=0)
-                    most = tl.max(number, axis=0)
+                    most = tl.max(copies, axis=0)
                     for slot in range(0, most, SLOTS):
                         index = slot + tl.arange(0, SLOTS)
-                        mine = index[None, :] < number[:, None]
-                        key = tl.load(keys + first[:, None] + index[None, :], mask=mine, other=_NO_KEY)
-                        token = tl.load(tokens + first[:, None] + index[None, :], mask=mine, other=0)
-                        weight = token_weights(from_sort_key(key), largest, scale, floor)
-                        kept += tl.sum(tl.where(mine & is_kept(key, token, cut_key, cut_token), weight, 0), axis=1)
+                        mine = index[None, :] < copies[:, None]
+                        pair = tl.load(pairs + first[:, None] + index[None, :], mask=mine, other=0)
+                        x = logit_of(pair)
+                        weight = token_weights(x, largest, scale, floor)
+                        kept += tl.sum(tl.where(mine & is_kept(sort_key(x), number_of(pair), cut_key, cut_token), weight, 0), axis=1)
                     tl.store(totals + some, kept, mask=inside)
             else:
                 lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
                 none = total * 0
                 whole = tl.zeros([], tl.int32) + vocab
                 cut_key, cut_token, right = find_cut(
-                    logits, vocab_stride, vocab, tokens, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
+                    logits, vocab_stride, vocab, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
                     restricted, k, p, largest, scale, floor, LANES, SHORT, True,
                 )  # fmt: skip
                 for one in range(units):
