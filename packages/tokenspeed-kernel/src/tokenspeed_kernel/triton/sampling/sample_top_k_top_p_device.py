@@ -252,8 +252,9 @@ def weigh_kernel(
             tl.store(segments + 1, number)
             tl.store(segments + 2, counts >> _UPPER_BITS)
             tl.store(above + row * units + unit, tl.sum(tl.where(upper, weight, 0), axis=0))
-            place = first + tl.cumsum(found.to(tl.int32), axis=0) - 1
-            tl.store(pairs + row * capacity + place, copied(x, ids), mask=found & (place < capacity))
+            if first + number <= capacity:
+                place = tl.cumsum(found.to(tl.int32), axis=0) - 1
+                tl.store(pairs + row * capacity + first + place, copied(x, ids), mask=found)
 
 
 @triton.jit
