@@ -12,8 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
+from tokenspeed_kernel.triton.sampling._guess_device import guess_range
+from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._weights_device import token_weights, uniform
+from tokenspeed_kernel.triton.sampling._weights_device import scale_of, token_weights, uniform
+from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import device_code
 from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import sample_top_k_top_p as launcher
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.ops.sampling import philox
@@ -196,3 +199,71 @@ def test_strided_logits_and_out(rows: int) -> None:
         function(*inputs, out=out[:, 1], override=f"triton_{function.__name__}")
         assert torch.equal(out[:, 1], expected)
         assert (out[:, ::2] == -1).all()
+
+
+@triton.jit
+def _guess(
+    logits,
+    vocab,
+    maxima,
+    groups,
+    length,
+    k,
+    p,
+    temperature,
+    low,
+    high,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
+    group = tl.arange(0, GROUPS)
+    keys = tl.load(maxima + group, mask=group < groups, other=-0x80000000)
+    scale = scale_of(tl.load(temperature))
+    first, last = guess_range(
+        logits,
+        1,
+        vocab,
+        keys,
+        groups,
+        length,
+        k > 0,
+        k,
+        tl.load(p),
+        tl.max(keys, axis=0),
+        scale,
+        GROUPS,
+        BLOCK,
+        BLOCKS,
+        RUN,
+        SAMPLE,
+    )
+    tl.store(low, from_sort_key(first.to(tl.int32)))
+    tl.store(high, from_sort_key(last.to(tl.int32)))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.5), (0, 0.999), (3000, 1.0)])
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 20.0])
+def test_a_guess_holds_the_last_token_kept_and_few_others(temperature: float, top_k: int, top_p: float) -> None:
+    vocab = 100_000
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 4
+    weight = definition.weights(logits - logits.max(), definition.scale_of(torch.tensor([temperature])))[0]
+    ordered, order = logits[0].sort(descending=True, stable=True)
+    sums = weight[order].cumsum(0)
+    last = top_k - 1 if top_k else int((sums < top_p * sums[-1]).sum())
+
+    groups, there = groups_of(logits), logits.to(DEVICE)
+    grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
+    maxima = torch.empty(groups.count, dtype=torch.int32, device=DEVICE)
+    device_code.group_maxima_kernel[(groups.spans,)](
+        there, vocab, 1, vocab, maxima, groups.spans, groups.length, EARLY=False, **grouping
+    )
+    low, high, p, warmth = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature))
+    size = triton.next_power_of_2(groups.count)
+    _guess[(1,)](
+        there, vocab, maxima, groups.count, groups.length, top_k, p, warmth, low, high, GROUPS=size, SAMPLE=4096, **grouping
+    )
+    assert low.item() <= ordered[last] <= high.item()
+    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 10

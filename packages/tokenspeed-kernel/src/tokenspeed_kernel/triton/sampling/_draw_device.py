@@ -20,8 +20,8 @@ _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr, PAIRED: tl.constexpr):
     """Draws from a row's listed tokens. Returns the token, int64, and whether they decide it.
 
-    They do if the last token kept is the same whatever the tokens that are not listed weigh. Tokens are compared pair by pair, which
-    gives each one's rank and what those before it weigh: no sorting, and few steps that wait for each other.
+    They do if the last token kept is the same whatever the tokens that are not listed weigh. Tokens are compared pair by pair, for
+    each one's rank and the weight of those before it: no sorting, and few steps that wait for each other.
 
     Args:
         listed: pointer to int64 ``packed`` tokens: all from the largest logit down to some logit, in any order.

@@ -17,7 +17,7 @@ _NO_KEY = tl.constexpr(-0x80000000)
 # Standard errors that the range reaches to either side, and a part of the sum of all for what sums of float32 round.
 _ERRORS = tl.constexpr(4.0)
 _ROUNDED = tl.constexpr(1e-4)
-# Of how many groups' worth of tokens at the cut a sample may know nothing, as each stands for many.
+# How many times what one token stands for may be missing of those that weigh no less than the last one kept.
 _UNSEEN = tl.constexpr(2.0)
 # Halvings of the range of octaves.
 _STEPS = tl.constexpr(13)
@@ -110,7 +110,11 @@ def guess_range(
     deviation = tl.where(was_read, weight * share, 0.0) * tl.where(octaves <= high, 1.0 - part, part)
     variance = tl.maximum(variance - tl.sum(deviation * deviation, axis=0), 0.0) * (1.0 - 1.0 / share)
     error = _ERRORS * tl.sqrt(variance) + _ROUNDED * total
-    error += _UNSEEN * (share - 1.0) * tl.where(restricted, 1.0, tl.exp2(-high))
+    # Of few tokens that are above the cut but not their groups' largest the sample has none. About so many are to be expected:
+    reaching = tl.sum((octaves <= high).to(tl.float32), axis=0)
+    hidden = reaching * reaching / (2.0 * groups)
+    hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
+    error += hidden * tl.where(restricted, 1.0, tl.exp2(-high))
 
     # The last token of what is more by the error, and the first of what is less by it.
     last_low = low

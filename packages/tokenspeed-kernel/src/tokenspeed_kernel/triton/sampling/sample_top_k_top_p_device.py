@@ -12,6 +12,7 @@ from tokenspeed_kernel.triton.sampling._guess_device import guess_range, ids_of_
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
 from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, LARGEST, LOW, STATE
 from tokenspeed_kernel.triton.sampling._weights_device import (
+    WEIGHTLESS,
     floor_of,
     is_drawn,
     lowest_of,
@@ -131,10 +132,11 @@ def decide_kernel(
     if draws & lists:
         threshold, _ = threshold_of(keys, keys != _NO_KEY, wanted, wanted >> _SLACK)
         if (~restricted) & (~by_weight):
-            # Hardly ever can so few tokens decide if the groups' largest that reach the threshold weigh little among all of those.
-            weight = tl.exp2(-octaves_of(maxima, maxima != _NO_KEY, largest, scale))
-            reaching_weight = tl.sum(tl.where(maxima >= threshold, weight, 0.0), axis=0)
-            lists = ~(_PROMISING * reaching_weight < p * tl.sum(weight, axis=0))
+            # They decide only if they outweigh top-p's part of what the others may weigh, each as much as one at the threshold.
+            octaves = octaves_of(maxima, (maxima >= threshold) & (maxima != _NO_KEY), largest, scale)
+            reaching_weight = tl.sum(tl.where(octaves < WEIGHTLESS, tl.exp2(-octaves), 0.0), axis=0)
+            others = vocab * tl.exp2((from_sort_key(threshold.to(tl.int32)) - largest) * scale)
+            lists = ~(_PROMISING * reaching_weight * (1.0 - p) < p * others)
 
     decided = tl.where(draws, 0, 1)
     token = tl.full([], _NO_TOKEN, tl.int64)
@@ -342,7 +344,9 @@ def finish_kernel(
                         pair = tl.load(pairs + first[:, None] + index[None, :], mask=mine, other=0)
                         x = logit_of(pair)
                         weight = token_weights(x, largest, scale, floor)
-                        kept += tl.sum(tl.where(mine & is_kept(sort_key(x), number_of(pair), cut_key, cut_token), weight, 0), axis=1)
+                        kept += tl.sum(
+                            tl.where(mine & is_kept(sort_key(x), number_of(pair), cut_key, cut_token), weight, 0), axis=1
+                        )
                     tl.store(totals + some, kept, mask=inside)
             else:
                 lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
