@@ -5,9 +5,10 @@ in the order of tokens. Sums of integers are exact in any order of addition.
 
 1. `group_maxima_kernel` cuts a row into groups and takes the largest logit of each.
 2. `decide_kernel` takes the k-th largest of those as the threshold: at least k of the row's logits are at or above it, and seldom
-   many more. It reads the groups that reach the threshold, and sorts their tokens. They decide greedy rows, rows restricted to some
-   hundred tokens, and rows whose other tokens weigh too little to matter, after reading the logits once. Of other rows that are
-   restricted, a sample tells where the last token kept is to be expected, to within four standard errors.
+   many more. It reads the groups that reach the threshold, and compares their tokens pair by pair. They decide greedy rows, rows
+   restricted to some hundred tokens, and rows whose other tokens weigh too little to matter, after reading the logits once. Of
+   other rows that are restricted, the groups' largest logits and a sample of whole groups tell where the last token kept is to be
+   expected, to within four standard errors.
 3. `weigh_kernel` reads the rows that are left. It sums the weights of each unit, and copies the tokens in the expected range.
 4. `finish_kernel` finds the last token kept among them, or in the whole row if it is not there, which is rare. It sums what is kept
    of each unit, finds the unit that holds the token to be drawn, and in it the token.
@@ -76,7 +77,7 @@ class Tiles(NamedTuple):
 
 
 _TILES = {
-    # Interpreted: few and large operations, and short lists, as sorting is slow there.
+    # Interpreted: few and large operations, and short lists, so that small cases have rows that no list decides.
     "cpu": Tiles(few=32, tokens=64, rank=32, sample=512, cut_lanes=2048, short=256),
     "any": Tiles(),
 }
