@@ -47,8 +47,8 @@ class Tiles(NamedTuple):
     Attributes:
         group_warps: of `group_maxima_kernel`.
         lanes, decide_warps: of `decide_kernel`: into how many the groups' maxima are merged before the search; threads.
-        few, tokens: powers of two: how many tokens it can list, and how many of them it compares faster.
-        pairs: of them that it compares at a time.
+        few, tokens: powers of two: how many tokens it compares faster, and how many it can list at most.
+        pairs: of tokens that it compares at a time.
         rank: the group maximum that is the threshold where top-k gives none or more than half of tokens.
         sample: how many tokens it reads to guess where the last token kept is.
         unit: tokens of a unit, a program of `weigh_kernel`.
