@@ -206,6 +206,7 @@ def _guess(
     logits,
     vocab,
     maxima,
+    few_key,
     groups,
     length,
     k,
@@ -227,6 +228,7 @@ def _guess(
         1,
         vocab,
         keys,
+        few_key,
         groups,
         length,
         k > 0,
@@ -264,8 +266,22 @@ def test_a_guess_holds_the_last_token_kept_and_few_others(temperature: float, to
     )
     low, high, p, warmth = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature))
     size = triton.next_power_of_2(groups.count)
+    few_key = int(maxima.sort(descending=True)[0][groups.count // 12])
     _guess[(1,)](
-        there, vocab, maxima, groups.count, groups.length, top_k, p, warmth, low, high, GROUPS=size, SAMPLE=4096, **grouping
+        there,
+        vocab,
+        maxima,
+        few_key,
+        groups.count,
+        groups.length,
+        top_k,
+        p,
+        warmth,
+        low,
+        high,
+        GROUPS=size,
+        SAMPLE=4096,
+        **grouping,
     )
     assert low.item() <= ordered[last] <= high.item()
     assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 10

@@ -218,8 +218,8 @@ def _mixed(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Ca
 
 
 def _ties(draw: Draw) -> dict[str, Any]:
-    arguments = _inputs(64, 257, temperature=1.0, top_k=100, top_p=0.5)(draw)
-    return {**arguments, "logits": draw.integers(0, 3, 64, 257).float()}
+    arguments = _inputs(24, 257, temperature=1.0, top_k=100, top_p=0.5)(draw)
+    return {**arguments, "logits": draw.integers(0, 3, 24, 257).float()}
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:

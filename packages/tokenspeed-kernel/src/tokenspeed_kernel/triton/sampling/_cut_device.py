@@ -60,11 +60,9 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
     weights = tl.zeros([_PARTS], tl.int64)
     for chunk in range(0, number, LANES * _CHUNK):
         added = tl.zeros([_PARTS, LANES], tl.int64)
-        following = _keys(keys, vocab_stride, chunk + tl.arange(0, LANES), number)
         for start in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES):
-            key = tl.where(following <= high, following, _NO_KEY)
-            # What comes next is on its way while this is summed.
-            following = _keys(keys, vocab_stride, start + LANES + tl.arange(0, LANES), number)
+            key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
+            key = tl.where(key <= high, key, _NO_KEY)
             # What stands for no key is a NaN, but reaches no end.
             both = token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN
             added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
@@ -75,16 +73,20 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
 
 @triton.jit
 def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
-    """Copies the keys from low to high. Returns how many there are, int32."""
+    """Copies the keys from low to high. Returns how many there are, int32, and the least and the greatest of them, int64."""
     copied = tl.zeros([], tl.int32)
+    least = tl.full([LANES], 0x7FFFFFFF, tl.int32)
+    greatest = tl.full([LANES], _NO_KEY, tl.int32)
     for start in range(0, number, LANES):
         key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
         wanted = (key >= low) & (key <= high)
         place = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
         tl.store(to + place, key, mask=wanted)
         copied += tl.sum(wanted.to(tl.int32), axis=0)
+        least = tl.minimum(least, tl.where(wanted, key, 0x7FFFFFFF))
+        greatest = tl.maximum(greatest, tl.where(wanted, key, _NO_KEY))
     tl.debug_barrier()  # other threads read what these have stored
-    return copied
+    return copied, tl.min(least, axis=0).to(tl.int64), tl.max(greatest, axis=0).to(tl.int64)
 
 
 @triton.jit
@@ -211,10 +213,11 @@ def find_cut(
                         high = tl.minimum(high, at_index(ends, last + 1) - 1)
                     inside = at_index(counts, last) - above_count
                     low = at_index(ends, last)
-                    going = (low < high).to(tl.int32)
                     if (low < high) & (is_short == 0) & (inside <= SHORT):
-                        left = _copy(row, vocab_stride, left, low, high, short, 4 * LANES)
+                        # Ends that are keys: where all are the same, as they often are in few bits, that is the one.
+                        left, low, high = _copy(row, vocab_stride, left, low, high, short, 4 * LANES)
                         is_short += 1
+                    going = (low < high).to(tl.int32)
                     ends = tl.minimum(low + part * (((high - low) >> _PART_BITS) + 1), 0x7FFFFFFF)
             if found != 0:
                 weight = token_weights(from_sort_key(low.to(tl.int32)), largest, scale, floor)

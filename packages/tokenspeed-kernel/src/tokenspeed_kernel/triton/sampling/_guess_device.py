@@ -1,7 +1,8 @@
 """Guessing where the last token kept lies, so that few tokens have to be looked at for the exact answer.
 
 The largest logit of every group of a row is known: these tokens stand for themselves, so that what weighs most is not left to
-chance. Of every n-th group all tokens are read, and each that is not its group's largest stands for n. A wrong guess is noticed and
+chance. Of every n-th group all tokens are read, and each that is not its group's largest stands for n; but not where the groups'
+largest are so few that hardly any other token is among them: there it would stand for what is not. A wrong guess is noticed and
 costs time, but changes no result.
 """
 
@@ -17,10 +18,12 @@ _NO_KEY = tl.constexpr(-0x80000000)
 # Standard errors that the range reaches to either side, and a part of the sum of all for what sums of float32 round.
 _ERRORS = tl.constexpr(4.0)
 _ROUNDED = tl.constexpr(1e-4)
+_ERRORS_OF_FEW = tl.constexpr(2.0)
 # How many times what one token stands for may be missing of those that weigh no less than the last one kept.
 _UNSEEN = tl.constexpr(2.0)
-# Halvings of the range of octaves.
-_STEPS = tl.constexpr(13)
+# A range of octaves is cut into _ENDS + 1 parts so many times.
+_STEPS = tl.constexpr(6)
+_ENDS = tl.constexpr(4)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 
 
@@ -40,11 +43,19 @@ def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 
 
 @triton.jit
+def _sums_down_to(ends, octaves, known, read_octaves, read_weight):
+    """float32, what tokens weigh down to each end: one reduction for all ends."""
+    sums = tl.sum(tl.where(octaves[None, :] <= ends[:, None], known[None, :], 0.0), axis=1)
+    return sums + tl.sum(tl.where(read_octaves[None, :] <= ends[:, None], read_weight[None, :], 0.0), axis=1)
+
+
+@triton.jit
 def guess_range(
     logits,
     vocab_stride,
     vocab,
     maxima,
+    few_key,
     groups,
     length,
     restricted,
@@ -64,6 +75,7 @@ def guess_range(
 
     Args:
         maxima: int32 [GROUPS], the sort keys of the groups' largest logits; the least beyond their number.
+        few_key: the sort key from which on they are few.
         groups, length: how many groups there are, and tokens of a span.
         restricted: whether top-k keeps less than all tokens; k of them.
         p: top-p.
@@ -85,13 +97,17 @@ def guess_range(
 
     # What is summed down to the last token: weights, or tokens.
     weight = tl.where(octaves < WEIGHTLESS, 1.0, 0.0)
-    read_weight = tl.where(read_octaves < WEIGHTLESS, share, 0.0)
+    read_weight = tl.where(read_octaves < WEIGHTLESS, 1.0, 0.0)
     if not restricted:
         weight *= tl.exp2(-octaves)
         read_weight *= tl.exp2(-read_octaves)
     # The largest of a group that was read counts once, not for others.
     was_read = group % step == 0
-    known = tl.where(was_read, weight * (1.0 - share), weight)
+    few = maxima >= few_key
+    read_few = sort_key(x) >= few_key
+    read_weight *= tl.where(read_few, 1.0, share)
+    counted = tl.where(was_read, weight * tl.where(few, 1.0, share), 0.0)
+    known = weight - counted
     total = tl.sum(known, axis=0) + tl.sum(read_weight, axis=0)
     part = tl.where(restricted | (~(p > 0.0)), 0.0, tl.minimum(p, 1.0))
     wanted = tl.where(restricted, k.to(tl.float32), part * total)
@@ -99,15 +115,14 @@ def guess_range(
     low = share * 0.0
     high = low + WEIGHTLESS
     for _ in range(_STEPS):
-        middle = 0.5 * (low + high)
-        sums = tl.sum(tl.where(octaves <= middle, known, 0.0), axis=0)
-        sums += tl.sum(tl.where(read_octaves <= middle, read_weight, 0.0), axis=0)
-        low = tl.where(sums < wanted, middle, low)
-        high = tl.where(sums < wanted, high, middle)
+        width = (high - low) / (_ENDS + 1)
+        sums = _sums_down_to(low + width * (tl.arange(0, _ENDS) + 1), octaves, known, read_octaves, read_weight)
+        low += width * tl.sum((sums < wanted).to(tl.int32), axis=0)
+        high = low + width
     # The sum down to the cut, less p times the sum of all: each token that was read adds its own variance.
-    deviation = read_weight * tl.where(read_octaves <= high, 1.0 - part, part)
+    deviation = tl.where(read_few, 0.0, read_weight) * tl.where(read_octaves <= high, 1.0 - part, part)
     variance = tl.sum(deviation * deviation, axis=0)
-    deviation = tl.where(was_read, weight * share, 0.0) * tl.where(octaves <= high, 1.0 - part, part)
+    deviation = tl.where(few, 0.0, counted) * tl.where(octaves <= high, 1.0 - part, part)
     variance = tl.maximum(variance - tl.sum(deviation * deviation, axis=0), 0.0) * (1.0 - 1.0 / share)
     error = _ERRORS * tl.sqrt(variance) + _ROUNDED * total
     # Of few tokens that are above the cut but not their groups' largest the sample has none. About so many are to be expected:
@@ -115,23 +130,27 @@ def guess_range(
     hidden = reaching * reaching / (2.0 * groups)
     hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
     error += hidden * tl.where(restricted, 1.0, tl.exp2(-high))
+    # The i-th largest token is hidden behind a larger one of its group with a probability of i to the number of groups, and there
+    # are no more than sum / weight of at least some weight: that bounds the variance of what is hidden where tokens are few.
+    few_weight = tl.sum(tl.where(few, weight, 0.0) * tl.where(octaves <= high, 1.0 - part, part), axis=0)
+    error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
 
     # The last token of what is more by the error, and the first of what is less by it.
     last_low = low
     last_high = share * 0.0 + WEIGHTLESS
     first_low = share * 0.0
     first_high = high
+    end = tl.arange(0, 2 * _ENDS)
     for _ in range(_STEPS):
-        last = 0.5 * (last_low + last_high)
-        first = 0.5 * (first_low + first_high)
-        sums = tl.sum(tl.where(octaves <= last, known, 0.0), axis=0)
-        sums += tl.sum(tl.where(read_octaves <= last, read_weight, 0.0), axis=0)
-        less = tl.sum(tl.where(octaves <= first, known, 0.0), axis=0)
-        less += tl.sum(tl.where(read_octaves <= first, read_weight, 0.0), axis=0)
-        last_low = tl.where(sums < wanted + error, last, last_low)
-        last_high = tl.where(sums < wanted + error, last_high, last)
-        first_low = tl.where(less < wanted - error, first, first_low)
-        first_high = tl.where(less < wanted - error, first_high, first)
+        last_width = (last_high - last_low) / (_ENDS + 1)
+        first_width = (first_high - first_low) / (_ENDS + 1)
+        ends = tl.where(end < _ENDS, last_low + last_width * (end + 1), first_low + first_width * (end - _ENDS + 1))
+        sums = _sums_down_to(ends, octaves, known, read_octaves, read_weight)
+        less = (sums < tl.where(end < _ENDS, wanted + error, wanted - error)).to(tl.int32)
+        last_low += last_width * tl.sum(tl.where(end < _ENDS, less, 0), axis=0)
+        last_high = last_low + last_width
+        first_low += first_width * tl.sum(tl.where(end < _ENDS, 0, less), axis=0)
+        first_high = first_low + first_width
     octave = 1.0 / scale.to(tl.float64)
     low_key = sort_key(tl.maximum(largest.to(tl.float64) - last_high.to(tl.float64) * octave, _LEAST_LOGIT).to(tl.float32))
     high_key = sort_key(tl.maximum(largest.to(tl.float64) - first_low.to(tl.float64) * octave, _LEAST_LOGIT).to(tl.float32))

@@ -29,6 +29,7 @@ from tokenspeed_kernel.triton.common import (
     for_architecture,
     launch_options,
     may_overlap,
+    multiprocessors,
     next_power_of_2,
 )
 from tokenspeed_kernel.triton.sampling._rows import groups_of
@@ -51,8 +52,8 @@ class Tiles(NamedTuple):
         pairs: of tokens that it compares at a time.
         rank: the group maximum that is the threshold where top-k gives none or more than half of tokens.
         sample: how many tokens it reads to guess where the last token kept is.
-        unit: tokens of a unit, a program of `weigh_kernel`.
-        weigh_warps: its threads.
+        unit: tokens of a unit, which `weigh_kernel` takes at a time.
+        weigh_warps, weigh_programs: its threads, and its programs a multiprocessor.
         finish_warps: of `finish_kernel`.
         cut_lanes: tokens that it sums at a time.
         short: how many keys it copies to narrow a range of them further.
@@ -61,7 +62,7 @@ class Tiles(NamedTuple):
 
     group_warps: int = 8
     lanes: int = 2048
-    decide_warps: int = 8
+    decide_warps: int = 16
     few: int = 128
     tokens: int = 512
     rank: int = 64
@@ -69,6 +70,7 @@ class Tiles(NamedTuple):
     sample: int = 4096
     unit: int = 2048
     weigh_warps: int = 4
+    weigh_programs: int = 3
     finish_warps: int = 8
     cut_lanes: int = 512
     short: int = 4096
@@ -79,10 +81,13 @@ class Tiles(NamedTuple):
 _TILES = {
     # Interpreted: few and large operations, and short lists, so that small cases have rows that no list decides.
     "cpu": Tiles(few=32, tokens=64, rank=32, sample=512, cut_lanes=2048, short=256),
+    # At most 1024 threads, of which a warp has 64.
+    "amd": Tiles(decide_warps=8),
     "any": Tiles(),
 }
-# Tokens of a row, as a part of the vocabulary, that there is room to copy.
+# Tokens of a row that there is room to copy: a part of the vocabulary, or of short rows so many.
 _COPIED_PART = 4
+_COPIED_LEAST = 1024
 
 
 @register_kernel(
@@ -116,7 +121,7 @@ def sample_top_k_top_p(
     min_p = dense(min_p)
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
     most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
-    capacity = max(vocab // _COPIED_PART, 1)
+    capacity = max(vocab // _COPIED_PART, _COPIED_LEAST)
     maxima, state, scratch, totals, above, segments, pairs, short = (
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
@@ -163,8 +168,11 @@ def sample_top_k_top_p(
         **grouping,
         **exact,
     )
-    device_code.weigh_kernel[(rows * units,)](
-        *row, temperature, min_p, *copied, units, UNIT=tiles.unit, num_warps=tiles.weigh_warps, **exact
+    # As many programs as run at once, for each has to learn of its row first.
+    together = cdiv(units, max(multiprocessors(device) * tiles.weigh_programs // rows, 1))
+    programs = cdiv(units, together)
+    device_code.weigh_kernel[(rows * programs,)](
+        *row, temperature, min_p, *copied, units, together, programs, UNIT=tiles.unit, num_warps=tiles.weigh_warps, **exact
     )
     device_code.finish_kernel[(rows,)](
         *row,

@@ -26,6 +26,8 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 _SLACK = tl.constexpr(3)
 # How much more all tokens down to the threshold may weigh than those of them that are their groups' largest.
 _PROMISING = tl.constexpr(1.5)
+# How many parts of the groups' largest logits there are, the first of which are few.
+_FEW = tl.constexpr(16)
 # Where two counts are summed in one int32, one stands above this many bits.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
@@ -186,9 +188,10 @@ def decide_kernel(
         else:
             token = tl.min(first, axis=0).to(tl.int64)
     if (decided == 0) & (restricted | (~(p >= 1.0))):
+        few_key, _ = threshold_of(keys, keys != _NO_KEY, groups // _FEW + 1, groups // _FEW)
         low, high = guess_range(
-            logits, vocab_stride, vocab, maxima, groups, length, restricted, k, p, largest_key, scale, GROUPS, BLOCK, BLOCKS, RUN,
-            SAMPLE,
+            logits, vocab_stride, vocab, maxima, few_key.to(tl.int32), groups, length, restricted, k, p, largest_key, scale, GROUPS,
+            BLOCK, BLOCKS, RUN, SAMPLE,
         )  # fmt: skip
     if decided != 0:
         tl.store(out + row * out_stride, token)
@@ -201,7 +204,7 @@ def decide_kernel(
 
 # A vocabulary of one token would become a constant, for which Triton 3.9 makes code that the gfx950 emulator refuses: it writes
 # registers before the result of an atomic operation has come into them.
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(do_not_specialize=["vocab", "together"])
 def weigh_kernel(
     logits,
     row_stride,
@@ -216,19 +219,21 @@ def weigh_kernel(
     pairs,
     capacity,
     units,
+    together,
+    programs,
     UNIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sums the weights of each unit of a row, and copies the tokens among which the last one kept is expected. Decided rows take no
-    part.
+    part. One of a row's programs does so many units together.
 
     totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
     [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, capacity],
     the tokens that are `copied`.
     """
     start(EARLY)
-    row = (tl.program_id(0) // units).to(tl.int64)
-    unit = tl.program_id(0) % units
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    begin = (tl.program_id(0) % programs) * together
     state += row * STATE
     if tl.load(state + DECIDED) == 0:
         largest = from_sort_key(tl.load(state + LARGEST).to(tl.int32))
@@ -236,30 +241,37 @@ def weigh_kernel(
         high = tl.load(state + HIGH).to(tl.int32)
         scale = scale_of(tl.load(temperature + row))
         floor = floor_of(min_p, row)
-        ids = unit * UNIT + tl.arange(0, UNIT)
-        offsets = row * row_stride + ids.to(tl.int64) * vocab_stride
+        logits += row * row_stride
         # Beyond the end are weights of -inf, which are 0.
-        x = tl.load(logits + offsets, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-        weight = token_weights(x, largest, scale, floor)
-        tl.store(totals + row * units + unit, tl.sum(weight, axis=0))
-        if low <= high:
-            # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
-            upper = x > from_sort_key(high)
-            found = (x >= from_sort_key(low)) & (~upper)
-            counts = tl.sum(tl.where(found, 1, tl.where(upper, _UPPER, 0)), axis=0)
-            number = counts & (_UPPER - 1)
-            first = tl.atomic_add(state + COPIED, number.to(tl.int64), sem="relaxed").to(tl.int32)
-            segments += (row * units + unit) * 3
-            tl.store(segments, first)
-            tl.store(segments + 1, number)
-            tl.store(segments + 2, counts >> _UPPER_BITS)
-            tl.store(above + row * units + unit, tl.sum(tl.where(upper, weight, 0), axis=0))
-            if first + number <= capacity:
-                place = tl.cumsum(found.to(tl.int32), axis=0) - 1
-                tl.store(pairs + row * capacity + first + place, copied(x, ids), mask=found)
+        ids = begin * UNIT + tl.arange(0, UNIT)
+        following = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf"))
+        for unit in range(begin, tl.minimum(begin + together, units)):
+            x = following.to(tl.float32)
+            ids = unit * UNIT + tl.arange(0, UNIT)
+            # The next unit's are on their way while this one's are weighed.
+            after = ids + UNIT
+            following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
+            weight = token_weights(x, largest, scale, floor)
+            tl.store(totals + row * units + unit, tl.sum(weight, axis=0))
+            if low <= high:
+                # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
+                upper = x > from_sort_key(high)
+                found = (x >= from_sort_key(low)) & (~upper)
+                counts = tl.sum(tl.where(found, 1, tl.where(upper, _UPPER, 0)), axis=0)
+                number = counts & (_UPPER - 1)
+                first = tl.atomic_add(state + COPIED, number.to(tl.int64), sem="relaxed").to(tl.int32)
+                segment = segments + (row * units + unit) * 3
+                tl.store(segment, first)
+                tl.store(segment + 1, number)
+                tl.store(segment + 2, counts >> _UPPER_BITS)
+                tl.store(above + row * units + unit, tl.sum(tl.where(upper, weight, 0), axis=0))
+                if first + number <= capacity:
+                    place = tl.cumsum(found.to(tl.int32), axis=0) - 1
+                    tl.store(pairs + row * capacity + first + place, copied(x, ids), mask=found)
 
 
-@triton.jit
+# A vocabulary of one token as a constant crashes Triton 3.6.
+@triton.jit(do_not_specialize=["vocab", "units"])
 def finish_kernel(
     logits,
     row_stride,
