@@ -88,6 +88,8 @@ _TILES = {
 # Tokens of a row that there is room to copy: a part of the vocabulary, or of short rows so many.
 _COPIED_PART = 4
 _COPIED_LEAST = 1024
+# Units that a program of `weigh_kernel` takes.
+_MOST_TOGETHER = 20
 
 
 @register_kernel(
@@ -168,8 +170,9 @@ def sample_top_k_top_p(
         **grouping,
         **exact,
     )
-    # As many programs as run at once, for each has to learn of its row first.
-    together = cdiv(units, max(multiprocessors(device) * tiles.weigh_programs // rows, 1))
+    # As many programs as run at once, for each has to learn of its row first; more of them where rows are many, so that the last
+    # ones to end have little left to do.
+    together = min(cdiv(units, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
     programs = cdiv(units, together)
     device_code.weigh_kernel[(rows * programs,)](
         *row, temperature, min_p, *copied, units, together, programs, UNIT=tiles.unit, num_warps=tiles.weigh_warps, **exact
