@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
-from tokenspeed_kernel.triton.sampling._guess_device import guess_range
+from tokenspeed_kernel.triton.sampling._guess_device import group_counts, range_of_cut
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._weights_device import scale_of, token_weights, uniform
@@ -202,15 +202,15 @@ def test_strided_logits_and_out(rows: int) -> None:
 
 
 @triton.jit
-def _guess(
+def _range(
     logits,
     vocab,
     maxima,
-    few_key,
     groups,
     length,
     k,
     p,
+    rank,
     temperature,
     low,
     high,
@@ -219,28 +219,33 @@ def _guess(
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
     SAMPLE: tl.constexpr,
+    READ: tl.constexpr,
 ):
     group = tl.arange(0, GROUPS)
     keys = tl.load(maxima + group, mask=group < groups, other=-0x80000000)
     scale = scale_of(tl.load(temperature))
-    first, last = guess_range(
+    largest = tl.max(keys, axis=0)
+    counts = group_counts(keys, from_sort_key(largest), scale)
+    first, last = range_of_cut(
         logits,
         1,
         vocab,
-        keys,
-        few_key,
+        maxima,
+        counts,
         groups,
         length,
         k > 0,
         k,
         tl.load(p),
-        tl.max(keys, axis=0),
+        rank,
+        largest,
         scale,
-        GROUPS,
+        None,
         BLOCK,
         BLOCKS,
         RUN,
         SAMPLE,
+        READ,
     )
     tl.store(low, from_sort_key(first.to(tl.int32)))
     tl.store(high, from_sort_key(last.to(tl.int32)))
@@ -250,7 +255,7 @@ def _guess(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 0.5), (1.0, 0, 0.999), (1.0, 3000, 1.0), (2.0, 0, 0.9), (20.0, 0, 0.9)],
 )
-def test_a_guess_holds_the_last_token_kept_and_few_others(temperature: float, top_k: int, top_p: float) -> None:
+def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, top_k: int, top_p: float) -> None:
     vocab = 100_000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 4
     weight = definition.weights(logits - logits.max(), definition.scale_of(torch.tensor([temperature])))[0]
@@ -266,22 +271,7 @@ def test_a_guess_holds_the_last_token_kept_and_few_others(temperature: float, to
     )
     low, high, p, warmth = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature))
     size = triton.next_power_of_2(groups.count)
-    few_key = int(maxima.sort(descending=True)[0][groups.count // 12])
-    _guess[(1,)](
-        there,
-        vocab,
-        maxima,
-        few_key,
-        groups.count,
-        groups.length,
-        top_k,
-        p,
-        warmth,
-        low,
-        high,
-        GROUPS=size,
-        SAMPLE=4096,
-        **grouping,
-    )
+    request = (groups.count, groups.length, top_k, p, 100, warmth)
+    _range[(1,)](there, vocab, maxima, *request, low, high, GROUPS=size, SAMPLE=4096, READ=2048, **grouping)
     assert low.item() <= ordered[last] <= high.item()
     assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 10

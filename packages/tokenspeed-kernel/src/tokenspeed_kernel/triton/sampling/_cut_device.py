@@ -1,7 +1,7 @@
 """Looking for the last token kept: among the tokens that were copied because it is expected there, or in a whole row.
 
 One program a row narrows the range of sort keys that holds the token, `_PARTS` parts at a time, to one logit. Once few tokens are
-in the range their keys are copied, so that what is narrowed next is short.
+in the range their keys are copied, so that what is narrowed next is short; the last few are compared pair by pair.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from tokenspeed_kernel.triton.sampling._rows_device import at_index, from_sort_k
 from tokenspeed_kernel.triton.sampling._state_device import COUNT_SHIFT, ONE_TOKEN, WEIGHT_MASK
 from tokenspeed_kernel.triton.sampling._weights_device import limit_of, token_weights
 
-_PARTS = tl.constexpr(16)
-_PART_BITS = tl.constexpr(4)
+_PARTS = tl.constexpr(8)
+_PART_BITS = tl.constexpr(3)
+# So few keys are compared pair by pair.
+FEW = tl.constexpr(128)
+_PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
+# Tokens whose count and weight fit into one int64.
 _CHUNK = tl.constexpr(1024)
 
 
@@ -66,9 +70,40 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
             # What stands for no key is a NaN, but reaches no end.
             both = token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN
             added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
-        counts += tl.sum(added >> COUNT_SHIFT, axis=1)
-        weights += tl.sum(added & WEIGHT_MASK, axis=1)
+        if number <= _CHUNK:
+            both = tl.sum(added, axis=1)
+            counts += both >> COUNT_SHIFT
+            weights += both & WEIGHT_MASK
+        else:
+            counts += tl.sum(added >> COUNT_SHIFT, axis=1)
+            weights += tl.sum(added & WEIGHT_MASK, axis=1)
     return counts, weights
+
+
+@triton.jit
+def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, largest, scale, floor):
+    """The key of the last token kept of at most FEW keys, int64; how many tokens are above it and what they weigh; how many have it.
+
+    Comparing all pairs takes one step, where narrowing a range takes several that wait for each other.
+    """
+    own = tl.arange(0, FEW)
+    live = own < number
+    key = tl.load(keys + own, mask=live, other=_NO_KEY)
+    both = tl.where(live, token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN, 0)
+    added = tl.zeros([FEW, _PAIRED], tl.int64)
+    for begin in range(0, number, _PAIRED):
+        other = begin + tl.arange(0, _PAIRED)
+        theirs = tl.load(keys + other, mask=other < number, other=_NO_KEY)
+        also = tl.where(other < number, token_weights(from_sort_key(theirs), largest, scale, floor) | ONE_TOKEN, 0)
+        added += tl.where(theirs[None, :] >= key[:, None], also[None, :], 0)
+    sums = tl.sum(added, axis=1)
+    count = above_count + (sums >> COUNT_SHIFT)
+    weight = above_weight + (sums & WEIGHT_MASK)
+    crossed = live & tl.where(stage == 0, count >= k, weight.to(tl.float64) >= limit)
+    last = tl.max(tl.where(crossed, key, _NO_KEY), axis=0)
+    above = tl.sum(tl.where(key > last, both, 0), axis=0)
+    inside = tl.sum((live & (key == last)).to(tl.int64), axis=0)
+    return last.to(tl.int64), above_count + (above >> COUNT_SHIFT), above_weight + (above & WEIGHT_MASK), inside
 
 
 @triton.jit
@@ -145,15 +180,15 @@ def find_cut(
     largest,
     scale,
     floor,
+    complete,
     LANES: tl.constexpr,
     SHORT: tl.constexpr,
-    FROM_ROW: tl.constexpr,
 ):
     """Looks for the last token kept.
 
     Args:
-        row: pointer to the row's logits (``FROM_ROW``), or to tokens that were `copied`.
-        short: int32 [SHORT], is written to.
+        row: pointer to the row's logits, or to tokens that were `copied`.
+        short: int32 [SHORT + FEW], is written to.
         number: how many of them there are.
         low_key, high_key: int64, the first and the last key that the token may have, of finite logits; all tokens between them are
             among them.
@@ -161,10 +196,11 @@ def find_cut(
         total: the weight of all of the row's tokens.
         restricted, k, p: what is asked for.
         largest, scale, floor: of the row, see `token_weights`.
+        complete: whether tokens below the first key weigh nothing, so that it does not matter which of them are kept.
 
     Returns:
         The token's sort key; of those with that key the last token kept; both int32; and whether they are right. They are not if
-        the token does not lie between the two keys, unless it is looked for in the whole row: then all tokens are kept.
+        the token does not lie between the two keys; if what is listed is complete, it then weighs nothing, and all are kept.
     """
     part = tl.arange(0, _PARTS)
     cut_key = low_key
@@ -195,7 +231,7 @@ def find_cut(
             is_short = going * 0
             while going != 0:
                 if is_short != 0:
-                    counts, weights = _sums(short, 1, left, ends.to(tl.int32), high, largest, scale, floor, LANES)
+                    counts, weights = _sums(short, 1, left, ends.to(tl.int32), high, largest, scale, floor, LANES // 4)
                 else:
                     counts, weights = _sums(row, vocab_stride, left, ends.to(tl.int32), high, largest, scale, floor, LANES)
                 counts += above_count
@@ -215,8 +251,14 @@ def find_cut(
                     low = at_index(ends, last)
                     if (low < high) & (is_short == 0) & (inside <= SHORT):
                         # Ends that are keys: where all are the same, as they often are in few bits, that is the one.
-                        left, low, high = _copy(row, vocab_stride, left, low, high, short, 4 * LANES)
+                        left, low, high = _copy(row, vocab_stride, left, low, high, short, 2 * LANES)
                         is_short += 1
+                    if (low < high) & (is_short != 0) & (inside <= FEW):
+                        few, low, high = _copy(short, 1, left, low, high, short + SHORT, LANES)
+                        low, above_count, above_weight, inside = _last_of_few(
+                            short + SHORT, few, stage, above_count, above_weight, k, limit, largest, scale, floor
+                        )
+                        high = low
                     going = (low < high).to(tl.int32)
                     ends = tl.minimum(low + part * (((high - low) >> _PART_BITS) + 1), 0x7FFFFFFF)
             if found != 0:
@@ -229,6 +271,6 @@ def find_cut(
                 cut_token = whole
                 if needed < inside:
                     cut_token = _token_of_tie(row, vocab_stride, number, low.to(tl.int32), needed, vocab, LANES)
-            elif not FROM_ROW:
-                right = right * 0
+            else:
+                right = tl.where(before & complete, right, 0)
     return cut_key.to(tl.int32), cut_token, right

@@ -76,6 +76,13 @@ def floor_of(min_p, row):
 
 
 @triton.jit
+def floor_octaves(floor):
+    """float32, how many powers of 2 a floor is below the largest weight; `WEIGHTLESS` for none."""
+    octaves = _WEIGHT_BITS - tl.log2(tl.maximum(floor, 1).to(tl.float32))
+    return tl.where(floor > 0, octaves, WEIGHTLESS)
+
+
+@triton.jit
 def uniform(seed, offset):
     """`tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
     zero = (offset * 0).to(tl.uint32)

@@ -50,8 +50,8 @@ class Tiles(NamedTuple):
         lanes, decide_warps: of `decide_kernel`: into how many the groups' maxima are merged before the search; threads.
         few, tokens: powers of two: how many tokens it compares faster, and how many it can list at most.
         pairs: of tokens that it compares at a time.
-        rank: the group maximum that is the threshold where top-k gives none or more than half of tokens.
-        sample: how many tokens it reads to guess where the last token kept is.
+        rank: how many groups' largest logits it takes for a range that is certain, where top-p's last token is likely to be there.
+        sample, read: how many tokens it reads to guess where the last token kept is, and at a time.
         unit: tokens of a unit, which `weigh_kernel` takes at a time.
         weigh_warps, weigh_programs: its threads, and its programs a multiprocessor.
         finish_warps: of `finish_kernel`.
@@ -65,29 +65,27 @@ class Tiles(NamedTuple):
     decide_warps: int = 16
     few: int = 128
     tokens: int = 512
-    rank: int = 64
     pairs: int = 4096
-    sample: int = 4096
-    unit: int = 2048
+    rank: int = 1280
+    sample: int = 16384
+    read: int = 4096
+    unit: int = 1024
     weigh_warps: int = 4
-    weigh_programs: int = 3
+    weigh_programs: int = 5
     finish_warps: int = 8
-    cut_lanes: int = 512
+    cut_lanes: int = 1024
     short: int = 4096
-    some: int = 32
-    slots: int = 128
+    some: int = 64
+    slots: int = 64
 
 
 _TILES = {
     # Interpreted: few and large operations, and short lists, so that small cases have rows that no list decides.
-    "cpu": Tiles(few=32, tokens=64, rank=32, sample=512, cut_lanes=2048, short=256),
+    "cpu": Tiles(few=32, tokens=64, rank=96, sample=512, read=512, short=256),
     # At most 1024 threads, of which a warp has 64.
     "amd": Tiles(decide_warps=8),
     "any": Tiles(),
 }
-# Tokens of a row that there is room to copy: a part of the vocabulary, or of short rows so many.
-_COPIED_PART = 4
-_COPIED_LEAST = 1024
 # Units that a program of `weigh_kernel` takes.
 _MOST_TOGETHER = 20
 
@@ -123,7 +121,6 @@ def sample_top_k_top_p(
     min_p = dense(min_p)
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
     most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
-    capacity = max(vocab // _COPIED_PART, _COPIED_LEAST)
     maxima, state, scratch, totals, above, segments, pairs, short = (
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
@@ -133,13 +130,13 @@ def sample_top_k_top_p(
             (torch.int64, (units,)),
             (torch.int64, (units,)),
             (torch.int32, (units, 3)),
-            (torch.int64, (capacity,)),
-            (torch.int32, (tiles.short,)),
+            (torch.int64, (vocab,)),
+            (torch.int32, (tiles.short + 128,)),
         )
     )
     row = (logits, *logits.stride(), vocab)
     request = (temperature, top_k, top_p, seed, offset, min_p)
-    copied = (state, totals, above, segments, pairs, capacity)
+    copied = (state, totals, above, segments, pairs)
     early = may_overlap(device)
     options = {"EARLY": early, **launch_options(early)}
     # Fused multiply-add would round other than the definition of weights does.
@@ -166,6 +163,7 @@ def sample_top_k_top_p(
         TOKENS=tiles.tokens,
         PAIRS=tiles.pairs,
         SAMPLE=tiles.sample,
+        READ=tiles.read,
         num_warps=tiles.decide_warps,
         **grouping,
         **exact,

@@ -6,13 +6,12 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.sampling._cut_device import copied, find_cut, logit_of, number_of
+from tokenspeed_kernel.triton.sampling._cut_device import FEW, copied, find_cut, logit_of, number_of
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
-from tokenspeed_kernel.triton.sampling._guess_device import guess_range, ids_of_groups, octaves_of
+from tokenspeed_kernel.triton.sampling._guess_device import BINS, bins_to_list, end_of, group_counts, ids_of_groups, range_of_cut
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
 from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, LARGEST, LOW, STATE
 from tokenspeed_kernel.triton.sampling._weights_device import (
-    WEIGHTLESS,
     floor_of,
     is_drawn,
     lowest_of,
@@ -24,10 +23,8 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 
 # The threshold is good enough if 2^-this too many maxima reach it.
 _SLACK = tl.constexpr(3)
-# How much more all tokens down to the threshold may weigh than those of them that are their groups' largest.
-_PROMISING = tl.constexpr(1.5)
-# How many parts of the groups' largest logits there are, the first of which are few.
-_FEW = tl.constexpr(16)
+# A row is expected to be decided by tokens that outweigh all others so far.
+_NEGLIGIBLE = tl.constexpr(2e-3)
 # Where two counts are summed in one int32, one stands above this many bits.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
@@ -94,12 +91,13 @@ def decide_kernel(
     TOKENS: tl.constexpr,
     PAIRS: tl.constexpr,
     SAMPLE: tl.constexpr,
+    READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it.
 
-    Only groups whose largest logit reaches the threshold are read. Of a row that is restricted and not decided, a sample tells
-    where the last token kept is to be expected.
+    Only groups whose largest logit reaches the threshold are read. Of a row that is restricted and not decided, `range_of_cut` tells
+    where the last token kept is.
 
     scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
     compared at a time.
@@ -109,7 +107,8 @@ def decide_kernel(
     scratch += row * (TOKENS + (TOKENS if TOKENS > GROUPS else GROUPS))
     logits += row * row_stride
     group = tl.arange(0, GROUPS)
-    maxima = tl.load(maxima + row * groups + group, mask=group < groups, other=_NO_KEY)
+    largest_of_group = maxima + row * groups
+    maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
     # Fewer keys to search: the largest of several groups.
     keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
     largest_key = tl.max(keys, axis=0)
@@ -120,25 +119,23 @@ def decide_kernel(
     draws = is_drawn(warmth, largest_key)
     restricted = (k > 0) & (k < vocab)
     floor = floor_of(min_p, row)
-    lists = restricted | (~(p >= 1.0))
-    wanted = tl.where(restricted & (k <= TOKENS // 2), k, rank)
-    by_weight = tl.full([], False, tl.int1)
+    cuts = restricted | (~(p >= 1.0))
+    # Of so many tokens the groups' largest logits alone tell enough.
+    small = restricted & (k <= TOKENS // 2)
+    lists = cuts
     if min_p is not None:
-        by_weight = floor > 0
-        lists |= by_weight
-        # Most rows that min-p restricts keep no more.
-        wanted = tl.where(by_weight & ((~restricted) | (wanted > TOKENS // 4)), TOKENS // 4, wanted)
+        lists |= floor > 0
     # Of a greedy row the threshold is the largest logit itself.
     threshold = largest_key.to(tl.int64)
     scale = scale_of(warmth)
+    counts = tl.zeros([BINS], tl.int32)
     if draws & lists:
-        threshold, _ = threshold_of(keys, keys != _NO_KEY, wanted, wanted >> _SLACK)
-        if (~restricted) & (~by_weight):
-            # They decide only if they outweigh top-p's part of what the others may weigh, each as much as one at the threshold.
-            octaves = octaves_of(maxima, (maxima >= threshold) & (maxima != _NO_KEY), largest, scale)
-            reaching_weight = tl.sum(tl.where(octaves < WEIGHTLESS, tl.exp2(-octaves), 0.0), axis=0)
-            others = vocab * tl.exp2((from_sort_key(threshold.to(tl.int32)) - largest) * scale)
-            lists = ~(_PROMISING * reaching_weight * (1.0 - p) < p * others)
+        if small:
+            threshold, _ = threshold_of(keys, keys != _NO_KEY, k, k >> _SLACK)
+        else:
+            counts = group_counts(maxima, largest, scale)
+            bins, lists = bins_to_list(counts, vocab, TOKENS * 5 // 8, _NEGLIGIBLE, floor)
+            threshold = end_of(bins, largest, scale)
 
     decided = tl.where(draws, 0, 1)
     token = tl.full([], _NO_TOKEN, tl.int64)
@@ -187,12 +184,15 @@ def decide_kernel(
                 decided = decides.to(tl.int32)
         else:
             token = tl.min(first, axis=0).to(tl.int64)
-    if (decided == 0) & (restricted | (~(p >= 1.0))):
-        few_key, _ = threshold_of(keys, keys != _NO_KEY, groups // _FEW + 1, groups // _FEW)
-        low, high = guess_range(
-            logits, vocab_stride, vocab, maxima, few_key.to(tl.int32), groups, length, restricted, k, p, largest_key, scale, GROUPS,
-            BLOCK, BLOCKS, RUN, SAMPLE,
-        )  # fmt: skip
+    if (decided == 0) & cuts:
+        if small:
+            low = threshold
+            high = largest_key.to(tl.int64)
+        else:
+            low, high = range_of_cut(
+                logits, vocab_stride, vocab, largest_of_group, counts, groups, length, restricted, k, p, rank, largest_key, scale,
+                floor, BLOCK, BLOCKS, RUN, SAMPLE, READ,
+            )  # fmt: skip
     if decided != 0:
         tl.store(out + row * out_stride, token)
 
@@ -217,7 +217,6 @@ def weigh_kernel(
     above,
     segments,
     pairs,
-    capacity,
     units,
     together,
     programs,
@@ -228,7 +227,7 @@ def weigh_kernel(
     part. One of a row's programs does so many units together.
 
     totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
-    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, capacity],
+    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, vocab],
     the tokens that are `copied`.
     """
     start(EARLY)
@@ -265,9 +264,8 @@ def weigh_kernel(
                 tl.store(segment + 1, number)
                 tl.store(segment + 2, counts >> _UPPER_BITS)
                 tl.store(above + row * units + unit, tl.sum(tl.where(upper, weight, 0), axis=0))
-                if first + number <= capacity:
-                    place = tl.cumsum(found.to(tl.int32), axis=0) - 1
-                    tl.store(pairs + row * capacity + first + place, copied(x, ids), mask=found)
+                place = tl.cumsum(found.to(tl.int32), axis=0) - 1
+                tl.store(pairs + row * vocab + first + place, copied(x, ids), mask=found)
 
 
 # What differs from row length to row length is no constant: fewer configurations to compile.
@@ -288,7 +286,6 @@ def finish_kernel(
     above,
     segments,
     pairs,
-    capacity,
     short,
     out,
     out_stride,
@@ -303,10 +300,10 @@ def finish_kernel(
 ):
     """Writes the tokens of the rows that are not decided yet.
 
-    The last token kept of restricted rows is among the copied tokens; if it is not there (the guess was wrong, or there were too
-    many to copy) it is looked for in the whole row. Then what is kept of each unit is summed, and the token drawn.
+    The last token kept of restricted rows is among the copied tokens; if it is not there (the guess was wrong) it is looked for in
+    the whole row. Then what is kept of each unit is summed, and the token drawn.
 
-    short: int32 [rows, SHORT]. SOME, SLOTS: units whose copied tokens are summed together, and how many of each.
+    short: int32 [rows, SHORT + FEW]. SOME, SLOTS: units whose copied tokens are summed together, and how many of each.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -330,17 +327,18 @@ def finish_kernel(
             live = unit < units
             total = tl.sum(tl.load(totals + unit, mask=live, other=0), axis=0)
             number = tl.load(state + COPIED).to(tl.int32)
-            short += row * SHORT
+            short += row * (SHORT + FEW)
+            lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
             above += row * units
             segments += row * units * 3
-            pairs += row * capacity
+            pairs += row * vocab
             right = tl.zeros([], tl.int32)
-            if (low <= high) & (number <= capacity):
+            if low <= high:
                 base_weight = tl.sum(tl.load(above + unit, mask=live, other=0), axis=0)
                 base_count = tl.sum(tl.load(segments + unit * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
                 cut_key, cut_token, right = find_cut(
                     pairs, 1, vocab, short, number, low, high, base_count, base_weight, total, restricted, k, p, largest,
-                    scale, floor, LANES, SHORT, False,
+                    scale, floor, low <= lowest_key, LANES, SHORT,
                 )  # fmt: skip
             if right != 0:
                 for begin in range(0, units, SOME):
@@ -361,12 +359,11 @@ def finish_kernel(
                         )
                     tl.store(totals + some, kept, mask=inside)
             else:
-                lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
                 none = total * 0
                 whole = tl.zeros([], tl.int32) + vocab
                 cut_key, cut_token, right = find_cut(
                     logits, vocab_stride, vocab, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
-                    restricted, k, p, largest, scale, floor, LANES, SHORT, True,
+                    restricted, k, p, largest, scale, floor, restricted | True, LANES, SHORT,
                 )  # fmt: skip
                 for one in range(units):
                     ids = one * UNIT + tl.arange(0, UNIT)
