@@ -69,7 +69,7 @@ class Tiles(NamedTuple):
     rank: int = 1280
     sample: int = 16384
     read: int = 4096
-    unit: int = 1024
+    unit: int = 2048
     weigh_warps: int = 4
     weigh_programs: int = 5
     finish_warps: int = 8
@@ -173,7 +173,17 @@ def sample_top_k_top_p(
     together = min(cdiv(units, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
     programs = cdiv(units, together)
     device_code.weigh_kernel[(rows * programs,)](
-        *row, temperature, min_p, *copied, units, together, programs, UNIT=tiles.unit, num_warps=tiles.weigh_warps, **exact
+        *row,
+        temperature,
+        min_p,
+        *copied,
+        units,
+        together,
+        programs,
+        UNIT=tiles.unit,
+        ALIGNED=vocab % 16 == 0,
+        num_warps=tiles.weigh_warps,
+        **exact,
     )
     device_code.finish_kernel[(rows,)](
         *row,

@@ -221,6 +221,7 @@ def weigh_kernel(
     together,
     programs,
     UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sums the weights of each unit of a row, and copies the tokens among which the last one kept is expected. Decided rows take no
@@ -228,7 +229,7 @@ def weigh_kernel(
 
     totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
     [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, vocab],
-    the tokens that are `copied`.
+    the tokens that are `copied`. ALIGNED: whether rows begin and end at multiples of 16 tokens.
     """
     start(EARLY)
     row = (tl.program_id(0) // programs).to(tl.int64)
@@ -241,30 +242,39 @@ def weigh_kernel(
         scale = scale_of(tl.load(temperature + row))
         floor = floor_of(min_p, row)
         logits += row * row_stride
+        if ALIGNED:
+            # No change, but the compiler sees that masks are the same for neighbours, and loads are wide.
+            vocab = vocab // 16 * 16
+        # A thread's neighbouring tokens in a row of a tile: they are counted without other threads.
+        WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+        lane = tl.arange(0, UNIT // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
         # Beyond the end are weights of -inf, which are 0.
-        ids = begin * UNIT + tl.arange(0, UNIT)
+        ids = begin * UNIT + lane
         following = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf"))
         for unit in range(begin, tl.minimum(begin + together, units)):
             x = following.to(tl.float32)
-            ids = unit * UNIT + tl.arange(0, UNIT)
+            ids = unit * UNIT + lane
             # The next unit's are on their way while this one's are weighed.
             after = ids + UNIT
             following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
             weight = token_weights(x, largest, scale, floor)
-            tl.store(totals + row * units + unit, tl.sum(weight, axis=0))
+            tl.store(totals + row * units + unit, tl.sum(tl.sum(weight, axis=1), axis=0))
             if low <= high:
                 # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
                 upper = x > from_sort_key(high)
                 found = (x >= from_sort_key(low)) & (~upper)
-                counts = tl.sum(tl.where(found, 1, tl.where(upper, _UPPER, 0)), axis=0)
+                counted = tl.where(found, 1, tl.where(upper, _UPPER, 0))
+                of_thread = tl.sum(counted, axis=1)
+                counts = tl.sum(of_thread, axis=0)
                 number = counts & (_UPPER - 1)
                 first = tl.atomic_add(state + COPIED, number.to(tl.int64), sem="relaxed").to(tl.int32)
                 segment = segments + (row * units + unit) * 3
                 tl.store(segment, first)
                 tl.store(segment + 1, number)
                 tl.store(segment + 2, counts >> _UPPER_BITS)
-                tl.store(above + row * units + unit, tl.sum(tl.where(upper, weight, 0), axis=0))
-                place = tl.cumsum(found.to(tl.int32), axis=0) - 1
+                tl.store(above + row * units + unit, tl.sum(tl.sum(tl.where(upper, weight, 0), axis=1), axis=0))
+                before = tl.cumsum(of_thread, axis=0) - of_thread
+                place = ((before[:, None] + tl.cumsum(counted, axis=1)) & (_UPPER - 1)) - 1
                 tl.store(pairs + row * vocab + first + place, copied(x, ids), mask=found)
 
 
