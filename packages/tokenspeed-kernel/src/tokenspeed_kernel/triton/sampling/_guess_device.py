@@ -184,10 +184,9 @@ def range_of_cut(
             logits, vocab_stride, vocab, maxima, groups, length, largest, scale, step, BLOCK, BLOCKS, RUN, SAMPLE, LANES
         ).to(tl.float32)  # fmt: skip
         # Where the groups' largest are so few that hardly any other token is among them, one that was read stands for itself.
-        few = reaching <= groups // _FEW
-        among_few = tl.sum(tl.where(few, others, 0.0), axis=0)
+        among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
         # That does not hold for rows whose large logits are neighbours.
-        few = few & (among_few <= _OTHERS_AMONG_FEW)
+        few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
         weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
         sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)
         total = tl.max(sums, axis=0)
