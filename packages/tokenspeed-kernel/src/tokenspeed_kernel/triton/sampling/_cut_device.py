@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.sampling import _state
 from tokenspeed_kernel.triton.sampling._rows_device import at_index, from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._state_device import COUNT_SHIFT, ONE_TOKEN, WEIGHT_MASK
 from tokenspeed_kernel.triton.sampling._weights_device import limit_of, token_weights
 
 _PARTS = tl.constexpr(8)
 _PART_BITS = tl.constexpr(3)
-# So few keys are compared pair by pair.
-FEW = tl.constexpr(128)
+FEW = tl.constexpr(_state.FEW)
 _PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
 # Tokens whose count and weight fit into one int64.
@@ -82,7 +82,7 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
 
 @triton.jit
 def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, largest, scale, floor):
-    """The key of the last token kept of at most FEW keys, int64; how many tokens are above it and what they weigh; how many have it.
+    """Returns the key of the last token kept, of at most FEW keys, how many tokens are above it and their weight, and how many have it.
 
     Comparing all pairs takes one step, where narrowing a range takes several that wait for each other.
     """

@@ -33,7 +33,7 @@ from tokenspeed_kernel.triton.common import (
     next_power_of_2,
 )
 from tokenspeed_kernel.triton.sampling._rows import groups_of
-from tokenspeed_kernel.triton.sampling._state import STATE
+from tokenspeed_kernel.triton.sampling._state import FEW, STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -131,7 +131,7 @@ def sample_top_k_top_p(
             (torch.int64, (units,)),
             (torch.int32, (units, 3)),
             (torch.int64, (vocab,)),
-            (torch.int32, (tiles.short + 128,)),
+            (torch.int32, (tiles.short + FEW,)),
         )
     )
     row = (logits, *logits.stride(), vocab)

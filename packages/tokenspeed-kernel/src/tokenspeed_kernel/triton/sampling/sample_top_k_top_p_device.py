@@ -96,8 +96,8 @@ def decide_kernel(
 ):
     """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it.
 
-    Only groups whose largest logit reaches the threshold are read. Of a row that is restricted and not decided, `range_of_cut` tells
-    where the last token kept is.
+    Only groups whose largest logit reaches the threshold are read. `range_of_cut` tells where the last token kept is of a row that
+    is restricted and not decided.
 
     scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
     compared at a time.
