@@ -82,7 +82,7 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
 
 @triton.jit
 def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, largest, scale, floor):
-    """Returns the key of the last token kept, of at most FEW keys, how many tokens are above it and their weight, and how many have it.
+    """Returns the key of the last token kept of at most FEW, how many tokens are above it, what they weigh, and how many have it.
 
     Comparing all pairs takes one step, where narrowing a range takes several that wait for each other.
     """
