@@ -274,4 +274,4 @@ def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, to
     request = (groups.count, groups.length, top_k, p, 100, warmth)
     _range[(1,)](there, vocab, maxima, *request, low, high, GROUPS=size, SAMPLE=4096, READ=2048, **grouping)
     assert low.item() <= ordered[last] <= high.item()
-    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 10
+    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 5

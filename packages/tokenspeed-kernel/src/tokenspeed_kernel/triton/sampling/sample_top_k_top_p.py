@@ -1,17 +1,20 @@
-"""Sampling without sorting rows: the largest logits decide nearly always, and else a guess tells which few tokens to look at.
+"""Sampling without sorting rows: the largest logits decide nearly always, and else those around the last token kept.
 
 A row keeps the tokens down to some last one, which top-k and top-p determine, and one of these is drawn by running sums of weights
 in the order of tokens. Sums of integers are exact in any order of addition.
 
 1. `group_maxima_kernel` cuts a row into groups and takes the largest logit of each.
-2. `decide_kernel` takes the k-th largest of those as the threshold: at least k of the row's logits are at or above it, and seldom
-   many more. It reads the groups that reach the threshold, and compares their tokens pair by pair. They decide greedy rows, rows
-   restricted to some hundred tokens, and rows whose other tokens weigh too little to matter, after reading the logits once. Of
-   other rows that are restricted, the groups' largest logits and a sample of whole groups tell where the last token kept is to be
-   expected, to within four standard errors.
-3. `weigh_kernel` reads the rows that are left. It sums the weights of each unit, and copies the tokens in the expected range.
+2. `decide_kernel` reads the groups whose largest logits reach a threshold, and compares their tokens pair by pair: those of the k
+   largest groups, or so many that all others weigh next to nothing. They decide greedy rows, rows restricted to some hundred
+   tokens, and rows whose other tokens weigh too little to matter, after reading the logits once. Of other rows that are restricted
+   it tells between which two logits the last token kept lies: for certain where the groups' largest logits show that enough tokens
+   are above, else by a sample of whole groups, to within four standard errors.
+3. `weigh_kernel` reads the rows that are left. It sums the weights of each unit, and copies the tokens between the two logits.
 4. `finish_kernel` finds the last token kept among them, or in the whole row if it is not there, which is rare. It sums what is kept
    of each unit, finds the unit that holds the token to be drawn, and in it the token.
+
+64 rows of 201088 float32 on an H200 with cold caches: top-k 40 and top-p 0.95 take 39 us, rows without limits 40; top-p 0.9 takes
+109 at temperature 1 and 143 at temperature 2. With a sample of twice as many tokens these two took 121 and 149.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class Tiles(NamedTuple):
     tokens: int = 512
     pairs: int = 4096
     rank: int = 1280
-    sample: int = 16384
+    sample: int = 8192
     read: int = 4096
     unit: int = 2048
     weigh_warps: int = 4

@@ -25,6 +25,8 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 _SLACK = tl.constexpr(3)
 # A row is expected to be decided by tokens that outweigh all others so far.
 _NEGLIGIBLE = tl.constexpr(2e-3)
+# The part that such tokens have of all weight at least, with room for what bins round.
+_OUTWEIGHING = tl.constexpr(0.99)
 # Where two counts are summed in one int32, one stands above this many bits.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
@@ -185,7 +187,8 @@ def decide_kernel(
         else:
             token = tl.min(first, axis=0).to(tl.int64)
     if (decided == 0) & cuts:
-        if small:
+        # What outweighs all other tokens holds top-p's last token, even where they move it.
+        if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
             low = threshold
             high = largest_key.to(tl.int64)
         else:
