@@ -137,9 +137,11 @@ def torch_sampling(
         probs = (best.values.float() / warmth).masked_fill(outside, -torch.inf).softmax(1)
         before = probs.cumsum(1) - probs
         kept = torch.where(before < limit, probs, 0.0)
-        sums = kept.cumsum(1)
+        # The operator draws in the order of tokens.
+        tokens, order = best.indices.sort(dim=1)
+        sums = kept.gather(1, order).cumsum(1)
         place = torch.searchsorted(sums, at * sums[:, -1:], right=True)
-        return best.indices.gather(1, place).squeeze(1).to(out_dtype)
+        return tokens.gather(1, place).squeeze(1).to(out_dtype)
 
     return call
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenspeed_kernel_base.ops.sampling.argmax import argmax
 from tokenspeed_kernel_base.ops.sampling.philox import philox4x32, uniform
 from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
+from tokenspeed_kernel_base.ops.sampling.weights import scale_of, weights
 
 NAN, INF = float("nan"), float("inf")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -148,19 +149,30 @@ def choose(row: list[float], temperature: float, top_k: int, top_p: float, u: fl
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if temperature == 0:
         return order[0]
-    weights = [round(2**40 * math.exp((row[i] - row[order[0]]) / temperature)) for i in order]
+    of_token = weights(torch.tensor(row) - max(row), scale_of(torch.tensor([temperature]))).tolist()
+    ordered = [of_token[i] for i in order]
     k = top_k if 0 < top_k < len(row) else len(row)
-    limit = top_p * float(sum(weights[:k]))
+    limit = top_p * float(sum(ordered[:k]))
     kept = 1
-    while kept < k and sum(weights[:kept]) < limit:
+    while kept < k and sum(ordered[:kept]) < limit:
         kept += 1
-    target = math.floor(u * float(sum(weights[:kept])))
+    target = math.floor(u * float(sum(ordered[:kept])))
     running = 0
-    for i, weight in zip(order, weights, strict=True):
-        running += weight
+    for i in sorted(order[:kept]):
+        running += of_token[i]
         if running > target:
             return i
     raise AssertionError("the target lies beyond all weights")
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 30.0])
+def test_weights_are_powers_of_e(temperature: float) -> None:
+    distance = -torch.linspace(0, 30 * temperature, 300_001)
+    got = weights(distance, scale_of(torch.tensor([temperature])))
+    exact = 2.0**40 * torch.exp(distance.double() / torch.tensor(temperature).double())
+    assert got[0] == 2**40
+    assert got.min() == 0
+    assert bool(((got - exact).abs() <= 3 + exact * 2.0**-19).all())
 
 
 # Few distinct logits, so that ties are common; dyadic top_p, so that prefixes often hold exactly that much.

@@ -1,5 +1,5 @@
 """The Triton sampling kernels where the operators' cases do not reach: weights and numbers bit by bit, and distributions of all
-kinds, among them those that the candidates do not decide."""
+kinds, among them those that no list decides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
+from tokenspeed_kernel.triton.sampling._guess_device import group_counts, range_of_cut
+from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._weights_device import token_weights, uniform
+from tokenspeed_kernel.triton.sampling._weights_device import scale_of, token_weights, uniform
+from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import device_code
 from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import sample_top_k_top_p as launcher
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.ops.sampling import philox
@@ -29,28 +32,26 @@ def _weigh(x, largest, scale, out, BLOCK: tl.constexpr):
     tl.store(out + index, token_weights(tl.load(x + index), tl.load(largest), tl.load(scale), 0))
 
 
-@pytest.mark.parametrize("scale", [definition.LOG2_E, 0.0137, 100.0])
-def test_weights_are_those_of_the_definition_bit_for_bit(scale: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 100.0, 0.013, 1e-45])
+def test_weights_are_those_of_the_definition_bit_for_bit(temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    spread = 60 / scale
+    scale = definition.scale_of(torch.tensor([temperature]))
+    spread = 45 / float(scale)
     x = 3.0 - torch.cat(
         [
             torch.rand(40_000, generator=generator) * spread,
             torch.rand(20_000, generator=generator) * spread * 1e-3,
-            torch.arange(5119) / (128 * scale),
+            torch.arange(5119) / (128 * float(scale)),
             torch.tensor([0.0, INF]),
         ]
     )
     x = torch.nn.functional.pad(x, (0, -len(x) % 1024), value=3.0)
-    largest, factor = torch.tensor([3.0], dtype=torch.float64), torch.tensor([scale], dtype=torch.float64)
+    largest = torch.tensor([3.0])
     got = torch.empty(len(x), dtype=torch.int64, device=DEVICE)
-    _weigh[(len(x) // 1024,)](x.to(DEVICE), largest.to(DEVICE), factor.to(DEVICE), got, BLOCK=1024, enable_fp_fusion=False)
-    expected = definition.weights(x.double() - 3.0, factor)
+    _weigh[(len(x) // 1024,)](x.to(DEVICE), largest.to(DEVICE), scale.to(DEVICE), got, BLOCK=1024, enable_fp_fusion=False)
+    expected = definition.weights(x - 3.0, scale)
     assert torch.equal(got.cpu(), expected)
-    assert torch.equal(definition.weights(x.to(DEVICE).double() - 3.0, factor.to(DEVICE)).cpu(), expected)
-    assert expected.max() == 2**definition.WEIGHT_BITS
-    exact = 2.0**definition.WEIGHT_BITS * torch.exp2((x.double() - 3.0) * factor)
-    assert float((expected - exact).abs().max()) < 1
+    assert torch.equal(definition.weights(x.to(DEVICE) - 3.0, scale.to(DEVICE)).cpu(), expected)
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def test_every_distribution_gives_the_same_token_on_every_device(distribution: s
 @pytest.mark.parametrize("ties", [False, True])
 def test_ranks_and_ties_around_the_sizes_of_blocks(ties: bool) -> None:
     """Top-k at and beside powers of two and the vocabulary, with ties that go beyond the rank."""
-    edges = [1, 2, 255, 256, 257, 511, 512, 513, 1280, 1281, 4999, 5000, 5001]
+    edges = [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2048, 4999, 5000, 5001]
     rows = len(edges)
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(rows, 5000, generator=generator) * 2
@@ -198,3 +199,79 @@ def test_strided_logits_and_out(rows: int) -> None:
         function(*inputs, out=out[:, 1], override=f"triton_{function.__name__}")
         assert torch.equal(out[:, 1], expected)
         assert (out[:, ::2] == -1).all()
+
+
+@triton.jit
+def _range(
+    logits,
+    vocab,
+    maxima,
+    groups,
+    length,
+    k,
+    p,
+    rank,
+    temperature,
+    low,
+    high,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    READ: tl.constexpr,
+):
+    group = tl.arange(0, GROUPS)
+    keys = tl.load(maxima + group, mask=group < groups, other=-0x80000000)
+    scale = scale_of(tl.load(temperature))
+    largest = tl.max(keys, axis=0)
+    counts = group_counts(keys, from_sort_key(largest), scale)
+    first, last = range_of_cut(
+        logits,
+        1,
+        vocab,
+        maxima,
+        counts,
+        groups,
+        length,
+        k > 0,
+        k,
+        tl.load(p),
+        rank,
+        largest,
+        scale,
+        None,
+        BLOCK,
+        BLOCKS,
+        RUN,
+        SAMPLE,
+        READ,
+    )
+    tl.store(low, from_sort_key(first.to(tl.int32)))
+    tl.store(high, from_sort_key(last.to(tl.int32)))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 0.5), (1.0, 0, 0.999), (1.0, 3000, 1.0), (2.0, 0, 0.9), (20.0, 0, 0.9)],
+)
+def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, top_k: int, top_p: float) -> None:
+    vocab = 100_000
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 4
+    weight = definition.weights(logits - logits.max(), definition.scale_of(torch.tensor([temperature])))[0]
+    ordered, order = logits[0].sort(descending=True, stable=True)
+    sums = weight[order].cumsum(0)
+    last = top_k - 1 if top_k else int((sums < top_p * sums[-1]).sum())
+
+    groups, there = groups_of(logits), logits.to(DEVICE)
+    grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
+    maxima = torch.empty(groups.count, dtype=torch.int32, device=DEVICE)
+    device_code.group_maxima_kernel[(groups.spans,)](
+        there, vocab, 1, vocab, maxima, groups.spans, groups.length, EARLY=False, **grouping
+    )
+    low, high, p, warmth = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature))
+    size = triton.next_power_of_2(groups.count)
+    request = (groups.count, groups.length, top_k, p, 100, warmth)
+    _range[(1,)](there, vocab, maxima, *request, low, high, GROUPS=size, SAMPLE=4096, READ=2048, **grouping)
+    assert low.item() <= ordered[last] <= high.item()
+    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 5

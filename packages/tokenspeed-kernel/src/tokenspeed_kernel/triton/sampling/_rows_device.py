@@ -35,6 +35,12 @@ def token_of(pair):
 
 
 @triton.jit
+def at_index(values, index):
+    """The element of a one-dimensional tensor at an index that is not known when compiling."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), axis=0)
+
+
+@triton.jit
 def part_that_holds(low, high, reaching, wanted):
     """The part of the keys from low to high that holds the largest one which ``wanted`` keys reach.
 
