@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,14 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine, _programs
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
 
 NAME = "cutedsl_mla_decode_with_kvcache"
+NAME_FP8 = "cutedsl_mla_decode_with_kvcache_fp8"
+E4M3 = torch.float8_e4m3fn
+# Queries and cache, or the cache alone.
+FP8: list[dict[str, Any]] = [{"dtype": E4M3, "scales": ("q_scale", "kv_scale")}, {"cache_dtype": E4M3, "scales": ("kv_scale",)}]
+FP8_NAMES = ["fp8 queries", "fp8 cache"]
 CPU = torch.device("cpu")
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -47,6 +54,18 @@ def check(arguments: dict[str, Any]) -> None:
     assert torch.equal(again, got)
 
 
+def check_fp8(arguments: dict[str, Any]) -> None:
+    """Launches the kernel, twice, with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
+    wanted, wanted_lse = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
+    got, lse = mla_decode.mla_decode_with_kvcache(**arguments)
+    assert got.dtype == wanted.dtype
+    assert not got.isnan().any()
+    assert (got.float() - wanted.float()).norm() <= 0.04 * wanted.float().norm()
+    torch.testing.assert_close(lse, wanted_lse, rtol=0.01, atol=0.05)
+    again, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    assert torch.equal(again, got)
+
+
 # -- on the device -------------------------------------------------------------------------------------------------------------
 
 
@@ -55,6 +74,22 @@ def check(arguments: dict[str, Any]) -> None:
 def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
     """One token, the edges of blocks, and sequences that all groups have a part of."""
     check(arguments_of(lengths, heads, device=sm90))
+
+
+@pytest.mark.parametrize("options", FP8, ids=FP8_NAMES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", [[0], [64], [1, 63, 65, 0, 129, 300], [9000, 1, 0, 700], [40000], [30000] * 150], ids=len)
+def test_an_fp8_cache(sm90: torch.device, lengths: list[int], heads: int, options: dict[str, Any]) -> None:
+    """Also ranges that are summed in memory."""
+    if len(lengths) == 150 and heads != 128:
+        pytest.skip("one program shows it")
+    check_fp8(arguments_of(lengths, heads, device=sm90, **options))
+
+
+@pytest.mark.parametrize("options", FP8, ids=FP8_NAMES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_several_new_tokens_and_an_fp8_cache(sm90: torch.device, heads: int, options: dict[str, Any]) -> None:
+    check_fp8(arguments_of([1, 20, 400, 0, 64, 3000, 2, 5], heads, 3, sm90, **options))
 
 
 @pytest.mark.parametrize("batch", [33, 200, 500])
@@ -127,6 +162,20 @@ def test_on_the_emulator(
         check(arguments_of(lengths, heads, **options))
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths", "multiprocessors", "options"),
+    [(128, [130, 1], 2, FP8[0]), (16, [300, 2], 1, {"new": 3, "softmax_scale": 1.0, **FP8[1]})],
+    ids=FP8_NAMES,
+)
+def test_an_fp8_cache_on_the_emulator(
+    monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any]
+) -> None:
+    """Two blocks are summed in registers, and more in memory; maxima rise meanwhile. The tensor cores' sums have few bits."""
+    monkeypatch.setattr(mla_decode, "Fp8Config", partial(Fp8Config, summed=2))
+    with emulated(multiprocessors, seed=3, copies="late", limited_fp8_accumulation=True):
+        check_fp8(arguments_of(lengths, heads, **options))
+
+
 def test_many_pages_on_the_emulator() -> None:
     """More than a warp has lanes, and more sequences than it has."""
     with emulated(2):
@@ -171,6 +220,25 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(
     assert config in computes.configs()
     assert same in merges.configs()
     assert (config.heads, handed[9], others[4]) == (heads, groups, groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "narrow"),
+    [(FP8[0], "bfloat16", True), (FP8[1], "bfloat16", False), ({**FP8[1], "dtype": torch.float16}, "float16", False)],
+)
+def test_an_fp8_cache_has_a_program_of_its_own(
+    launches: list[tuple[Any, Any, tuple[Any, ...]]], options: dict[str, Any], dtype: str, narrow: bool
+) -> None:
+    arguments = arguments_of([70, 3], 64, **options)
+    got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    (computes, config, handed), (merges, same, _) = launches
+    assert (computes, merges) == (mla_decode.mla_decode_fp8_program, mla_decode.mla_merge_program)
+    assert config in computes.configs()
+    assert same in merges.configs()
+    assert (config, str(got.dtype)) == (Fp8Config(dtype, 64, narrow), f"torch.{dtype}")
+    assert handed[1].dtype == torch.uint8
+    scales = [arguments[name] for name in ("q_scale", "kv_scale")]
+    assert handed[-2:] == tuple(0 if scale is None else scale.data_ptr() for scale in scales)
 
 
 def test_sequences_of_one_block_leave_nothing_to_merge(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
@@ -227,7 +295,7 @@ def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
         ({"heads": 128, "page_size": 32}, False),
         ({"heads": 128, "window_left": 100}, False),
         ({"heads": 128, "logit_cap": 5.0}, False),
-        ({"heads": 128, "cache_dtype": torch.float8_e4m3fn}, False),
+        ({"heads": 128, "cache_dtype": E4M3}, False),
         ({"heads": 16, "head_dim": 320, "kv_lora_rank": 256}, False),
     ],
     ids=str,
@@ -240,3 +308,13 @@ def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], ser
 def test_it_is_preferred(registered: KernelRegistry, heads: int) -> None:
     assert registered.get_by_name(NAME).priority == Priority.SPECIALIZED
     assert _verdict(arguments_of([70, 3], heads))[1] == NAME
+
+
+@pytest.mark.parametrize("options", FP8, ids=FP8_NAMES)
+def test_an_fp8_cache_is_served(registered: KernelRegistry, options: dict[str, Any]) -> None:
+    def chosen(**others: Any) -> str:
+        with use_platform(named_platform("sm_90")):
+            return str(tokenspeed_kernel.mla_decode_with_kvcache.explain(**arguments_of([70, 3], **options, **others)).chosen.name)
+
+    assert {heads: chosen(heads=heads) for heads in HEADS} == dict.fromkeys(HEADS, NAME_FP8)
+    assert NAME_FP8 not in (chosen(heads=8), chosen(heads=128, window_left=100), chosen(heads=128, page_size=32))

@@ -75,6 +75,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             Case("deepseek-v3 16 x 32768", paged([32768] * 16, **_LATENT)),
             Case("deepseek-v3 1 x 8192", paged([8192], **_LATENT)),
             "deepseek-v3, 16 of its heads, 128 x 4096", "deepseek-v3 128 x 4096, fp8 cache",
+            "deepseek-v3 64 x 8192, fp8 q and cache", "deepseek-v3, 16 of its heads, 64 x 8192, fp8 q and cache",
         ),
         "mla_prefill": (
             "deepseek-v3 4 x 4096", "deepseek-v3, 16 of its heads, 2 x 8192", "deepseek-v3, 16 of its heads, 2 x 8192, fp8",

@@ -186,6 +186,11 @@ def _() -> list[Case]:
         Case("fp8 cache without scale", paged([33, 18], **tiny, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], **tiny, dtype=e4m3, scales=("q_scale", "kv_scale"))),
         Case("deepseek-v3, 16 of its heads, 1 to 300 tokens", paged([1, 63, 64, 65, 300], **sharded)),
+        Case(
+            "deepseek-v3, 16 of its heads, fp8 q and cache",
+            paged([1, 64, 130], **sharded, dtype=e4m3, scales=("q_scale", "kv_scale"), return_lse=True),
+        ),
+        Case("deepseek-v3, 16 of its heads, fp8 cache", paged([1, 64, 130], **sharded, cache_dtype=e4m3)),
         Case("one long sequence among short ones, lse", paged([900, 3, 0, 64], **tiny, return_lse=True)),
         Case("window of 20, lse", paged([33, 64, 9, 0, 130], **tiny, window_left=20, return_lse=True)),
         Case(
@@ -217,6 +222,12 @@ def _() -> list[Case]:
         Case(
             "deepseek-v3 128 x 4096, fp8 cache",
             paged([4096] * 128, **deepseek_v3, cache_dtype=e4m3, scales=("kv_scale",)),
+            large=True,
+        ),
+        Case("deepseek-v3 64 x 8192, fp8 q and cache", paged([8192] * 64, **deepseek_v3, dtype=e4m3), large=True),
+        Case(
+            "deepseek-v3, 16 of its heads, 64 x 8192, fp8 q and cache",
+            paged([8192] * 64, **sharded, dtype=e4m3),
             large=True,
         ),
     ]

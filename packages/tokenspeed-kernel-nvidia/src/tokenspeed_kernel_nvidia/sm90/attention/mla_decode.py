@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
@@ -35,6 +36,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
     Config,
     every_config,
 )
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config, every_fp8_config
+from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
 
 
@@ -45,6 +48,13 @@ def mla_decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return mla_decode_device.host(config), mla_decode_device.fake_arguments(config)
 
 
+@program(arch="sm_90a", configs=every_fp8_config)
+def mla_decode_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_fp8_device
+
+    return mla_decode_fp8_device.host(config), mla_decode_fp8_device.fake_arguments(config)
+
+
 @program(arch="sm_90a", configs=every_config)
 def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_merge_device
@@ -53,11 +63,17 @@ def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 @functools.cache
-def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
+def _programs_of(
+    dtype: torch.dtype, cache: torch.dtype, heads: int, device: int
+) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
     """The programs that compute and merge, groups, and bytes of partial results."""
-    config = Config(DTYPES[dtype], heads)
+    config = Config(DTYPES.get(dtype, "bfloat16"), heads)
     groups = max(1, multiprocessors(device) // config.ranks)
-    return mla_decode_program(config), mla_merge_program(config), groups, config.workspace_bytes(groups)
+    if cache in DTYPES:
+        compute = mla_decode_program(config)
+    else:
+        compute = mla_decode_fp8_program(Fp8Config(config.dtype, heads, dtype not in DTYPES))
+    return compute, mla_merge_program(config), groups, config.workspace_bytes(groups)
 
 
 def mla_decode_with_kvcache(
@@ -79,25 +95,30 @@ def mla_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of the newest tokens to a paged cache: launches on checked arguments.
 
-    There is no window, logit_cap, scale or tree. Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the
+    There is no window, logit_cap or tree. Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the
     public function is `tokenspeed_kernel_nvidia.mla_decode_with_kvcache`.
     """
     tokens, heads, _ = q.shape
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
-    written = q.new_empty(tokens, heads, kv_lora_rank) if out is None else out
+    written = q.new_empty(tokens, heads, kv_lora_rank, dtype=output_dtype(q)) if out is None else out
     if tokens:
         if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
         device = q.get_device()
-        launch, merge, groups, nbytes = _programs_of(q.dtype, heads, device)
+        launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, device)
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E
+        others: tuple[Any, ...] = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E
+        if kv_cache.dtype not in DTYPES:
+            others = *others, 0 if q_scale is None else q_scale.data_ptr(), 0 if kv_scale is None else kv_scale.data_ptr()
+            kv_cache = kv_cache.view(torch.uint8)
+            if q.dtype not in DTYPES:
+                q = q.view(torch.uint8)
         rows = written
         try:
             launch(q, kv_cache, written, page_table, cache_seqlens, *others)
         except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-            rows = to_write(out, q, (tokens, heads, kv_lora_rank))
+            rows = to_write(out, written, (tokens, heads, kv_lora_rank))
             launch(aligned(q), aligned(kv_cache), rows, page_table.contiguous(), cache_seqlens.contiguous(), *others)
         if max_seqlen_k > ROWS:  # what is one block, nobody shares
             merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)
@@ -106,6 +127,14 @@ def mla_decode_with_kvcache(
     return written if lse is None else (written, lse)
 
 
+_TRAITS: dict[str, Any] = {
+    "head_dim": LATENT + ROPE,
+    "v_head_dim": LATENT,
+    "gqa_ratio": set(HEADS),
+    "page_size": set(PAGE_SIZES),
+    "return_lse": any,
+    "multi_query": any,
+}
 register_kernel(
     "attention",
     "mla_decode_with_kvcache",
@@ -113,14 +142,18 @@ register_kernel(
     solution="cutedsl",
     capability=CUTEDSL_HOPPER,
     signatures=format_signatures(("q", "kv_cache"), "dense", DTYPES),
-    traits={
-        "head_dim": LATENT + ROPE,
-        "v_head_dim": LATENT,
-        "gqa_ratio": set(HEADS),
-        "page_size": set(PAGE_SIZES),
-        "return_lse": any,
-        "multi_query": any,
-    },
+    traits=_TRAITS,
+    priority=Priority.SPECIALIZED,
+    tags={"determinism"},
+)(mla_decode_with_kvcache)
+register_kernel(
+    "attention",
+    "mla_decode_with_kvcache",
+    name="cutedsl_mla_decode_with_kvcache_fp8",
+    solution="cutedsl",
+    capability=CUTEDSL_HOPPER,
+    signatures=LATENT_FP8,
+    traits={**_TRAITS, "scaled": any},
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(mla_decode_with_kvcache)

@@ -77,6 +77,21 @@ class Config:
         return 11
 
     @property
+    def query_pieces(self) -> int:
+        """Pieces that the queries of a unit take on their way."""
+        return 4
+
+    @property
+    def lazy(self) -> float:
+        """A row's maximum may grow by so many powers of 2 before its sums are scaled anew."""
+        return 8.0
+
+    @property
+    def lift(self) -> float:
+        """The largest exponential of a unit's first block, as a power of 2."""
+        return 0.0
+
+    @property
     def stages(self) -> int:
         """Rotary parts in shared memory. Probabilities take the place of a block's rotary part."""
         return 3

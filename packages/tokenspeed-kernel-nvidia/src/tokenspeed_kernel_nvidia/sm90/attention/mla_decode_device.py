@@ -19,10 +19,10 @@ from cutlass.cute.nvgpu import cpasync
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Call, Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Blocks, Call, Table
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed, make_tma
 
 LOAD_WARP = 0
 
@@ -42,6 +42,11 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     page_table = ints(batch, size(), contiguous=False)
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0)]
     return q, kv_cache, out, page_table, ints(batch), *scalars, arguments.stream()
+
+
+def slots_first(kv_cache: cute.Tensor) -> cute.Tensor:
+    """``[pages, page_size, width]`` as ``(page_size, width, pages)``."""
+    return cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
 
 
 class MlaDecode(Loader, Scorer, Valuer):
@@ -64,15 +69,50 @@ class MlaDecode(Loader, Scorer, Valuer):
         stream: cuda.CUstream,
     ):
         c = self.config
-        one = cpasync.CopyBulkTensorTileG2SOp()
-        load = one if c.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        cache = cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
+        blocks = (
+            Blocks(make_tma(self.load_once, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), None),
+            Blocks(make_tma(self.load_shared, slots_first(kv_cache), (ROWS, PANEL)), None),
+        )
+        self.launch(
+            *blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, None, None, stream
+        )
+
+    @property
+    def load_once(self) -> Any:
+        """The copy to one CTA."""
+        return cpasync.CopyBulkTensorTileG2SOp()
+
+    @property
+    def load_shared(self) -> Any:
+        """The copy to all CTAs of a cluster."""
+        return self.load_once if self.config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+
+    @cute.jit
+    def launch(
+        self,
+        q: Blocks,
+        kv: Blocks,
+        kv_cache: cute.Tensor,
+        out: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
+        partial: Int64,
+        lse: Int64,
+        q_len: Int32,
+        max_seqlen_k: Int32,
+        groups: Int32,
+        scale: Float32,
+        q_scale: Int64 | None,
+        kv_scale: Int64 | None,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
         units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         self.kernel(
-            make_tma(one, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), make_tma(load, cache, (ROWS, PANEL)),
-            Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
+            q, kv, Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, self.make_qk_mmas(), self.make_pv_mma(),
+            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, self.make_qk_mmas(),
+            self.make_pv_mma(),
         ).launch(
             grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
@@ -81,8 +121,8 @@ class MlaDecode(Loader, Scorer, Valuer):
     @cute.kernel
     def kernel(
         self,
-        q: Tma,
-        kv: Tma,
+        q: Blocks,
+        kv: Blocks,
         page_table: Table,
         cache_seqlens: Int64,
         batch: Int32,
@@ -95,6 +135,8 @@ class MlaDecode(Loader, Scorer, Valuer):
         groups: Int32,
         page_shift: Int32,
         scale: Float32,
+        q_scale: Int64 | None,
+        kv_scale: Int64 | None,
         qk: Products,
         pv: cute.TiledMma,
     ):
@@ -104,15 +146,17 @@ class MlaDecode(Loader, Scorer, Valuer):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
-            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage,
+            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale,
         )  # fmt: skip
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 self.init_barriers(call)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            cpasync.prefetch_descriptor(q.atom)
-            cpasync.prefetch_descriptor(kv.atom)
+            for blocks in (q, kv):
+                cpasync.prefetch_descriptor(blocks.latents.atom)
+                if const_expr(blocks.others is not None):
+                    cpasync.prefetch_descriptor(blocks.others.atom)
         self.meet()
         # Whatever ran before may have written what is read here; what runs next may begin once there is room.
         cute.arch.griddepcontrol_wait()

@@ -8,33 +8,32 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     BEGIN,
     END,
     FIRST,
-    PANEL_BYTES,
     PIECE,
-    PIECE_PANELS,
     PIECES,
     PLANNED,
     PLANNERS,
     SHARE,
     STARTING,
     UNIT,
+    Blocks,
     Call,
     Tiles,
 )
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_load
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
 
 class Loader(Tiles):
     """The part of the kernel that divides the work and loads."""
 
     @cute.jit
-    def load(self, call: Call, q: Tma, kv: Tma):
+    def load(self, call: Call, q: Blocks, kv: Blocks):
         """Finds this CTA's units, says so to the other warps, and loads queries and blocks as far ahead as there is room."""
         unit, first, begin, end, length = self.plan(call, True)
         at, rope_at = first_to_fill(), first_to_fill()
@@ -108,38 +107,38 @@ class Loader(Tiles):
         return page
 
     @cute.jit
-    def acquire(self, pipe: Pipeline, at: Cursor, panels: Int32):
-        """Waits until there is room, and says how many panels come. Returns the barrier that they complete."""
+    def acquire(self, pipe: Pipeline, at: Cursor, row_bytes: Int32):
+        """Waits until there is room, and says how many bytes come for each row. Returns the barrier that they complete."""
         pipe.acquire(at)
         with cute.arch.elect_one():
-            pipe.commit(at, panels * PANEL_BYTES)
+            pipe.commit(at, row_bytes * ROWS)
         return pipe.full.of(at)
 
     @cute.jit
-    def load_queries(self, call: Call, q: Tma, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+    def load_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
         """Loads the queries of a unit as if they were a block of the cache: a tile is as large.
 
         Rows of tokens that the unit does not have are those of the next sequence, and nobody looks at what becomes of them.
         """
         c = self.config
         sequence, first, _ = self.place_of(call, unit)
-        box = ((c.heads_of_tile, c.tokens_of_tile), PANEL)
+        rows = (c.heads_of_tile, c.tokens_of_tile)
         corner = (call.rank * ROWS, sequence * call.q_len + first)
-        full = self.acquire(call.ropes, rope_at, Int32(1))
-        target = self.ropes.packed_boxes(call.storage.ropes, *box[0])[None, None, 0, 0, rope_at.stage]
-        tma_load(q.atom, cute.domain_offset((corner, LATENT), q.tensor), box, target, full)
-        targets = self.pieces.packed_boxes(call.storage.pieces, *box[0])
+        full = self.acquire(call.ropes, rope_at, Int32(self.ropes.row_bytes))
+        target = self.ropes.packed_boxes(call.storage.ropes, *rows)[None, None, 0, 0, rope_at.stage]
+        tma_load(q.ropes.atom, cute.domain_offset((corner, LATENT), q.ropes.tensor), (rows, ROPE), target, full)
+        targets, columns = self.pieces.packed_boxes(call.storage.pieces, *rows), self.pieces.columns
         for piece in cutlass.range_constexpr(PIECES):
-            full = self.acquire(call.pieces, at, Int32(PIECE_PANELS))
-            for panel in cutlass.range_constexpr(PIECE_PANELS):
-                source = cute.domain_offset((corner, piece * PIECE + panel * PANEL), q.tensor)
-                tma_load(q.atom, source, box, targets[None, None, panel, 0, at.stage], full)
+            full = self.acquire(call.pieces, at, Int32(self.pieces.panels * self.pieces.row_bytes))
+            for panel in cutlass.range_constexpr(self.pieces.panels):
+                source = cute.domain_offset((corner, piece * PIECE + panel * columns), q.latents.tensor)
+                tma_load(q.latents.atom, source, (rows, columns), targets[None, None, panel, 0, at.stage], full)
             at = advance(at, c.pieces)
         return at
 
     @cute.jit
     def load_block(
-        self, call: Call, kv: Tma, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
+        self, call: Call, kv: Blocks, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
     ) -> Cursor:
         """Loads a block of the cache. In a cluster a CTA loads every other part of it, for both; whose turn it is changes.
 
@@ -148,17 +147,19 @@ class Loader(Tiles):
             exists: whether any token of it does.
         """
         count = cutlass.select_(exists, Int32(1), Int32(0))
-        source = cute.group_modes(cute.local_tile(kv.tensor, (ROWS, PANEL), (None, None, None)), 0, 2)
-        full = self.acquire(call.ropes, rope_at, count)
+        full = self.acquire(call.ropes, rope_at, count * self.ropes.row_bytes)
         if exists and self.has_turn(turn):
+            source = cute.local_tile(kv.ropes.tensor, (ROWS, ROPE), (slot, LATENT // ROPE, page))
             target = self.ropes.boxes(call.storage.ropes, ROWS)[None, None, 0, 0, rope_at.stage]
-            self.load_panel(kv, source[None, slot, LATENT // PANEL, page], target, full)
+            self.load_panel(kv.ropes, source, target, full)
+        panels, columns = self.pieces.panels, self.pieces.columns
         for piece in cutlass.range_constexpr(PIECES):
-            full = self.acquire(call.pieces, at, count * PIECE_PANELS)
+            full = self.acquire(call.pieces, at, count * (panels * self.pieces.row_bytes))
             if exists and self.has_turn(turn + piece + 1):
-                for panel in cutlass.range_constexpr(PIECE_PANELS):
+                for panel in cutlass.range_constexpr(panels):
+                    source = cute.local_tile(kv.latents.tensor, (ROWS, columns), (slot, piece * panels + panel, page))
                     target = self.pieces.boxes(call.storage.pieces, ROWS)[None, None, 0, panel, at.stage]
-                    self.load_panel(kv, source[None, slot, piece * PIECE_PANELS + panel, page], target, full)
+                    self.load_panel(kv.latents, source, target, full)
             at = advance(at, self.config.pieces)
         return at
 
@@ -168,7 +169,9 @@ class Loader(Tiles):
     @cute.jit
     def load_panel(self, kv: Tma, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer):
         """Starts the copy of a panel, to all CTAs of the cluster."""
-        target, source = cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), source)
+        target, source = cpasync.tma_partition(
+            kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+        )
         if const_expr(self.config.cluster == 1):
             cute.copy(kv.atom, source, target, tma_bar_ptr=full)
         else:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
@@ -36,7 +37,6 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
 STEPS = PANEL // 16  # products of 16 columns of a panel
-LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,7 @@ class Scorer(Tiles):
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= SCORES * 128
-        kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
-        q = kept.make_fragment_A(kept.partition_shape_A((ROWS, c.kept)))
-        ops = Operands(
-            q, cute.recast_tensor(q, Uint32), others.make_fragment_A(others.partition_A(self.others.tiles(call.storage.others))),
-            kept.make_fragment_B(kept.partition_B(self.pieces.tiles(call.storage.pieces))),
-            kept.make_fragment_B(kept.partition_B(self.ropes.tiles(call.storage.ropes))),
-        )  # fmt: skip
+        ops = self.operands(call, mmas, thread)
         row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
         unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
@@ -100,7 +94,7 @@ class Scorer(Tiles):
             length = self.length_of(call, unit)
             _, _, whole = self.visible(call, length)
             count = cutlass.min(first + whole, call.end()) - begin
-            at = self.take_queries(call, ops.words, at, rope_at)
+            at, scale = self.take_queries(call, ops.words, at, rope_at)
             self.hand_over(call, rope_at)  # nothing, but so phases of stages that queries had are like all others
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
@@ -115,7 +109,7 @@ class Scorer(Tiles):
                 is_first = cutlass.Boolean(False)
                 self.leave_out(call, scores, unit, valid, at, rope_at)
                 count -= 1
-                self.put_probs(call, scores, row_max, row_sum, rope_at)
+                self.put_probs(call, scores, row_max, row_sum, rope_at, scale)
                 if count == 0:
                     self.put_sums(call, row_max, row_sum, rope_at)
                 if const_expr(c.at_once):
@@ -126,9 +120,21 @@ class Scorer(Tiles):
                 self.hand_over(call, last_filled(rope_at, c.stages))
             unit += 1
 
+    def operands(self, call: Call, mmas: Products, thread: Int32) -> Operands:
+        kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
+        q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
+        return Operands(
+            q, cute.recast_tensor(q, Uint32), others.make_fragment_A(others.partition_A(self.others.tiles(call.storage.others))),
+            kept.make_fragment_B(kept.partition_B(self.pieces.tiles(call.storage.pieces))),
+            kept.make_fragment_B(kept.partition_B(self.ropes.tiles(call.storage.ropes))),
+        )  # fmt: skip
+
     @cute.jit
-    def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor) -> Cursor:
-        """Takes some queries of a tile to registers, copies the others to their own place, and makes room."""
+    def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
+        """Takes some queries of a tile to registers, copies the others to their own place, and makes room.
+
+        Returns the first piece behind them, and what scores are multiplied with.
+        """
         c = self.config
         thread = self.thread_of_scores()
         place = self.place_of_lane(thread)
@@ -158,7 +164,7 @@ class Scorer(Tiles):
                 at = advance(at, c.pieces)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
-        return at
+        return at, call.scale
 
     @cute.jit
     def place_of_lane(self, thread: Int32) -> Int32:
@@ -256,7 +262,7 @@ class Scorer(Tiles):
         for _ in cutlass.range_constexpr(PIECES):
             row = cutlass.max(valid, 0) + (thread >> 3)
             while row < ROWS:
-                for panel in cutlass.range_constexpr(PIECE_PANELS):
+                for panel in cutlass.range_constexpr(self.pieces.panels):
                     to = self.panel_at(call, at, panel) + row * (PANEL * 2) + (thread & 7) * 16
                     registers.store_floats("shared", to, [Float32(0.0)] * 4)
                 row += 16
@@ -264,25 +270,29 @@ class Scorer(Tiles):
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
+    def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor, scale: Any):
         """Puts a block's probabilities where its rotary part was, and by how much sums before are to be scaled beside them."""
-        grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, call.scale, LAZY)
+        grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy, self.config.lift)
         grown = registers.any_lane(grown)
         thread = self.thread_of_scores()
         lane, warp = thread & 31, thread >> 5
         notes = call.notes(at)
         if lane == 0:
             notes.grown(warp)[0] = cutlass.select_(grown, Float32(1.0), Float32(0.0))
-        if grown and lane & 3 == 0:
+        if (grown | cutlass.Boolean(self.every_factor)) and lane & 3 == 0:
             for r in cutlass.range_constexpr(2):
                 notes.factor(warp * 16 + (lane >> 2) + 8 * r)[0] = factor[r]
         place = self.place_of_lane(thread)
         # All have computed scores from the rotary part.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
-        for step in cutlass.range_constexpr(ROWS // 16):
-            words = [registers.pack(self.dtype, scores[8 * step + 2 * each], scores[8 * step + 2 * each + 1]) for each in range(4)]
-            registers.stmatrix(self.rope_at(call, at) + (place ^ (step * 32)), words)
+        self.store_probs(self.rope_at(call, at), place, scores)
         cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def store_probs(self, to: Int32, place: Int32, probs: cute.Tensor):
+        for step in cutlass.range_constexpr(ROWS // 16):
+            words = [registers.pack(self.dtype, probs[8 * step + 2 * each], probs[8 * step + 2 * each + 1]) for each in range(4)]
+            registers.stmatrix(to + (place ^ (step * 32)), words)
 
     @cute.jit
     def put_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, RECORD_BYTES, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, SHARE, VALUES, Call, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack, store_floats, store_words
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack, store_floats, store_if, store_words
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
 
 RECORD = RECORD_BYTES // 4  # numbers of a unit's record
@@ -89,13 +89,18 @@ class Storer(Tiles):
     @cute.jit
     def write_lse(self, call: Any, unit: Int32, row: Int32, row_max: Float32, row_sum: Float32):
         if call.lse != 0:
-            sequence, first, _ = self.place_of(call, unit)
-            token = row // self.config.heads_of_tile
-            head = call.rank * ROWS + row - token * self.config.heads_of_tile
-            value = (row_max + cute.math.log2(row_sum)) * LN2
-            place = Int64(sequence * call.q_len + first + token) * self.config.heads + head
-            lse = cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)
-            lse[place] = cutlass.select_(row_sum == 0.0, -Float32.inf, value)
+            to, value = self.lse_of(call, unit, row, row_max, row_sum)
+            store_floats("global", to, [value])
+
+    @cute.jit
+    def lse_of(self, call: Any, unit: Int32, row: Int32, row_max: Float32, row_sum: Float32):
+        """Returns where a row's log-sum-exp lies, and its value."""
+        sequence, first, _ = self.place_of(call, unit)
+        token = row // self.config.heads_of_tile
+        head = call.rank * ROWS + row - token * self.config.heads_of_tile
+        value = (row_max + cute.math.log2(row_sum)) * LN2
+        place = Int64(sequence * call.q_len + first + token) * self.config.heads + head
+        return call.lse + place * 4, cutlass.select_(row_sum == 0.0, -Float32.inf, value)
 
     # -- what a warpgroup with values has --------------------------------------------------------------------------------------
 
@@ -128,20 +133,20 @@ class Storer(Tiles):
             self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
-        if share.first_group == call.group:
-            if call.batch <= call.groups:
-                self.write_record(call, unit, unit, share.pieces)
-            elif share.pieces > 1:
-                self.write_record(call, call.group, unit, share.pieces)
+        # One of each unit, or of each group: see `record`.
+        of_unit = call.batch <= call.groups
+        index = cutlass.select_(of_unit, unit, self.group_of(call))
+        begins = share.first_group == self.group_of(call)
+        self.write_record(call, begins & (of_unit | (share.pieces > 1)), index, unit, share.pieces)
+
+    def group_of(self, call: Call) -> Int32:
+        return call.group
 
     @cute.jit
-    def write_record(self, call: Call, index: Int32, unit: Int32, pieces: Int32):
-        """Says of a unit that this group begins how many groups have some of it."""
-        if self.thread_of_values() == 0:
-            record = self.record(call, index)
-            record[0] = unit
-            record[1] = call.group
-            record[2] = pieces
+    def write_record(self, call: Call, condition: Boolean, index: Int32, unit: Int32, pieces: Int32):
+        """Says of a unit that this group begins, where a condition holds, how many groups have some of it."""
+        to = self.record(call, index).toint()
+        store_if(condition & (self.thread_of_values() == 0), to, [unit, self.group_of(call), pieces, Int32(0)])
 
     @cute.jit
     def write_partial(

@@ -12,7 +12,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, LE
 from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, opt_barrier
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
 
 # Warpgroups: one loads, one computes scores, two have half of the output's columns each.
 SCORES, VALUES = 1, 2
@@ -59,6 +59,23 @@ class Notes:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Queries or the cache as bulk copies see them.
+
+    Attributes:
+        latents: boxes of a panel of latents.
+        others: boxes of the rotary part; None where they are alike.
+    """
+
+    latents: Tma
+    others: Tma | None
+
+    @property
+    def ropes(self) -> Tma:
+        return self.latents if self.others is None else self.others
+
+
+@dataclass(frozen=True)
 class Table:
     """Where an array is: its address, and how many elements further those of the next row and column are."""
 
@@ -89,6 +106,7 @@ class Call:
         group, rank: this CTA's group, and its place in it.
         plan: see UNIT.
         storage: see `Tiles.storage`.
+        q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None where neither is fp8.
     """
 
     page_table: Table
@@ -107,6 +125,8 @@ class Call:
     rank: Int32
     plan: cute.Pointer
     storage: Any
+    q_scale: Int64 | None = None
+    kv_scale: Int64 | None = None
 
     # Addresses in shared memory are computed where they are used, so that none takes a register in between.
 
@@ -137,15 +157,19 @@ class Call:
 class Tiles(Sharing):
     """Shapes and shared memory of a configuration, and the pieces of a unit of work."""
 
+    every_factor = False  # whether notes have factors of rows whose maximum has not grown, too: 1
+    kept_sums = 0  # numbers in shared memory, behind the notes, for sums that are read after a stage is released
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
+        self.stored = self.dtype  # what shared memory is declared as
         self.pieces = Ring(ROWS, PIECE, config.pieces)
         self.ropes = Ring(ROWS, ROPE, config.stages)
         self.others = Ring(ROWS, LATENT + ROPE - config.kept, 1)  # queries that are not in registers
 
     def storage(self) -> Any:
-        config, dtype = self.config, self.dtype
+        config, dtype = self.config, self.stored
 
         @cute.struct
         class Storage:
@@ -155,20 +179,20 @@ class Tiles(Sharing):
             ropes_empty: cute.struct.MemRange[Int64, config.stages]
             probs_full: cute.struct.MemRange[Int64, config.stages]
             plan: cute.struct.MemRange[Int32, 8]
-            notes: cute.struct.Align[cute.struct.MemRange[Float32, config.stages * NOTES], 16]
+            notes: cute.struct.Align[cute.struct.MemRange[Float32, config.stages * NOTES + self.kept_sums], 16]
             pieces: cute.struct.Align[cute.struct.MemRange[dtype, self.pieces.size], 1024]
             ropes: cute.struct.Align[cute.struct.MemRange[dtype, self.ropes.size], 1024]
-            others: cute.struct.Align[cute.struct.MemRange[dtype, self.others.size], 1024]
+            others: cute.struct.Align[cute.struct.MemRange[dtype, max(self.others.size, 16)], 1024]
 
         return Storage
 
     def panel_at(self, call: Call, at: Cursor, panel: int) -> Int32:
         """The address of a panel of a piece."""
-        return call.storage.pieces.data_ptr().toint() + (at.stage * PIECE_PANELS + panel) * PANEL_BYTES
+        return call.storage.pieces.data_ptr().toint() + (at.stage * self.pieces.panels + panel) * PANEL_BYTES
 
     def rope_at(self, call: Call, at: Cursor) -> Int32:
         """The address of a rotary part, or of probabilities."""
-        return call.storage.ropes.data_ptr().toint() + at.stage * PANEL_BYTES
+        return call.storage.ropes.data_ptr().toint() + at.stage * (ROWS * self.ropes.row_bytes)
 
     @cute.jit
     def release(self, barriers: Barriers, at: Cursor, times: cutlass.Constexpr[int] = 1):

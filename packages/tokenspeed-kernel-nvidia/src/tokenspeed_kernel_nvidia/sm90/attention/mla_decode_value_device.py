@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROWS
@@ -27,6 +30,19 @@ from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, skip
 
 
+@dataclass(frozen=True)
+class ValueOperands:
+    """Operands of the products with values, by stage.
+
+    Attributes:
+        probs: descriptors of probabilities.
+        values: descriptors of values.
+    """
+
+    probs: cute.Tensor
+    values: cute.Tensor
+
+
 class Valuer(Storer):
     """The part of the kernel that makes the output."""
 
@@ -43,15 +59,13 @@ class Valuer(Storer):
         thread -= VALUES * 128
         half = cute.arch.make_warp_uniform(thread // 128)
         part = mma.get_slice(thread % 128)
-        probs = part.make_fragment_A(part.partition_A(self.ropes.tiles(call.storage.ropes)))
-        values = part.make_fragment_B(part.partition_B(self.pieces.transposed(call.storage.pieces)))
-        acc = [cute.make_rmem_tensor(part.partition_shape_C((ROWS, PIECE)), Float32) for _ in range(PIECES // READERS)]
+        ops = self.operands_of_values(call, part)
+        acc = self.accumulators(part)
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
         unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
-        if call.batch > call.groups:
-            self.write_record(call, call.group, Int32(0), Int32(0))
+        self.write_record(call, call.batch > call.groups, call.group, Int32(0), Int32(0))
         at, rope_at = first_to_read(), first_to_read()
         if half == 1:
             at = advance(at, c.pieces)
@@ -59,40 +73,94 @@ class Valuer(Storer):
             _, _, whole = self.visible(call, self.length_of(call, unit))
             count = cutlass.min(first + whole, call.end()) - begin
             call.probs_full.wait(rope_at)  # queries
-            at, rope_at = skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
+            at, rope_at = skip(at, c.query_pieces, c.pieces), advance(rope_at, c.stages)
             for own in cutlass.range_constexpr(len(acc)):
                 acc[own].fill(0.0)
-            row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-            index = Int32(0)
-            while index < count:
-                second = skip(at, READERS, c.pieces)
-                # These are there before, so that asking for them afterwards would only take time.
-                call.pieces.wait(at)
-                call.pieces.wait(second)
-                call.probs_full.wait(rope_at)
-                self.rescale(call, acc, rope_at)
-                warpgroup.fence()
-                for own in cutlass.range_constexpr(len(acc)):
-                    place = second if own else at
-                    for step in cutlass.range_constexpr(ROWS // 16):
-                        p, v = probs[None, None, step, rope_at.stage], values[None, None, step, place.stage]
-                        cute.gemm(atom, acc[own], p, v, acc[own])
-                    warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                self.release(call.pieces.empty, at)
-                warpgroup.wait_group(0)
-                self.release(call.pieces.empty, second)
-                index += 1
-                if index == count:
-                    self.read_sums(call, row_max, row_sum, rope_at)
-                cute.arch.sync_warp()
-                self.release(call.ropes.empty, rope_at)
-                at, rope_at = skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
+            row_max, row_sum = self.make_sums()
+            at, rope_at = self.take_blocks(call, atom, ops, acc, row_max, row_sum, at, rope_at, count)
             share = self.share(call, first, whole)
             first += whole + call.plan[STARTING]
             begin = first
             self.write_unit(call, acc, row_max, row_sum, unit, half, share)
             unit += 1
+
+    def operands_of_values(self, call: Call, part: Any) -> ValueOperands:
+        return ValueOperands(
+            part.make_fragment_A(part.partition_A(self.ropes.tiles(call.storage.ropes))),
+            part.make_fragment_B(part.partition_B(self.pieces.transposed(call.storage.pieces))),
+        )
+
+    def accumulators(self, part: Any) -> list:
+        return [cute.make_rmem_tensor(part.partition_shape_C((ROWS, PIECE)), Float32) for _ in range(PIECES // READERS)]
+
+    def make_sums(self) -> tuple:
+        """Returns places for maxima and sums of this thread's two rows."""
+        return tuple(cute.make_rmem_tensor(2, Float32) for _ in range(2))
+
+    @cute.jit
+    def multiply_values(
+        self, call: Call, atom: cute.MmaAtom, ops: ValueOperands, acc: list, at: Cursor, second: Cursor, rope_at: Cursor
+    ):
+        """Adds the products of a block, whose values are there, when its probabilities are there too."""
+        call.probs_full.wait(rope_at)
+        self.rescale(call, acc, rope_at)
+        warpgroup.fence()
+        for own in cutlass.range_constexpr(len(acc)):
+            place = second if own else at
+            for step in cutlass.range_constexpr(ROWS // 16):
+                p, v = ops.probs[None, None, step, rope_at.stage], ops.values[None, None, step, place.stage]
+                cute.gemm(atom, acc[own], p, v, acc[own])
+            warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        self.release(call.pieces.empty, at)
+        warpgroup.wait_group(0)
+        self.release(call.pieces.empty, second)
+
+    @cute.jit
+    def take_blocks(
+        self,
+        call: Call,
+        atom: cute.MmaAtom,
+        ops: ValueOperands,
+        acc: list,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        at: Cursor,
+        rope_at: Cursor,
+        count: Int32,
+    ):
+        """Adds the products of all blocks of a unit, and reads maxima and sums. Returns where the next unit is."""
+        index = Int32(0)
+        while index < count:
+            at, rope_at = self.take_block(call, atom, ops, acc, row_max, row_sum, at, rope_at, index == count - 1)
+            index += 1
+        return at, rope_at
+
+    @cute.jit
+    def take_block(
+        self,
+        call: Call,
+        atom: cute.MmaAtom,
+        ops: ValueOperands,
+        acc: list,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        at: Cursor,
+        rope_at: Cursor,
+        is_last: Boolean,
+    ):
+        """Adds the products of a block, and releases it."""
+        c = self.config
+        second = skip(at, READERS, c.pieces)
+        # These are there before, so that asking for them afterwards would only take time.
+        call.pieces.wait(at)
+        call.pieces.wait(second)
+        self.multiply_values(call, atom, ops, acc, at, second, rope_at)
+        if is_last:
+            self.read_sums(call, row_max, row_sum, rope_at)
+        cute.arch.sync_warp()
+        self.release(call.ropes.empty, rope_at)
+        return skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):

@@ -29,6 +29,8 @@ PAGED_ALL_FP8 = format_signatures(("q", "k_cache", "v_cache"), "dense", {FP8})
 # The cache alone.
 _E4M3 = dense_tensor_format(FP8)
 PAGED_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), k_cache=_E4M3, v_cache=_E4M3) for dtype in DTYPES)
+# A cache of latents, with queries of 16 bits or fp8.
+LATENT_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_E4M3) for dtype in (*DTYPES, FP8))
 
 
 def traits(head_dim: int, v_head_dim: int = 0, /, **others: Any) -> dict[str, Any]:

@@ -246,6 +246,20 @@ def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
     )
 
 
+def store_if(condition: Any, address: Any, values: Sequence[Any]) -> None:
+    """Stores 1, 2 or 4 neighbouring words or float32 numbers in global memory where a condition holds.
+
+    ptxas takes a branch about a store for one that lanes take differently, and waits for each product alone in a loop with such.
+    """
+    vector = f".v{len(values)}" if len(values) > 1 else ""
+    given = ", ".join(f"{{$r{at + 2}}}" for at in range(len(values)))
+    given = f"{{{given}}}" if vector else given
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; @p st.global{vector}.b32 [{{$r1}}], {given}; }}",
+        read_only_args=[Int32(condition), address, *values],
+    )
+
+
 def load_word(address: Any) -> Any:
     """Two 16-bit numbers of global memory."""
     return cute.arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])

@@ -9,6 +9,7 @@ any number will do that keeps the exponentials in range.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
@@ -129,13 +130,14 @@ def softmax_step(
     scores: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    scale: Float32,
+    scale: Any,
     lazy: cutlass.Constexpr[float],
     lift: cutlass.Constexpr[float] = 0.0,
 ):
     """The exponentials of a further block of keys (online softmax).
 
     Args:
+        scale: of the scores; a pair where this thread's two rows have one each.
         lazy: how far, as a power of 2, they may exceed ``2**lift`` before the maxima are raised.
         lift: as of `softmax_first`.
 
@@ -143,7 +145,8 @@ def softmax_step(
         whether this thread's maxima rose by more; what each row's earlier sums are to be multiplied by; this thread's sums.
     """
     maxima = lane_maxima(scores)
-    seen = (maxima[0] * scale - lift, maxima[1] * scale - lift)
+    scales = scale if cutlass.const_expr(isinstance(scale, tuple)) else (scale, scale)
+    seen = (maxima[0] * scales[0] - lift, maxima[1] * scales[1] - lift)
     grown = (seen[0] > row_max[0] + lazy) | (seen[1] > row_max[1] + lazy)
     factor = cute.make_rmem_tensor(2, Float32)
     factor.fill(1.0)
@@ -153,7 +156,7 @@ def softmax_step(
             factor[r] = exp2(row_max[r] - raised)
             row_max[r] = raised
             row_sum[r] = row_sum[r] * factor[r]
-    sums = [exponentials(scores, r, scale, row_max[r]) for r in range(2)]
+    sums = [exponentials(scores, r, scales[r], row_max[r]) for r in range(2)]
     for r in cutlass.range_constexpr(2):
         row_sum[r] = row_sum[r] + sums[r]
     return grown, factor, sums

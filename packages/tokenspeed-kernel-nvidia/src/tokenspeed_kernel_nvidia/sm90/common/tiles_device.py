@@ -157,16 +157,17 @@ class Ring:
         shape = (box, columns, self.rows // box, self.panels, self.stages)
         return self._tensor(memory, shape, (columns, 1, box * columns, self.rows * columns, self.rows * self.head_dim))
 
-    def packed_boxes(self, memory, heads: int, tokens: int, count: int = 1) -> cute.Tensor:
+    def packed_boxes(self, memory, heads: int, tokens: int, count: int = 1, dtype: type[Numeric] | None = None) -> cute.Tensor:
         """``((heads, tokens), 64, panel, box, stage)``: boxes of rows that are some heads of some tokens.
 
         Args:
             count: boxes of a tile.
+            dtype: of the numbers, where the memory is declared as bytes.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)
         stride = ((columns, columns * heads), 1, self.rows * columns, heads * tokens * columns, self.rows * self.head_dim)
-        return self._tensor(memory, shape, stride)
+        return self._tensor(memory, shape, stride, dtype)
 
     def chunks(self, memory) -> cute.Tensor:
         """``(row, (8, chunk of a panel), panel, stage)``: 16 bytes each."""

@@ -1,0 +1,98 @@
+"""The device code of `mla_decode` with an fp8 cache: the launch, what lies where, and how queries and blocks are loaded.
+
+The work is divided, and warps have parts of it, as `mla_decode_device` says.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_device import MlaDecode, slots_first
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_score_device import Fp8Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_value_device import Fp8Valuer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, Blocks, Call
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed, make_tma, tma_load
+
+
+def host(config: Fp8Config) -> Any:
+    """The function that launches a program."""
+    return MlaDecodeFp8(config)
+
+
+def fake_arguments(config: Fp8Config) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes. Numbers of e4m3 come as bytes."""
+    size, rows, byte_rows, ints = arguments.size, arguments.rows, arguments.byte_rows, arguments.ints
+    tokens, batch = size(), size()
+    shape = tokens, config.heads, LATENT + ROPE
+    q = byte_rows(*shape) if config.fp8_queries else rows(config.dtype, *shape)
+    out = rows(config.dtype, tokens, config.heads, LATENT)
+    kv_cache = byte_rows(size(), size(divisibility=ROWS), LATENT + ROPE)
+    page_table = ints(batch, size(), contiguous=False)
+    scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0), *(Int64(0) for _ in range(2))]
+    return q, kv_cache, out, page_table, ints(batch), *scalars, arguments.stream()
+
+
+class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
+    """The kernel of one configuration."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv_cache: cute.Tensor,
+        out: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
+        partial: Int64,
+        lse: Int64,
+        q_len: Int32,
+        max_seqlen_k: Int32,
+        groups: Int32,
+        scale: Float32,
+        q_scale: Int64,
+        kv_scale: Int64,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        rows, packed = (c.heads_of_tile, c.tokens_of_tile), gqa_packed(q)
+        if cutlass.const_expr(c.fp8_queries):
+            queries = Blocks(make_tma(self.load_once, packed, (rows, PIECE)), make_tma(self.load_once, packed, (rows, ROPE)))
+        else:
+            queries = Blocks(make_tma(self.load_once, packed, (rows, PANEL)), None)
+        cache = slots_first(kv_cache)
+        blocks = Blocks(make_tma(self.load_shared, cache, (ROWS, PIECE)), make_tma(self.load_shared, cache, (ROWS, ROPE)))
+        self.launch(
+            queries, blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, q_scale,
+            kv_scale, stream,
+        )  # fmt: skip
+
+    def load_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+        load = Loader.load_queries if self.config.fp8_queries else MlaDecodeFp8.load_wide_queries
+        return load(self, call, q, unit, at, rope_at)
+
+    @cute.jit
+    def load_wide_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+        """Loads the queries of a unit, of 16 bits each, as pieces of 64 columns. The stage of a rotary part stays as it is."""
+        c = self.config
+        sequence, first, _ = self.place_of(call, unit)
+        rows = (c.heads_of_tile, c.tokens_of_tile)
+        corner = (call.rank * ROWS, sequence * call.q_len + first)
+        self.acquire(call.ropes, rope_at, Int32(0))
+        targets = self.wide.packed_boxes(call.storage.pieces, *rows, dtype=self.dtype)
+        for piece in cutlass.range_constexpr(c.query_pieces):
+            full = self.acquire(call.pieces, at, Int32(self.wide.row_bytes))
+            source = cute.domain_offset((corner, piece * PANEL), q.latents.tensor)
+            tma_load(q.latents.atom, source, (rows, PANEL), targets[None, None, 0, 0, at.stage], full)
+            at = advance(at, c.pieces)
+        return at

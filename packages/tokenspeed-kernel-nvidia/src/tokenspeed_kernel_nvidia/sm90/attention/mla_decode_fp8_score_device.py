@@ -1,0 +1,222 @@
+"""The warpgroup that has the queries of `mla_decode` with an fp8 cache: scores of blocks, and their probabilities."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROPE, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import STEP, STEPS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_tile_device import CHUNK_BYTES, FP8, Fp8Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Operands, Products, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PANEL_BYTES, PIECE, PIECES, SCORED, Call
+from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, last_filled
+from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
+from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
+
+ROPE_STEPS = ROPE // STEP  # products with the rotary part, which come first
+PIECE_STEPS = PIECE // STEP
+
+
+class Fp8Scorer(Fp8Tiles, Scorer):
+    """The part of the kernel that computes probabilities."""
+
+    def make_qk_mmas(self) -> Products:
+        operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
+        op = warpgroup.MmaF8Op(FP8, FP8, Float32, (ROWS, ROWS, STEP), *operands)
+        return Products(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(FP8, ROWS))
+
+    def operands(self, call: Call, mmas: Products, thread: Int32) -> Operands:
+        kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
+        q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
+        keys = [
+            kept.make_fragment_B(kept.partition_B(ring.tiles(memory, dtype=FP8)))
+            for ring, memory in ((self.pieces, call.storage.pieces), (self.ropes, call.storage.ropes))
+        ]
+        low = None
+        if self.config.others:
+            low = others.make_fragment_A(others.partition_A(self.others.tiles(call.storage.others, dtype=FP8)))
+        return Operands(q, cute.recast_tensor(q, Uint32), low, *keys)
+
+    # -- queries ---------------------------------------------------------------------------------------------------------------
+
+    def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
+        """Takes queries of a tile to registers, and makes room. See `Scorer.take_queries`."""
+        take = self.take_narrow if self.config.fp8_queries else self.take_wide
+        return take(call, words, at, rope_at)
+
+    @cute.jit
+    def scale_of(self, call: Call) -> Float32:
+        """Returns what scores are multiplied with."""
+        return call.scale * Scales(call.q_scale, Int32(0)).of(Int32(0)) * Scales(call.kv_scale, Int32(0)).of(Int32(0))
+
+    @cute.jit
+    def take_narrow(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
+        """Takes queries of 8 bits."""
+        c = self.config
+        thread = self.thread_of_scores()
+        call.ropes.wait(rope_at)
+        row = (thread >> 5) * 16 + (thread & 15)
+        place = row * ROPE + (((thread >> 4) & 1) ^ ((row >> 1) & 3)) * CHUNK_BYTES
+        for step in cutlass.range_constexpr(ROPE_STEPS):
+            self.put_words(words, step, registers.ldmatrix(self.rope_at(call, rope_at) + (place ^ (step * STEP)), False))
+        cute.arch.sync_warp()
+        self.release_queries_rope(call, rope_at)
+        place = self.place_of_lane(thread)
+        for piece in cutlass.range_constexpr(PIECES):
+            call.pieces.wait(at)
+            for step in cutlass.range_constexpr(PIECE_STEPS):
+                four = registers.ldmatrix(self.panel_at(call, at, 0) + (place ^ (step * STEP)), False)
+                self.put_words(words, ROPE_STEPS + piece * PIECE_STEPS + step, four)
+            cute.arch.sync_warp()
+            self.release(call.pieces.empty, at)
+            at = advance(at, c.pieces)
+        scale = self.scale_of(call)
+        return at, (scale, scale)
+
+    def put_words(self, words: cute.Tensor, step: int, four: list) -> None:
+        for each in range(4):
+            words[step * 4 + each] = four[each]
+
+    @cute.jit
+    def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
+        """Takes queries of 16 bits, as two numbers of e4m3 each.
+
+        Those of a row are scaled by a power of 2 first, so that the largest is from 2^7 to 2^8: the second number of none that
+        matters is then too small for e4m3.
+        """
+        c = self.config
+        thread = self.thread_of_scores()
+        lane = thread & 31
+        row = (thread >> 5) * 16 + (lane >> 2)
+        place = row * (PIECE) + (((lane >> 1) & 1) ^ (row & 7)) * CHUNK_BYTES + (lane & 1) * 8
+        first = at
+        largest = [Float32(0.0), Float32(0.0)]
+        for _ in cutlass.range_constexpr(c.query_pieces):
+            call.pieces.wait(at)
+            for step in cutlass.range_constexpr(2):
+                for each in cutlass.range_constexpr(4):
+                    numbers = self.four_numbers(call, at, place, step, each)
+                    for x in numbers:
+                        largest[each % 2] = cute.arch.fmax(largest[each % 2], cute.math.absf(x))
+            at = advance(at, c.pieces)
+        scale = self.scale_of(call)
+        factors, scales = [], []
+        for r in cutlass.range_constexpr(2):
+            total = registers.quad_max(largest[r])
+            # Exponents have 8 bits, with 127 for 2^0. What is as small as nothing is not enlarged beyond all bounds.
+            exponent = cutlass.min(Int32(127 + 7 + 127) - (registers.bits_of(total) >> 23), 253)
+            factors.append(registers.float_of(exponent << 23))
+            scales.append(scale * registers.float_of((254 - exponent) << 23))
+        others = call.storage.others.data_ptr().toint() + self.place_of_lane(thread)
+        # All have computed the last scores of the unit before.
+        cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+        at = first
+        for piece in cutlass.range_constexpr(c.query_pieces):
+            for step in cutlass.range_constexpr(2):
+                index = (piece * 2 + step + ROPE_STEPS) % STEPS  # the rotary part comes first
+                high, low = [], []
+                for each in cutlass.range_constexpr(4):
+                    numbers = [x * factors[each % 2] for x in self.four_numbers(call, at, place, step, each)]
+                    high.append(registers.pack_fp8(*numbers))
+                    rounded = [x for pair in registers.widen_fp8(cutlass.Float16, high[each]) for x in halves(pair)]
+                    low.append(registers.pack_fp8(*(x - y for x, y in zip(numbers, rounded, strict=True))))
+                self.put_words(words, index, high)
+                if const_expr(index < c.low_kept):
+                    self.put_words(words, STEPS + index, low)
+                else:
+                    other = index - c.low_kept
+                    to = (others ^ (other % PIECE_STEPS * STEP)) + other // PIECE_STEPS * PANEL_BYTES
+                    registers.stmatrix(to, low)
+            cute.arch.sync_warp()
+            self.release(call.pieces.empty, at)
+            at = advance(at, c.pieces)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+        self.release_queries_rope(call, rope_at)
+        return at, (scales[0], scales[1])
+
+    @cute.jit
+    def four_numbers(self, call: Call, at: Cursor, place: Int32, step: cutlass.Constexpr[int], each: cutlass.Constexpr[int]):
+        """Returns four neighbouring queries of 16 bits, of one word of a product's left operand.
+
+        Args:
+            step: which 32 columns of the piece.
+            each: which word: rows ``each % 2``, and columns from ``16 * (each // 2)`` on.
+        """
+        to = self.panel_at(call, at, 0) + each % 2 * (8 * PIECE) + (place ^ (step * 64 + each // 2 * 32))
+        return [x for word in load_words("shared", to, 2) for x in registers.widened(self.dtype, word)]
+
+    @cute.jit
+    def release_queries_rope(self, call: Call, rope_at: Cursor):
+        """Releases the stage that queries have among rotary parts, instead of all who release a block's."""
+        self.release(call.ropes.empty, rope_at, 2)
+
+    # -- scores ----------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
+        """Returns scores of a block, and the next one's first piece. See `Scorer.multiply`."""
+        c = self.config
+        scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
+        kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
+        kept.set(warpgroup.Field.ACCUMULATE, False)
+        others.set(warpgroup.Field.ACCUMULATE, True)
+        call.ropes.wait(rope_at)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(ROPE_STEPS):
+            self.multiply_step(kept, others, ops, scores, ops.ropes[None, None, step, rope_at.stage], step)
+        for piece in cutlass.range_constexpr(PIECES):
+            call.pieces.wait(at)
+            # Descriptors of all pieces at once would take too many registers.
+            stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
+            for step in cutlass.range_constexpr(PIECE_STEPS):
+                index = ROPE_STEPS + piece * PIECE_STEPS + step
+                self.multiply_step(kept, others, ops, scores, ops.latents[None, None, step, stage], index)
+                if const_expr(not c.at_once and index == STEPS - 1 - c.tail):
+                    warpgroup.commit_group()
+            at = advance(at, c.pieces)
+        if const_expr(c.at_once or c.tail > 0):
+            warpgroup.commit_group()
+        if const_expr(not c.at_once):
+            warpgroup.wait_group(min(c.tail, 1))
+            if not is_first:
+                self.hand_over(call, last_filled(rope_at, c.stages))
+        warpgroup.wait_group(0)
+        return scores, at
+
+    def multiply_step(
+        self, kept: cute.MmaAtom, others: cute.MmaAtom, ops: Operands, scores: cute.Tensor, keys: cute.Tensor, index: int
+    ) -> None:
+        """Starts the products with some columns of the keys."""
+        c = self.config
+        cute.gemm(kept, scores, ops.kept[None, None, index], keys, scores)
+        kept.set(warpgroup.Field.ACCUMULATE, True)
+        if c.query_parts == 2:
+            if index < c.low_kept:
+                cute.gemm(kept, scores, ops.kept[None, None, STEPS + index], keys, scores)
+            else:
+                cute.gemm(others, scores, ops.others[None, None, index - c.low_kept, 0], keys, scores)
+
+    @cute.jit
+    def store_probs(self, to: Int32, place: Int32, probs: cute.Tensor):
+        """Stores probabilities of a row as e4m3, in the order of tokens in which `mla_decode_fp8_value_device` has values."""
+        thread = self.thread_of_scores()
+        lane = thread & 31
+        for r in cutlass.range_constexpr(2):
+            words = []
+            for chunk in cutlass.range_constexpr(ROWS // 16):
+                first = 8 * chunk + 2 * r
+                words.append(registers.pack_fp8(*(probs[first + each] for each in (0, 1, 4, 5))))
+            row = (thread >> 5) * 16 + 8 * r + (lane & 7)
+            registers.stmatrix(to + row * ROPE + ((lane >> 3) ^ ((row >> 1) & 3)) * CHUNK_BYTES, words)
+
+
+def halves(pair: Uint32) -> list:
+    """Two float16 numbers of a register, as float32."""
+    return registers.widened(cutlass.Float16, pair)

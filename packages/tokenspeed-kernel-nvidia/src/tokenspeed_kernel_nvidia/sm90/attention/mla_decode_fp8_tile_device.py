@@ -1,0 +1,33 @@
+"""What lies where in shared memory, for `mla_decode` with an fp8 cache."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROPE, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, Tiles
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
+
+FP8 = cutlass.Float8E4M3FN
+CHUNK_BYTES = 16  # what the swizzle moves as a whole
+
+
+class Fp8Tiles(Tiles):
+    """Shapes and shared memory of a configuration.
+
+    A piece is one panel of 128 columns. Probabilities of a row are as many bytes as a rotary part, so they take its place here too.
+    """
+
+    every_factor = True
+    kept_sums = READERS * 4 * ROWS
+
+    def __init__(self, config: Fp8Config) -> None:
+        Tiles.__init__(self, config)
+        self.stored = cutlass.Uint8
+        self.pieces = Ring(ROWS, PIECE, config.pieces, PIECE, PIECE)
+        self.ropes = Ring(ROWS, ROPE, config.stages, ROPE, ROPE)
+        self.others = Ring(ROWS, config.others, 1, PIECE, PIECE)
+        self.wide = Ring(ROWS, PANEL, config.pieces)  # queries of 16 bits, in the place of pieces
