@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +136,27 @@ def beside_vllm(result: dict[str, Any]) -> list[str]:
     lines = [f"| | ours |{names}", "|---|--:|" + "--:|--:|" * len(theirs)]
     for index, row in enumerate(ours["decode"]):
         step = row["milliseconds_a_step"]
-        others = [found["decode"][index]["milliseconds_a_step"] for found in theirs.values()]
-        cells = "".join(f" {other:.3f} ms | {other / step:.2f} |" for other in others)
+        cells = ""
+        for found in (each["decode"][index] for each in theirs.values()):
+            other = found["milliseconds_a_step"]
+            steady = _is_steady(found.get("few_s", ())) and _is_steady(found.get("many_s", ()))
+            cells += f" {other:.3f} ms | {other / step:.2f} |" if steady else " disturbed | |"
         lines.append(f"| decode, batch {row['batch']}, context {row['context']} | {step:.3f} ms |{cells}")
     for index, row in enumerate(ours["prefill"]):
         rate = row["tokens_per_second"]
-        others = [found["prefill"][index]["tokens_per_second"] for found in theirs.values()]
-        cells = "".join(f" {other / 1e3:.1f}K tokens/s | {rate / other:.2f} |" for other in others)
+        cells = ""
+        for found in (each["prefill"][index] for each in theirs.values()):
+            other = found["tokens_per_second"]
+            steady = _is_steady(found.get("all_seconds", ()))
+            cells += f" {other / 1e3:.1f}K tokens/s | {rate / other:.2f} |" if steady else " disturbed | |"
         lines.append(f"| prefill, {row['batch']} x {row['tokens']} | {rate / 1e3:.1f}K tokens/s |{cells}")
     return lines
+
+
+def _is_steady(seconds: Sequence[float]) -> bool:
+    """Whether another run took about as long as the median one: if not, the median says how long vLLM compiled in the midst of it."""
+    middle = statistics.median(seconds) if seconds else 0.0
+    return not seconds or sum(abs(each - middle) <= 0.1 * middle for each in seconds) > 1
 
 
 def section() -> str:

@@ -62,6 +62,12 @@ def test_a_result_in_tables(program: ModuleType, result: dict[str, Any], tmp_pat
         "itself, in shorter pieces",
         "optimised",
     ]
+    theirs["decode"][1] |= {"few_s": [1.0, 1.05, 3.0], "many_s": [2.0, 5.0, 9.0]}
+    theirs["prefill"][0] |= {"all_seconds": [0.2, 0.21, 1.6]}
+    (tmp_path / "beside_vllm.json").write_text(json.dumps({"ours": result, "vllm": {"auto": theirs}}))
+    disturbed = [line for line in program.section().splitlines() if "disturbed" in line]
+    assert len(disturbed) == 1
+    assert disturbed[0].startswith("| decode, batch 2")
     passes = [row[0] for row in rows if row[0].startswith(("decode 1", "prefill 1")) and len(row) == 8]
     assert passes == ["decode 1 x 9", "prefill 1 x 8, two layers"]
 
