@@ -154,7 +154,7 @@ def beside_vllm(result: dict[str, Any]) -> list[str]:
 
 
 def _is_steady(seconds: Sequence[float]) -> bool:
-    """Whether another run took about as long as the median one: if not, the median says how long vLLM compiled in the midst of it."""
+    """Whether another run took about as long as the median one: if not, the median counts what vLLM compiled in the midst of it."""
     middle = statistics.median(seconds) if seconds else 0.0
     return not seconds or sum(abs(each - middle) <= 0.1 * middle for each in seconds) > 1
 
