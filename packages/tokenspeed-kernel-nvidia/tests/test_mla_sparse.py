@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
+import launched
 import pytest
 import torch
+from launched import Launched
 from torch import Tensor
 
 import tokenspeed_kernel
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_nvidia import _machine, _programs
 from tokenspeed_kernel_nvidia.sm90.attention import mla_sparse
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import mla_merge_program
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, ROPE
@@ -67,15 +67,7 @@ def arguments_of(
 
 
 def check(arguments: dict[str, Any]) -> None:
-    """Launches the kernel, twice, and compares the results to the reference's."""
-    wanted, wanted_lse = tokenspeed_kernel.mla_sparse_with_kvcache(**arguments, solution="reference")
-    out = torch.full_like(wanted, torch.nan)
-    got, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, "out": out})
-    assert got is out
-    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.01)
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
-    again, _ = mla_sparse.mla_sparse_with_kvcache(**arguments)
-    assert torch.equal(again, got)
+    launched.check(mla_sparse.mla_sparse_with_kvcache, tokenspeed_kernel.mla_sparse_with_kvcache, arguments)
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------
@@ -121,18 +113,7 @@ def test_a_graph_stays_right_when_indices_change(sm90: torch.device) -> None:
 # -- on the emulator -----------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def emulated(multiprocessors: int, **options: Any) -> Iterator[None]:
-    sm90_emulator = pytest.importorskip("sm90_emulator")
-    pytest.importorskip("cutlass")
-    if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
-        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
-    _machine.multiprocessors.cache_clear()
-    mla_sparse._programs_of.cache_clear()
-    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, uninitialised=True, **options):
-        yield
-    _machine.multiprocessors.cache_clear()
-    mla_sparse._programs_of.cache_clear()
+emulated = partial(launched.emulated, mla_sparse)
 
 
 @pytest.mark.parametrize(
@@ -157,33 +138,13 @@ def test_on_the_emulator(lengths: list[int], multiprocessors: int, options: dict
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tuple[Any, ...]]]]:
-    """Programs, configurations and arguments of launches, which are recorded instead of run."""
-    found: list[tuple[Any, Any, tuple[Any, ...]]] = []
-
-    def record(program: Any, config: Any) -> Any:
-        def launch(*arguments: Any) -> None:
-            for tensor in (given for given in arguments if isinstance(given, Tensor)):
-                if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
-                    raise ValueError("refused")
-            found.append((program, config, arguments))
-
-        return launch
-
-    mla_sparse._programs_of.cache_clear()
-    monkeypatch.setattr(_programs.Program, "__call__", record)
-    monkeypatch.setattr(mla_sparse, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(mla_sparse, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0)))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    yield found
-    mla_sparse._programs_of.cache_clear()
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    yield from launched.recorded(mla_sparse, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
-def test_what_is_asked_for_is_compiled_ahead_of_time(
-    launches: list[tuple[Any, Any, tuple[Any, ...]]], heads: int, groups: int, dtype: torch.dtype
-) -> None:
+def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
     """A group, which has all heads, is a CTA, or two with half of 128 heads each."""
     mla_sparse.mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
@@ -193,12 +154,12 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(
     assert (config.heads, handed[7], others[4]) == (heads, groups, groups)
 
 
-def test_tokens_of_one_block_leave_nothing_to_merge(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+def test_tokens_of_one_block_leave_nothing_to_merge(launches: list[Launched]) -> None:
     mla_sparse.mla_sparse_with_kvcache(**arguments_of([64, 3], 16))
     assert [program for program, _, _ in launches] == [mla_sparse.mla_sparse_program]
 
 
-def test_other_layouts_are_copied(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+def test_other_layouts_are_copied(launches: list[Launched]) -> None:
     arguments = arguments_of([70, 3], 16)
 
     def apart(tensor: Tensor) -> Tensor:
@@ -216,7 +177,7 @@ def test_other_layouts_are_copied(launches: list[tuple[Any, Any, tuple[Any, ...]
         assert not name or torch.equal(tensor.nan_to_num(), arguments[name].nan_to_num())
 
 
-def test_an_empty_cache_and_an_empty_batch(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+def test_an_empty_cache_and_an_empty_batch(launches: list[Launched]) -> None:
     arguments = arguments_of([0, 0], 16)
     mla_sparse.mla_sparse_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
     assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)

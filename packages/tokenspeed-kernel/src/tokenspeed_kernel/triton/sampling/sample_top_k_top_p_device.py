@@ -189,7 +189,8 @@ def decide_kernel(
     if (decided == 0) & cuts:
         # What outweighs all other tokens holds top-p's last token, even where they move it.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
-            low = threshold
+            # Tokens that weigh nothing are left out: there may be many, of -inf, and what lies beyond the end of a row is -inf, too.
+            low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
             high = largest_key.to(tl.int64)
         else:
             low, high = range_of_cut(

@@ -1,0 +1,66 @@
+"""Kernels of latent attention that are held against the reference, executed on the emulator, or recorded instead of launched."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia import _machine, _programs
+
+# A program, its configuration and the arguments that it is launched with.
+Launched = tuple[Any, Any, tuple[Any, ...]]
+
+
+def check(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Launches a kernel, twice, and compares the results to those of the operator's reference."""
+    wanted, wanted_lse = operator(**arguments, solution="reference")
+    out = torch.full_like(wanted, torch.nan)
+    got, lse = kernel(**{**arguments, "out": out})
+    assert got is out
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+    again, _ = kernel(**arguments)
+    assert torch.equal(again, got)
+
+
+@contextlib.contextmanager
+def emulated(launcher: ModuleType, multiprocessors: int, **options: Any) -> Iterator[None]:
+    """While it is open, programs of a launcher's module are executed on the emulator."""
+    sm90_emulator = pytest.importorskip("sm90_emulator")
+    pytest.importorskip("cutlass")
+    if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
+        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
+    _machine.multiprocessors.cache_clear()
+    launcher._programs_of.cache_clear()
+    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, uninitialised=True, **options):
+        yield
+    _machine.multiprocessors.cache_clear()
+    launcher._programs_of.cache_clear()
+
+
+def recorded(launcher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    """Launches of a launcher's module, which are recorded instead of run, on a device of 132 multiprocessors."""
+    found: list[Launched] = []
+
+    def record(program: Any, config: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            for tensor in (given for given in arguments if isinstance(given, Tensor) and given.is_floating_point()):
+                if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+                    raise ValueError("refused")
+            found.append((program, config, arguments))
+
+        return launch
+
+    launcher._programs_of.cache_clear()
+    monkeypatch.setattr(_programs.Program, "__call__", record)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launcher, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield found
+    launcher._programs_of.cache_clear()
