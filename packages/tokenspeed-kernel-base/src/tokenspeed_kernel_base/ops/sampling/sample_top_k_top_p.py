@@ -234,6 +234,16 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
     return arguments
 
 
+def _masked(draw: Draw) -> dict[str, Any]:
+    """Rows of which a grammar, say, allows few tokens: fewer than top-k keeps, as many, and more."""
+    arguments = _inputs(5, 12000, temperature=1.0, top_k=40, top_p=0.9)(draw)
+    arguments["top_k"][4] = 0
+    allowed = draw.tensor([1, 5, 40, 60, 5], torch.int32)
+    order = draw.uniform(5, 12000).argsort(dim=1).argsort(dim=1)
+    arguments["logits"].masked_fill_(order >= allowed[:, None], float("-inf"))
+    return arguments
+
+
 def _flat(draw: Draw) -> dict[str, Any]:
     arguments = _inputs(6, 12000, temperature=20.0)(draw)
     arguments["top_k"] = draw.tensor([0, 0, 9000, 7000, 0, 5500], torch.int32)
@@ -254,6 +264,7 @@ def _() -> list[Case]:
         Case("min-p 0.05, int32 tokens", _inputs(5, 4000, 1.0, min_p=0.05, out_dtype=torch.int32)),
         Case("ties across top-k and top-p", _ties),
         Case("nan, inf, -inf and a tiny temperature", _odd_values),
+        Case("all but a few tokens are masked", _masked),
         Case("no rows", _inputs(0, 100)),
         Case("flat: thousands of tokens share the probability", _flat),
         Case("gpt-oss-120b decode 2, top-k 40, top-p 0.95", _inputs(2, 201088, 0.7, 40, 0.95)),

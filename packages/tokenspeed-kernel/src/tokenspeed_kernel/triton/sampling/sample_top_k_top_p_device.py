@@ -189,7 +189,7 @@ def decide_kernel(
     if (decided == 0) & cuts:
         # What outweighs all other tokens holds top-p's last token, even where they move it.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
-            # Tokens that weigh nothing are left out: there may be many, of -inf, and what lies beyond the end of a row is -inf, too.
+            # Tokens that weigh nothing are left out: many may be -inf, and so is what is read beyond the end of a row.
             low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
             high = largest_key.to(tl.int64)
         else:
