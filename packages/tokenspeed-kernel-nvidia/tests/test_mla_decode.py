@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import launched
 import pytest
 import torch
-from launched import Launched
 from torch import Tensor
 
 import tokenspeed_kernel
@@ -23,6 +21,9 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
+
+from . import launched
+from .launched import Launched
 
 NAME = "cutedsl_mla_decode_with_kvcache"
 NAME_FP8 = "cutedsl_mla_decode_with_kvcache_fp8"

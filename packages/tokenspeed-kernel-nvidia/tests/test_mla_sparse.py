@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import launched
 import pytest
 import torch
-from launched import Launched
 from torch import Tensor
 
 import tokenspeed_kernel
@@ -20,6 +18,9 @@ from tokenspeed_kernel_nvidia.sm90.attention import mla_sparse
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import mla_merge_program
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, ROPE
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import PAGE_SIZES
+
+from . import launched
+from .launched import Launched
 
 NAME = "cutedsl_mla_sparse_with_kvcache"
 CPU = torch.device("cpu")
