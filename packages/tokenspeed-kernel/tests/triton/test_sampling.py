@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
-from tokenspeed_kernel.triton.sampling._guess_device import group_counts, range_of_cut
+from tokenspeed_kernel.triton.sampling._guess_device import BINS, add_counts, range_of_cut, weights_of_bins
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._weights_device import scale_of, token_weights, uniform
@@ -202,53 +202,15 @@ def test_strided_logits_and_out(rows: int) -> None:
 
 
 @triton.jit
-def _range(
-    logits,
-    vocab,
-    maxima,
-    groups,
-    length,
-    k,
-    p,
-    rank,
-    temperature,
-    low,
-    high,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    READ: tl.constexpr,
-):
-    group = tl.arange(0, GROUPS)
-    keys = tl.load(maxima + group, mask=group < groups, other=-0x80000000)
+def _range(counts, tops, spans, vocab, largest, k, p, temperature, low, high, total, SPANS: tl.constexpr):
+    largest_key = sort_key(tl.load(largest))
     scale = scale_of(tl.load(temperature))
-    largest = tl.max(keys, axis=0)
-    counts = group_counts(keys, from_sort_key(largest), scale)
-    first, last = range_of_cut(
-        logits,
-        1,
-        vocab,
-        maxima,
-        counts,
-        groups,
-        length,
-        k > 0,
-        k,
-        tl.load(p),
-        rank,
-        largest,
-        scale,
-        None,
-        BLOCK,
-        BLOCKS,
-        RUN,
-        SAMPLE,
-        READ,
-    )
+    sums, top = add_counts(counts, tops, spans, vocab, SPANS, 4)
+    weights = weights_of_bins(top, tl.load(largest), scale, None)
+    first, last = range_of_cut(sums, weights, top, k > 0, k, tl.load(p), largest_key, tl.load(largest), scale)
     tl.store(low, from_sort_key(first.to(tl.int32)))
     tl.store(high, from_sort_key(last.to(tl.int32)))
+    tl.store(total + tl.arange(0, BINS), sums)
 
 
 @pytest.mark.parametrize(
@@ -265,13 +227,17 @@ def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, to
 
     groups, there = groups_of(logits), logits.to(DEVICE)
     grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
-    maxima = torch.empty(groups.count, dtype=torch.int32, device=DEVICE)
-    device_code.group_maxima_kernel[(groups.spans,)](
-        there, vocab, 1, vocab, maxima, groups.spans, groups.length, EARLY=False, **grouping
+    maxima, counts, tops, total = (
+        torch.empty(size, dtype=torch.int32, device=DEVICE)
+        for size in (groups.count, groups.spans * BINS.value, groups.spans, BINS.value)
     )
-    low, high, p, warmth = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature))
-    size = triton.next_power_of_2(groups.count)
-    request = (groups.count, groups.length, top_k, p, 100, warmth)
-    _range[(1,)](there, vocab, maxima, *request, low, high, GROUPS=size, SAMPLE=4096, READ=2048, **grouping)
+    low, high, p, warmth, largest = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature, float(ordered[0])))
+    k = torch.tensor([top_k], dtype=torch.int32, device=DEVICE)
+    device_code.group_maxima_kernel[(groups.spans,)](
+        there, vocab, 1, vocab, maxima, warmth, k, p, None, counts, tops, groups.spans, groups.length, 256, EARLY=False, **grouping
+    )
+    request = (groups.spans, vocab, largest, top_k, p, warmth)
+    _range[(1,)](counts, tops, *request, low, high, total, SPANS=triton.next_power_of_2(groups.spans))
+    assert total.sum() == vocab
     assert low.item() <= ordered[last] <= high.item()
-    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 5
+    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 8

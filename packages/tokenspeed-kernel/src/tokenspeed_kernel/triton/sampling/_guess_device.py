@@ -1,9 +1,10 @@
-"""How a row's tokens are distributed, in bins of octaves (powers of 2 below the largest weight), and what range of logits holds the
+"""How a row's tokens are distributed, in bins of sixths of an octave (a power of 2 of weight), and what range of logits holds the
 last token kept.
 
-The largest logit of every group of a row is known, so that bins hold at least so many tokens: where that alone tells that enough
-tokens are in a range, the range is certain. Where it does not, a sample of whole groups tells how many others there are. Then the
-range is a guess, at four standard errors; that it was wrong is noticed, costs time and changes no result.
+Each span counts its own tokens while it has them, in bins below its largest logit. Bins end at the same logits in all spans of a
+row, so that the counts of spans add up. All tokens are counted, so a range for top-k is certain. What the tokens of a bin weigh is
+a guess, for each may lie anywhere in it; so a range for top-p reaches four standard errors to either side. That it was wrong is
+noticed, costs time and changes no result.
 """
 
 from __future__ import annotations
@@ -11,81 +12,124 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._rows_device import at_index, from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, floor_octaves
+from tokenspeed_kernel.triton.sampling._rows_device import sort_key
+from tokenspeed_kernel.triton.sampling._state import BINS as _BINS
+from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, floor_octaves, lowest_of
+from tokenspeed_kernel_base.ops.sampling import weights as definition
 
-_NO_KEY = tl.constexpr(-0x80000000)
-BINS = tl.constexpr(256)
-# The last bin holds the tokens that weigh nothing.
-_LAST = tl.constexpr(255)
-_WIDTH = tl.constexpr(WEIGHTLESS.value / 255)
-# Bin n reaches from n - 1/2 to n + 1/2 widths, so that the largest token is in the middle of its bin. Ends are moved down by a
-# thousandth, so that no rounding of octaves takes a token out of its bin.
+BINS = tl.constexpr(_BINS)
+# The last bin holds the tokens that are below all others: they weigh less than 2^-42 of the largest.
+_LAST = tl.constexpr(_BINS - 1)
+_PER_OCTAVE = tl.constexpr(6.0)
+_WIDTH = tl.constexpr(1 / 6.0)
 _HALF = tl.constexpr(0.5)
+# Multiples of a bin's width up to here are rounded by adding the definition's number for that, which takes less than 2^22.
+_MOST = tl.constexpr(4.0e6)
+_ROUNDER = tl.constexpr(definition.ROUNDER)
+_BITS_OF_ROUNDER = tl.constexpr(definition.BITS_OF_ROUNDER)
+_LARGEST_SCALE = tl.constexpr(definition.LARGEST_SCALE)
+# Logits of more widths are too coarse in float32 for bins.
+_COARSE = tl.constexpr(1 << 20)
+# By so many widths the end of a bin is moved, and by such a part of its distance from 0, so that no rounding takes a token out of a
+# range.
 _MARGIN = tl.constexpr(1e-3)
+_RELATIVE_MARGIN = tl.constexpr(2.0**-22)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 # Standard errors that a guessed range reaches to either side.
 _ERRORS = tl.constexpr(4.0)
-_ERRORS_OF_FEW = tl.constexpr(2.0)
-# What taking a token to be in the middle of its bin makes of its weight, as a standard error; what the same does to the sums on
-# either side of the cut, where it does not average out; and what sums of float32 round.
-_ERROR_OF_BIN = tl.constexpr(0.04)
+# ln(2) / (6 * sqrt(12)), the standard error of a weight that may be anywhere in its bin. All tokens of a bin may have one logit.
+_ERROR_OF_BIN = tl.constexpr(0.0334)
+# What taking tokens to be in the middle of their bins does to the sums on either side of the cut, where it does not average out;
+# and what sums of float32 round.
 _BIAS_OF_BINS = tl.constexpr(4e-3)
 _ROUNDED = tl.constexpr(2e-5)
-# How many parts of the groups' largest logits there are, the first of which are few.
-_FEW = tl.constexpr(16)
-# Of groups / 16 tokens that lie as they come, groups / 512 are hidden behind larger ones of their groups; of these so many may be
-# read: one of twelve is, of a row of 200 000.
-_OTHERS_AMONG_FEW = tl.constexpr(8.0)
-# How many times what one token stands for may be missing of those that weigh no less than the last one kept.
-_UNSEEN = tl.constexpr(2.0)
 
 
 @triton.jit
-def bins_of(key, live, largest, scale):
-    """int32, the bins of tokens by their sort keys."""
-    octaves = (largest - from_sort_key(tl.where(live, key, sort_key(largest)))) * scale
-    return tl.where(live & (octaves < WEIGHTLESS), octaves * (1.0 / _WIDTH) + _HALF, _LAST).to(tl.int32)
+def is_counted(k, p, floor, warmth, vocab, few):
+    """Whether a row's tokens are to be counted in bins: if it may be drawn from, some are left out, and top-k keeps not just few."""
+    restricted = (k > 0) & (k < vocab)
+    left_out = restricted | (~(p >= 1.0))
+    if floor is not None:
+        left_out |= floor > 0
+    return left_out & (~(restricted & (k <= few))) & (warmth > 0.0) & (warmth < float("inf"))
 
 
 @triton.jit
-def weights_of_bins(floor):
-    """float32 [BINS], what a token in the middle of each bin weighs; the largest weighs 1."""
-    middle = tl.arange(0, BINS).to(tl.float32) * _WIDTH
+def level_of(x, scale):
+    """int32, logits as multiples of a bin's width, rounded."""
+    y = x * tl.minimum(scale * _PER_OCTAVE, _LARGEST_SCALE)
+    return (tl.minimum(tl.maximum(y, -_MOST), _MOST) + _ROUNDER).to(tl.int32, bitcast=True) - _BITS_OF_ROUNDER
+
+
+@triton.jit
+def count_span(x, top, scale):
+    """int32 [BINS], how many logits are in each bin below the top level, which is that of the largest. -inf counts in the last."""
+    bins = tl.minimum(top - level_of(x, scale), _LAST)
+    return tl.histogram(tl.reshape(bins, [x.numel]), BINS)
+
+
+@triton.jit
+def add_counts(counts, tops, spans, vocab, SPANS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Returns a row's counts, int32 [BINS], and its top level, int32.
+
+    Args:
+        counts: pointer to the spans' `count_span`, int32 [spans, BINS].
+        tops: pointer to int32 [spans], their top levels.
+        vocab: how many tokens there are.
+        TOGETHER: spans to add at a time.
+    """
+    span = tl.arange(0, SPANS)
+    # All levels are larger.
+    top = tl.max(tl.load(tops + span, mask=span < spans, other=-0x800000), axis=0)
+    bin = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    for begin in range(0, spans, TOGETHER):
+        some = begin + tl.arange(0, TOGETHER)
+        own = tl.load(tops + some, mask=some < spans, other=-0x800000)
+        index = bin[None, :] - (top - own)[:, None]
+        there = (some < spans)[:, None] & (index >= 0) & (bin < _LAST)[None, :]
+        total += tl.sum(tl.load(counts + some[:, None] * BINS + index, mask=there, other=0), axis=0)
+    return tl.where(bin == _LAST, vocab - tl.sum(total, axis=0), total), top
+
+
+@triton.jit
+def is_coarse(top):
+    """Whether logits are too far from 0 for bins to tell anything."""
+    return (top >= _COARSE) | (top <= -_COARSE)
+
+
+@triton.jit
+def weights_of_bins(top, largest, scale, floor):
+    """float32 [BINS], what a token in the middle of each bin weighs; the largest weighs 1, and one of the last bin nothing."""
+    bin = tl.arange(0, BINS).to(tl.float32)
+    # By so much the largest logit is above the middle of its bin.
+    above = (largest.to(tl.float64) * scale.to(tl.float64) * _PER_OCTAVE - top.to(tl.float64)).to(tl.float32)
+    octaves = tl.where(bin == 0.0, (above + _HALF) * _HALF, bin + above) * _WIDTH
     reach = WEIGHTLESS + 0.0
     if floor is not None:
         reach = floor_octaves(floor) + _WIDTH
-    return tl.where((tl.arange(0, BINS) < _LAST) & (middle < reach), tl.exp2(-middle), 0.0)
+    return tl.where((bin < _LAST) & (octaves < reach), tl.exp2(-octaves), 0.0)
 
 
 @triton.jit
-def end_of(bins, largest, scale):
-    """int64, the sort key down to which tokens are in the first so many bins; it is finite."""
-    octaves = (bins.to(tl.float64) - _HALF + _MARGIN) * _WIDTH
-    x = tl.maximum(largest.to(tl.float64) - octaves / scale.to(tl.float64), _LEAST_LOGIT)
+def end_of(bins, top, scale, side):
+    """int64, the sort key at which the first so many bins end, moved by a margin to a side, -1 or 1; it is finite."""
+    level = top.to(tl.float64)
+    level = level - bins.to(tl.float64) + _HALF + side * (_MARGIN + tl.abs(level) * _RELATIVE_MARGIN)
+    x = tl.minimum(tl.maximum(level / (scale.to(tl.float64) * _PER_OCTAVE), _LEAST_LOGIT), -_LEAST_LOGIT)
     return sort_key(x.to(tl.float32)).to(tl.int64)
 
 
 @triton.jit
-def group_counts(maxima, largest, scale):
-    """int32 [BINS], how many groups have their largest logit in each bin. maxima: int32, sort keys; the least stand for none."""
-    live = maxima != _NO_KEY
-    return tl.histogram(bins_of(maxima, live, largest, scale), BINS, mask=live)
-
-
-@triton.jit
-def bins_to_list(counts, vocab, most, negligible, floor):
+def bins_to_list(counts, weights, most, negligible):
     """Returns the number of bins whose tokens outweigh all others by far, so that they are likely to decide the row, and whether
-    there are few enough of them: at most so many groups have any."""
-    weights = weights_of_bins(floor)
+    they have at most so many tokens."""
     sums = tl.cumsum(counts.to(tl.float32) * weights, axis=0)
-    end = (tl.arange(0, BINS).to(tl.float32) + _HALF) * _WIDTH
-    after = tl.exp2(-end)
-    if floor is not None:
-        after = tl.where(end < floor_octaves(floor) + _WIDTH, after, 0.0)
-    needed = tl.sum((vocab * after > negligible * sums).to(tl.int32), axis=0) + 1
-    groups = tl.sum(tl.where(tl.arange(0, BINS) < needed, counts, 0), axis=0)
-    return needed, (needed < BINS) & (groups <= most)
+    total = tl.max(sums, axis=0)
+    needed = tl.sum((total - sums > negligible * sums).to(tl.int32), axis=0) + 1
+    tokens = tl.sum(tl.where(tl.arange(0, BINS) < needed, counts, 0), axis=0)
+    return needed, (needed < BINS) & (tokens <= most)
 
 
 @triton.jit
@@ -97,125 +141,37 @@ def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 
 
 @triton.jit
-def _count_sample(
-    logits,
-    vocab_stride,
-    vocab,
-    maxima,
-    groups,
-    length,
-    largest,
-    scale,
-    step,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """int32 [BINS], how many tokens each bin has of every step-th group, without one that is the largest of its group."""
-    SIZE: tl.constexpr = BLOCKS * RUN
-    counts = tl.zeros([BINS], tl.int32)
-    for begin in range(0, SAMPLE, LANES):
-        index = begin + tl.arange(0, LANES)
-        read = (index // SIZE) * step
-        ids = ids_of_groups(index, read, length, BLOCK, BLOCKS, RUN)
-        live = (read < groups) & (ids < vocab)
-        x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
-        counts += tl.histogram(bins_of(sort_key(x), live, largest, scale), BINS, mask=live)
-    # One for each thread.
-    READ: tl.constexpr = SAMPLE // SIZE if SAMPLE > 512 * SIZE else 512
-    read = tl.arange(0, READ) * step
-    live = (tl.arange(0, READ) * SIZE < SAMPLE) & (read < groups)
-    key = tl.load(maxima + read, mask=live, other=_NO_KEY)
-    live = live & (key != _NO_KEY)
-    return counts - tl.histogram(bins_of(key, live, largest, scale), BINS, mask=live)
-
-
-@triton.jit
-def range_of_cut(
-    logits,
-    vocab_stride,
-    vocab,
-    maxima,
-    counts,
-    groups,
-    length,
-    restricted,
-    k,
-    p,
-    rank,
-    largest_key,
-    scale,
-    floor,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def range_of_cut(counts, weights, top, restricted, k, p, largest_key, largest, scale):
     """Returns the first and the last sort key, int64, between which the last token kept is.
 
     With both top-k and top-p the range reaches up to the largest logit: top-p needs the weight of all that top-k keeps.
 
     Args:
-        maxima: int32 [groups], the sort keys of the groups' largest logits.
-        counts: their `group_counts`.
-        groups, length: how many groups there are, and tokens of a span.
+        counts, top: of the row, see `add_counts`.
+        weights: its `weights_of_bins`.
         restricted: whether top-k keeps less than all tokens; k of them.
         p: top-p.
-        rank: up to how many groups' largest logits are looked at from the first on, where top-p's last token is likely to be there.
-        largest_key, scale, floor: of the row.
-        SAMPLE: how many tokens to read; LANES: at a time.
+        largest_key, largest, scale: of the row.
     """
     bin = tl.arange(0, BINS)
-    largest = from_sort_key(largest_key)
-    reaching = tl.cumsum(counts, axis=0)
-    # So many bins hold at least k, or rank, tokens.
-    certain = tl.sum((reaching < tl.where(restricted, k, rank)).to(tl.int32), axis=0) + 1
-    certain = tl.minimum(certain, _LAST)
-    low_bins = certain
-    high_bins = certain * 0
-    if (~restricted) | (k > groups // 2):
-        SIZE: tl.constexpr = BLOCKS * RUN
-        step = (groups * SIZE + SAMPLE - 1) // SAMPLE
-        share = step.to(tl.float32)
-        others = _count_sample(
-            logits, vocab_stride, vocab, maxima, groups, length, largest, scale, step, BLOCK, BLOCKS, RUN, SAMPLE, LANES
-        ).to(tl.float32)  # fmt: skip
-        # Where the groups' largest are so few that hardly any other token is among them, one that was read stands for itself.
-        among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
-        # That does not hold for rows whose large logits are neighbours.
-        few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
-        weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
-        sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)
-        total = tl.max(sums, axis=0)
-        part = tl.where(restricted | (~(p > 0.0)), 0.0, tl.minimum(p, 1.0))
-        wanted = tl.where(restricted, k.to(tl.float32), part * total)
-        cut = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
-        # The sum down to the cut, less p times the sum of all: each token that was read adds its own variance.
-        side = tl.where(bin <= cut, 1.0 - part, part)
-        deviation = tl.where(few, 0.0, share * weight * side)
-        variance = tl.sum(others * deviation * deviation, axis=0) * (1.0 - 1.0 / share)
-        deviation = tl.where(restricted, 0.0, _ERROR_OF_BIN * weight * side)
-        variance += tl.sum(counts.to(tl.float32) * deviation * deviation, axis=0)
-        error = _ERRORS * tl.sqrt(variance) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
-        # Of few tokens that are above the cut but not their groups' largest the sample has none. About so many are to be expected:
-        above = at_index(reaching, cut).to(tl.float32)
-        hidden = above * above / (2.0 * groups)
-        hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
-        error += hidden * at_index(weight, cut)
-        # The i-th largest token is hidden behind a larger one of its group with a probability of i to the number of groups, and
-        # there are no more than sum / weight of at least some weight: that bounds the variance of what is hidden where tokens are
-        # few.
-        few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
-        error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
-        # The last bin of what is more by the error, and the first of what is less by it.
-        low_bins = tl.minimum(tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 1, _LAST)
-        high_bins = tl.minimum(tl.sum((sums < wanted - error).to(tl.int32), axis=0), _LAST - 1)
-        if (~restricted) & (low_bins <= certain):
-            low_bins = certain
-            high_bins = certain * 0
-        high_bins = tl.where(restricted & (~(p >= 1.0)), 0, high_bins)
-    high_key = tl.where(high_bins > 0, end_of(high_bins, largest, scale), largest_key.to(tl.int64))
-    return end_of(low_bins, largest, scale), high_key
+    each = tl.where(restricted, (bin < _LAST).to(tl.float32), weights)
+    of_bin = counts.to(tl.float32) * each
+    sums = tl.cumsum(of_bin, axis=0)
+    total = tl.max(sums, axis=0)
+    part = tl.where(p > 0.0, tl.minimum(p, 1.0), 0.0)
+    wanted = tl.where(restricted, k.to(tl.float32), part * total)
+    cut = tl.sum((sums < wanted).to(tl.int32), axis=0)
+    # The sum down to the cut, less p times the sum of all: each bin adds its own variance.
+    deviation = _ERROR_OF_BIN * of_bin * tl.where(bin <= cut, 1.0 - part, part)
+    error = _ERRORS * tl.sqrt(tl.sum(deviation * deviation, axis=0)) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
+    error = tl.where(restricted, 0.0, error)
+    # The last bin of what is more by the error, and the first of what is less by it.
+    low_bins = tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 1
+    high_bins = tl.sum((sums < wanted - error).to(tl.int32), axis=0)
+    # Tokens that weigh nothing are left out: many may be -inf, and so is what is read beyond the end of a row.
+    low_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
+    low_key = tl.where(low_bins > _LAST, low_key, tl.maximum(end_of(low_bins, top, scale, -1.0), low_key))
+    high_key = largest_key.to(tl.int64)
+    if (high_bins > 0) & (high_bins < BINS) & (~(restricted & (~(p >= 1.0)))):
+        high_key = tl.minimum(end_of(high_bins, top, scale, 1.0), high_key)
+    return low_key, high_key

@@ -3,12 +3,13 @@
 A row keeps the tokens down to some last one, which top-k and top-p determine, and one of these is drawn by running sums of weights
 in the order of tokens. Sums of integers are exact in any order of addition.
 
-1. `group_maxima_kernel` cuts a row into groups and takes the largest logit of each.
+1. `group_maxima_kernel` cuts a row into groups and takes the largest logit of each. Of rows that are not greedy and not restricted
+   to some hundred tokens it also counts the tokens in bins of their logits.
 2. `decide_kernel` reads the groups whose largest logits reach a threshold, and compares their tokens pair by pair: those of the k
    largest groups, or so many that all others weigh next to nothing. They decide greedy rows, rows restricted to some hundred
    tokens, and rows whose other tokens weigh too little to matter, after reading the logits once. Of other rows that are restricted
-   it tells between which two logits the last token kept lies: for certain where the groups' largest logits show that enough tokens
-   are above, else by a sample of whole groups, to within four standard errors.
+   it tells between which two logits the last token kept lies: by the counts of the bins, to within four standard errors of what
+   the tokens of a bin weigh.
 3. `weigh_kernel` reads the rows that are left. It sums the weights of each unit, and copies the tokens between the two logits.
 4. `finish_kernel` finds the last token kept among them, or in the whole row if it is not there, which is rare. It sums what is kept
    of each unit, finds the unit that holds the token to be drawn, and in it the token.
@@ -36,7 +37,7 @@ from tokenspeed_kernel.triton.common import (
     next_power_of_2,
 )
 from tokenspeed_kernel.triton.sampling._rows import groups_of
-from tokenspeed_kernel.triton.sampling._state import FEW, STATE
+from tokenspeed_kernel.triton.sampling._state import BINS, FEW, STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -53,8 +54,7 @@ class Tiles(NamedTuple):
         lanes, decide_warps: of `decide_kernel`: into how many the groups' maxima are merged before the search; threads.
         few, tokens: powers of two: how many tokens it compares faster, and how many it can list at most.
         pairs: of tokens that it compares at a time.
-        rank: how many groups' largest logits it takes for a range that is certain, where top-p's last token is likely to be there.
-        sample, read: how many tokens it reads to guess where the last token kept is, and at a time.
+        together: spans whose counts it adds at a time.
         unit: tokens of a unit, which `weigh_kernel` takes at a time.
         weigh_warps, weigh_programs: its threads, and its programs a multiprocessor.
         finish_warps: of `finish_kernel`.
@@ -69,9 +69,7 @@ class Tiles(NamedTuple):
     few: int = 128
     tokens: int = 512
     pairs: int = 4096
-    rank: int = 1280
-    sample: int = 8192
-    read: int = 4096
+    together: int = 32
     unit: int = 2048
     weigh_warps: int = 4
     weigh_programs: int = 5
@@ -84,7 +82,7 @@ class Tiles(NamedTuple):
 
 _TILES = {
     # Interpreted: few and large operations, and short lists, so that small cases have rows that no list decides.
-    "cpu": Tiles(few=32, tokens=64, rank=96, sample=512, read=512, short=256),
+    "cpu": Tiles(few=32, tokens=64, short=256),
     # At most 1024 threads, of which a warp has 64.
     "amd": Tiles(decide_warps=8),
     "any": Tiles(),
@@ -124,10 +122,12 @@ def sample_top_k_top_p(
     min_p = dense(min_p)
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
     most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
-    maxima, state, scratch, totals, above, segments, pairs, short = (
+    maxima, counts, tops, state, scratch, totals, above, segments, pairs, short = (
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
             (torch.int32, (groups.count,)),
+            (torch.int32, (groups.spans, BINS)),
+            (torch.int32, (groups.spans,)),
             (torch.int64, (STATE,)),
             (torch.int64, (tiles.tokens + max(tiles.tokens, most_groups),)),
             (torch.int64, (units,)),
@@ -140,6 +140,8 @@ def sample_top_k_top_p(
     row = (logits, *logits.stride(), vocab)
     request = (temperature, top_k, top_p, seed, offset, min_p)
     copied = (state, totals, above, segments, pairs)
+    # So few tokens of top-k the groups' largest logits alone tell enough of.
+    few = tiles.tokens // 2
     early = may_overlap(device)
     options = {"EARLY": early, **launch_options(early)}
     # Fused multiply-add would round other than the definition of weights does.
@@ -147,26 +149,42 @@ def sample_top_k_top_p(
 
     grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
     device_code.group_maxima_kernel[(rows * groups.spans,)](
-        *row, maxima, groups.spans, groups.length, num_warps=tiles.group_warps, **grouping, **options
+        *row,
+        maxima,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        counts,
+        tops,
+        groups.spans,
+        groups.length,
+        few,
+        num_warps=tiles.group_warps,
+        **grouping,
+        **options,
     )
     device_code.decide_kernel[(rows,)](
         *row,
         maxima,
+        counts,
+        tops,
         *request,
         state,
         scratch,
         out,
         out.stride(0),
-        tiles.rank,
+        groups.spans,
         groups.count,
         groups.length,
+        few,
         GROUPS=most_groups,
         LANES=min(tiles.lanes, most_groups),
         FEW=tiles.few,
         TOKENS=tiles.tokens,
         PAIRS=tiles.pairs,
-        SAMPLE=tiles.sample,
-        READ=tiles.read,
+        SPANS=next_power_of_2(groups.spans),
+        TOGETHER=min(tiles.together, next_power_of_2(groups.spans)),
         num_warps=tiles.decide_warps,
         **grouping,
         **exact,

@@ -8,7 +8,19 @@ import triton.language as tl
 from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._cut_device import FEW, copied, find_cut, logit_of, number_of
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
-from tokenspeed_kernel.triton.sampling._guess_device import BINS, bins_to_list, end_of, group_counts, ids_of_groups, range_of_cut
+from tokenspeed_kernel.triton.sampling._guess_device import (
+    BINS,
+    add_counts,
+    bins_to_list,
+    count_span,
+    end_of,
+    ids_of_groups,
+    is_coarse,
+    is_counted,
+    level_of,
+    range_of_cut,
+    weights_of_bins,
+)
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
 from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, LARGEST, LOW, STATE
 from tokenspeed_kernel.triton.sampling._weights_device import (
@@ -25,8 +37,6 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
 _SLACK = tl.constexpr(3)
 # A row is expected to be decided by tokens that outweigh all others so far.
 _NEGLIGIBLE = tl.constexpr(2e-3)
-# The part that such tokens have of all weight at least, with room for what bins round.
-_OUTWEIGHING = tl.constexpr(0.99)
 # Where two counts are summed in one int32, one stands above this many bits.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
@@ -41,27 +51,41 @@ def group_maxima_kernel(
     vocab_stride,
     vocab,
     maxima,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    counts,
+    tops,
     spans,
     length,
+    few,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """maxima: int32 [rows, spans, BLOCK // RUN], sort keys. A group consists of one run of RUN tokens in each block of a span."""
+    """The largest logit of each group, and, of rows that want them, a span's `count_span` and the level of its largest logit.
+
+    maxima: int32 [rows, spans, BLOCK // RUN], sort keys. A group consists of one run of RUN tokens in each block of a span.
+    counts, tops: int32 [rows, spans, BINS] and [rows, spans]. few: see `is_counted`.
+    """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
-    best = tl.full([BLOCK], _NO_KEY, tl.int32)
-    # Unrolled, so that all loads are in flight at once.
-    for block in tl.static_range(BLOCKS):
-        ids = span * length + block * BLOCK + tl.arange(0, BLOCK)
-        live = ids < vocab
-        x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
-        best = tl.maximum(best, tl.where(live, sort_key(x), _NO_KEY))
+    ids = span * length + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    live = ids < vocab
+    x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
+    best = tl.max(tl.where(live, sort_key(x), _NO_KEY), axis=0)
     GROUPS: tl.constexpr = BLOCK // RUN
     best = tl.max(tl.reshape(best, [GROUPS, RUN]), axis=1)
     tl.store(maxima + (row * spans + span) * GROUPS + tl.arange(0, GROUPS), best)
+    warmth = tl.load(temperature + row)
+    if is_counted(tl.load(top_k + row), tl.load(top_p + row), floor_of(min_p, row), warmth, vocab, few):
+        scale = scale_of(warmth)
+        top = level_of(from_sort_key(tl.max(best, axis=0)), scale)
+        tl.store(tops + row * spans + span, top)
+        tl.store(counts + (row * spans + span) * BINS + tl.arange(0, BINS), count_span(x, top, scale))
 
 
 @triton.jit
@@ -71,6 +95,8 @@ def decide_kernel(
     vocab_stride,
     vocab,
     maxima,
+    counts,
+    tops,
     temperature,
     top_k,
     top_p,
@@ -81,9 +107,10 @@ def decide_kernel(
     scratch,
     out,
     out_stride,
-    rank,
+    spans,
     groups,
     length,
+    few,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
@@ -92,8 +119,8 @@ def decide_kernel(
     FEW: tl.constexpr,
     TOKENS: tl.constexpr,
     PAIRS: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    READ: tl.constexpr,
+    SPANS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it.
@@ -101,16 +128,15 @@ def decide_kernel(
     Only groups whose largest logit reaches the threshold are read. `range_of_cut` tells where the last token kept is of a row that
     is restricted and not decided.
 
-    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
-    compared at a time.
+    counts, tops: what `group_maxima_kernel` has counted. scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the
+    groups, or what may be drawn. PAIRS: of tokens that are compared at a time. TOGETHER: spans whose counts are added at a time.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     scratch += row * (TOKENS + (TOKENS if TOKENS > GROUPS else GROUPS))
     logits += row * row_stride
     group = tl.arange(0, GROUPS)
-    largest_of_group = maxima + row * groups
-    maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
+    maxima = tl.load(maxima + row * groups + group, mask=group < groups, other=_NO_KEY)
     # Fewer keys to search: the largest of several groups.
     keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
     largest_key = tl.max(keys, axis=0)
@@ -122,22 +148,32 @@ def decide_kernel(
     restricted = (k > 0) & (k < vocab)
     floor = floor_of(min_p, row)
     cuts = restricted | (~(p >= 1.0))
-    # Of so many tokens the groups' largest logits alone tell enough.
-    small = restricted & (k <= TOKENS // 2)
     lists = cuts
     if min_p is not None:
         lists |= floor > 0
     # Of a greedy row the threshold is the largest logit itself.
     threshold = largest_key.to(tl.int64)
     scale = scale_of(warmth)
-    counts = tl.zeros([BINS], tl.int32)
+    # A row whose tokens are not counted lets the largest logits of its groups tell what to list.
+    range_low = tl.full([], 0, tl.int64)
+    range_high = tl.full([], -1, tl.int64)
     if draws & lists:
-        if small:
-            threshold, _ = threshold_of(keys, keys != _NO_KEY, k, k >> _SLACK)
+        if is_counted(k, p, floor, warmth, vocab, few):
+            total, top = add_counts(counts + row * spans * BINS, tops + row * spans, spans, vocab, SPANS, TOGETHER)
+            weights = weights_of_bins(top, largest, scale, floor)
+            range_low, range_high = range_of_cut(total, weights, top, restricted, k, p, largest_key, largest, scale)
+            bins, lists = bins_to_list(total, weights, TOKENS, _NEGLIGIBLE)
+            threshold = tl.minimum(end_of(bins, top, scale, -1.0), largest_key.to(tl.int64))
+            if is_coarse(top):
+                # So far from 0, float32 has few logits that weigh something.
+                range_low = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
+                range_high = largest_key.to(tl.int64)
+                threshold = range_low
+                lists = range_low <= range_high
         else:
-            counts = group_counts(maxima, largest, scale)
-            bins, lists = bins_to_list(counts, vocab, TOKENS * 5 // 8, _NEGLIGIBLE, floor)
-            threshold = end_of(bins, largest, scale)
+            threshold, _ = threshold_of(keys, keys != _NO_KEY, k, k >> _SLACK)
+            range_low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
+            range_high = largest_key.to(tl.int64)
 
     decided = tl.where(draws, 0, 1)
     token = tl.full([], _NO_TOKEN, tl.int64)
@@ -187,16 +223,8 @@ def decide_kernel(
         else:
             token = tl.min(first, axis=0).to(tl.int64)
     if (decided == 0) & cuts:
-        # What outweighs all other tokens holds top-p's last token, even where they move it.
-        if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
-            # Tokens that weigh nothing are left out: many may be -inf, and so is what is read beyond the end of a row.
-            low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
-            high = largest_key.to(tl.int64)
-        else:
-            low, high = range_of_cut(
-                logits, vocab_stride, vocab, largest_of_group, counts, groups, length, restricted, k, p, rank, largest_key, scale,
-                floor, BLOCK, BLOCKS, RUN, SAMPLE, READ,
-            )  # fmt: skip
+        low = range_low
+        high = range_high
     if decided != 0:
         tl.store(out + row * out_stride, token)
 
