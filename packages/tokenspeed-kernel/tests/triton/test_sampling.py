@@ -15,6 +15,7 @@ from tokenspeed_kernel import argmax, sample_top_k_top_p
 from tokenspeed_kernel.triton.sampling._guess_device import BINS, add_counts, range_of_cut, weights_of_bins
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
+from tokenspeed_kernel.triton.sampling._state import SPAN_BINS
 from tokenspeed_kernel.triton.sampling._weights_device import scale_of, token_weights, uniform
 from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import device_code
 from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import sample_top_k_top_p as launcher
@@ -205,19 +206,20 @@ def test_strided_logits_and_out(rows: int) -> None:
 def _range(counts, tops, spans, vocab, largest, k, p, temperature, low, high, total, SPANS: tl.constexpr):
     largest_key = sort_key(tl.load(largest))
     scale = scale_of(tl.load(temperature))
-    sums, top = add_counts(counts, tops, spans, vocab, SPANS, 4)
+    sums, spread, top = add_counts(counts, tops, spans, vocab, SPANS, 4)
     weights = weights_of_bins(top, tl.load(largest), scale, None)
-    first, last = range_of_cut(sums, weights, top, k > 0, k, tl.load(p), largest_key, tl.load(largest), scale)
+    first, last = range_of_cut(sums, spread, weights, top, k > 0, k, tl.load(p), largest_key, tl.load(largest), scale)
     tl.store(low, from_sort_key(first.to(tl.int32)))
     tl.store(high, from_sort_key(last.to(tl.int32)))
     tl.store(total + tl.arange(0, BINS), sums)
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 0.5), (1.0, 0, 0.999), (1.0, 3000, 1.0), (2.0, 0, 0.9), (20.0, 0, 0.9)],
+    ("temperature", "top_k", "top_p", "most"),
+    # Of the last, nearly all tokens are in some ten bins.
+    [(1.0, 0, 0.5, 0.01), (1.0, 0, 0.999, 0.1), (1.0, 3000, 1.0, 0.03), (2.0, 0, 0.9, 0.06), (20.0, 0, 0.9, 0.4)],
 )
-def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, top_k: int, top_p: float) -> None:
+def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, top_k: int, top_p: float, most: float) -> None:
     vocab = 100_000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 4
     weight = definition.weights(logits - logits.max(), definition.scale_of(torch.tensor([temperature])))[0]
@@ -227,10 +229,10 @@ def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, to
 
     groups, there = groups_of(logits), logits.to(DEVICE)
     grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
-    maxima, counts, tops, total = (
-        torch.empty(size, dtype=torch.int32, device=DEVICE)
-        for size in (groups.count, groups.spans * BINS.value, groups.spans, BINS.value)
+    maxima, counts, tops = (
+        torch.empty(size, dtype=torch.int32, device=DEVICE) for size in (groups.count, groups.spans * SPAN_BINS, groups.spans)
     )
+    total = torch.empty(BINS.value, device=DEVICE)
     low, high, p, warmth, largest = (torch.tensor([x], device=DEVICE) for x in (0.0, 0.0, top_p, temperature, float(ordered[0])))
     k = torch.tensor([top_k], dtype=torch.int32, device=DEVICE)
     device_code.group_maxima_kernel[(groups.spans,)](
@@ -240,4 +242,4 @@ def test_a_range_holds_the_last_token_kept_and_few_others(temperature: float, to
     _range[(1,)](counts, tops, *request, low, high, total, SPANS=triton.next_power_of_2(groups.spans))
     assert total.sum() == vocab
     assert low.item() <= ordered[last] <= high.item()
-    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab // 8
+    assert int(((ordered >= low.item()) & (ordered <= high.item())).sum()) < vocab * most

@@ -1,10 +1,10 @@
-"""How a row's tokens are distributed, in bins of sixths of an octave (a power of 2 of weight), and what range of logits holds the
+"""How a row's tokens are distributed, in bins of fifths of an octave (a power of 2 of weight), and what range of logits holds the
 last token kept.
 
-Each span counts its own tokens while it has them, in bins below its largest logit. Bins end at the same logits in all spans of a
-row, so that the counts of spans add up. All tokens are counted, so a range for top-k is certain. What the tokens of a bin weigh is
-a guess, for each may lie anywhere in it; so a range for top-p reaches four standard errors to either side. That it was wrong is
-noticed, costs time and changes no result.
+Each span counts its own tokens while it has them, in few bins, for a histogram takes the longer the more it has: fifths of an
+octave below its largest logit, and four fifths further down. Fifths begin at the same logits in all spans of a row, so that the
+counts of spans add up. What the tokens of a bin weigh is a guess, for each may lie anywhere in it; so a range reaches four standard
+errors to either side. That it was wrong is noticed, costs time and changes no result.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._rows_device import sort_key
-from tokenspeed_kernel.triton.sampling._state import BINS as _BINS
+from tokenspeed_kernel.triton.sampling._rows_device import at_index, sort_key
+from tokenspeed_kernel.triton.sampling._state import SPAN_BINS as _SPAN_BINS
 from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, floor_octaves, lowest_of
 from tokenspeed_kernel_base.ops.sampling import weights as definition
 
-BINS = tl.constexpr(_BINS)
-# The last bin holds the tokens that are below all others: they weigh less than 2^-42 of the largest.
-_LAST = tl.constexpr(_BINS - 1)
-_PER_OCTAVE = tl.constexpr(6.0)
-_WIDTH = tl.constexpr(1 / 6.0)
+# Of a span: fifths, then wide bins of four. The last bin holds all tokens that are below.
+SPAN_BINS = tl.constexpr(_SPAN_BINS)
+_FIFTHS = tl.constexpr(48)
+# Of a row: fifths. The last bin holds all tokens that are below, or in the last one of their span.
+BINS = tl.constexpr(128)
+_LAST = tl.constexpr(127)
+_PER_OCTAVE = tl.constexpr(5.0)
+_WIDTH = tl.constexpr(0.2)
+# The tokens of the last bin are taken to weigh no more than those of the bins from here on.
+_NEXT_TO_LAST = tl.constexpr(117)
 _HALF = tl.constexpr(0.5)
 # Multiples of a bin's width up to here are rounded by adding the definition's number for that, which takes less than 2^22.
 _MOST = tl.constexpr(4.0e6)
@@ -37,8 +42,10 @@ _RELATIVE_MARGIN = tl.constexpr(2.0**-22)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 # Standard errors that a guessed range reaches to either side.
 _ERRORS = tl.constexpr(4.0)
-# ln(2) / (6 * sqrt(12)), the standard error of a weight that may be anywhere in its bin. All tokens of a bin may have one logit.
-_ERROR_OF_BIN = tl.constexpr(0.0334)
+# ln(2) / (5 * sqrt(12)), the standard error of a weight that may be anywhere in its bin; all tokens of a bin may have one logit. Of
+# a wide bin's tokens, which have more logits than one, it is taken to be twice as much.
+_ERROR_OF_BIN = tl.constexpr(0.04)
+_ERROR_OF_WIDE = tl.constexpr(0.08)
 # What taking tokens to be in the middle of their bins does to the sums on either side of the cut, where it does not average out;
 # and what sums of float32 round.
 _BIAS_OF_BINS = tl.constexpr(4e-3)
@@ -63,18 +70,25 @@ def level_of(x, scale):
 
 
 @triton.jit
+def _bin_of_span(distance):
+    """The bin of tokens so many fifths below the top level."""
+    return tl.minimum(tl.minimum(distance, (distance >> 2) + (_FIFTHS - _FIFTHS // 4)), SPAN_BINS - 1)
+
+
+@triton.jit
 def count_span(x, top, scale):
-    """int32 [BINS], how many logits are in each bin below the top level, which is that of the largest. -inf counts in the last."""
-    bins = tl.minimum(top - level_of(x, scale), _LAST)
-    return tl.histogram(tl.reshape(bins, [x.numel]), BINS)
+    """int32 [SPAN_BINS], how many logits are in each bin below the top level, which is that of the largest. -inf counts in the
+    last."""
+    return tl.histogram(tl.reshape(_bin_of_span(top - level_of(x, scale)), [x.numel]), SPAN_BINS)
 
 
 @triton.jit
 def add_counts(counts, tops, spans, vocab, SPANS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Returns a row's counts, int32 [BINS], and its top level, int32.
+    """Returns how many of a row's tokens are in each bin, and how many of these are known by wide bins, float32 [BINS], and its top
+    level, int32.
 
     Args:
-        counts: pointer to the spans' `count_span`, int32 [spans, BINS].
+        counts: pointer to the spans' `count_span`, int32 [spans, SPAN_BINS]. Tokens of a wide bin are taken to be spread evenly.
         tops: pointer to int32 [spans], their top levels.
         vocab: how many tokens there are.
         TOGETHER: spans to add at a time.
@@ -83,14 +97,20 @@ def add_counts(counts, tops, spans, vocab, SPANS: tl.constexpr, TOGETHER: tl.con
     # All levels are larger.
     top = tl.max(tl.load(tops + span, mask=span < spans, other=-0x800000), axis=0)
     bin = tl.arange(0, BINS)
-    total = tl.zeros([BINS], tl.int32)
+    exact = tl.zeros([BINS], tl.int32)
+    wide = tl.zeros([BINS], tl.int32)
     for begin in range(0, spans, TOGETHER):
         some = begin + tl.arange(0, TOGETHER)
         own = tl.load(tops + some, mask=some < spans, other=-0x800000)
-        index = bin[None, :] - (top - own)[:, None]
-        there = (some < spans)[:, None] & (index >= 0) & (bin < _LAST)[None, :]
-        total += tl.sum(tl.load(counts + some[:, None] * BINS + index, mask=there, other=0), axis=0)
-    return tl.where(bin == _LAST, vocab - tl.sum(total, axis=0), total), top
+        distance = bin[None, :] - (top - own)[:, None]
+        of_span = _bin_of_span(distance)
+        there = (some < spans)[:, None] & (distance >= 0) & (of_span < SPAN_BINS - 1) & (bin < _LAST)[None, :]
+        found = tl.load(counts + some[:, None] * SPAN_BINS + of_span, mask=there, other=0)
+        exact += tl.sum(tl.where(distance < _FIFTHS, found, 0), axis=0)
+        wide += tl.sum(tl.where(distance < _FIFTHS, 0, found), axis=0)
+    spread = wide.to(tl.float32) * 0.25
+    total = exact.to(tl.float32) + spread
+    return tl.where(bin == _LAST, vocab - tl.sum(total, axis=0), total), spread, top
 
 
 @triton.jit
@@ -125,10 +145,10 @@ def end_of(bins, top, scale, side):
 def bins_to_list(counts, weights, most, negligible):
     """Returns the number of bins whose tokens outweigh all others by far, so that they are likely to decide the row, and whether
     they have at most so many tokens."""
-    sums = tl.cumsum(counts.to(tl.float32) * weights, axis=0)
+    sums = tl.cumsum(counts * weights, axis=0)
     total = tl.max(sums, axis=0)
     needed = tl.sum((total - sums > negligible * sums).to(tl.int32), axis=0) + 1
-    tokens = tl.sum(tl.where(tl.arange(0, BINS) < needed, counts, 0), axis=0)
+    tokens = tl.sum(tl.where(tl.arange(0, BINS) < needed, counts, 0.0), axis=0)
     return needed, (needed < BINS) & (tokens <= most)
 
 
@@ -141,13 +161,13 @@ def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexp
 
 
 @triton.jit
-def range_of_cut(counts, weights, top, restricted, k, p, largest_key, largest, scale):
+def range_of_cut(counts, spread, weights, top, restricted, k, p, largest_key, largest, scale):
     """Returns the first and the last sort key, int64, between which the last token kept is.
 
     With both top-k and top-p the range reaches up to the largest logit: top-p needs the weight of all that top-k keeps.
 
     Args:
-        counts, top: of the row, see `add_counts`.
+        counts, spread, top: of the row, see `add_counts`.
         weights: its `weights_of_bins`.
         restricted: whether top-k keeps less than all tokens; k of them.
         p: top-p.
@@ -155,16 +175,19 @@ def range_of_cut(counts, weights, top, restricted, k, p, largest_key, largest, s
     """
     bin = tl.arange(0, BINS)
     each = tl.where(restricted, (bin < _LAST).to(tl.float32), weights)
-    of_bin = counts.to(tl.float32) * each
+    of_bin = counts * each
     sums = tl.cumsum(of_bin, axis=0)
     total = tl.max(sums, axis=0)
     part = tl.where(p > 0.0, tl.minimum(p, 1.0), 0.0)
     wanted = tl.where(restricted, k.to(tl.float32), part * total)
     cut = tl.sum((sums < wanted).to(tl.int32), axis=0)
     # The sum down to the cut, less p times the sum of all: each bin adds its own variance.
-    deviation = _ERROR_OF_BIN * of_bin * tl.where(bin <= cut, 1.0 - part, part)
+    side = tl.where(bin <= cut, 1.0 - part, part) * each
+    deviation = (_ERROR_OF_BIN * counts + (_ERROR_OF_WIDE - _ERROR_OF_BIN) * spread) * side
     error = _ERRORS * tl.sqrt(tl.sum(deviation * deviation, axis=0)) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
-    error = tl.where(restricted, 0.0, error)
+    error += part * tl.sum(tl.where(bin >= _NEXT_TO_LAST, of_bin, 0.0), axis=0)
+    # Top-k counts: of a wide bin's tokens, none or all may be in one of its bins.
+    error = tl.where(restricted, 4.0 * at_index(spread, tl.minimum(cut, _LAST)), error)
     # The last bin of what is more by the error, and the first of what is less by it.
     low_bins = tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 1
     high_bins = tl.sum((sums < wanted - error).to(tl.int32), axis=0)

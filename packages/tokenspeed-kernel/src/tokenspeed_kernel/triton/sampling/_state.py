@@ -6,5 +6,5 @@ STATE = 8
 FEW = 128
 """Keys that are compared pair by pair at the end of the search for the last token kept."""
 
-BINS = 256
-"""Bins that a row's tokens are counted in, by their logits."""
+SPAN_BINS = 64
+"""Bins that a span's tokens are counted in, by their logits."""

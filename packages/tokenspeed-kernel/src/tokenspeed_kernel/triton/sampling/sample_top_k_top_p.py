@@ -37,7 +37,7 @@ from tokenspeed_kernel.triton.common import (
     next_power_of_2,
 )
 from tokenspeed_kernel.triton.sampling._rows import groups_of
-from tokenspeed_kernel.triton.sampling._state import BINS, FEW, STATE
+from tokenspeed_kernel.triton.sampling._state import FEW, SPAN_BINS, STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -126,7 +126,7 @@ def sample_top_k_top_p(
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
             (torch.int32, (groups.count,)),
-            (torch.int32, (groups.spans, BINS)),
+            (torch.int32, (groups.spans, SPAN_BINS)),
             (torch.int32, (groups.spans,)),
             (torch.int64, (STATE,)),
             (torch.int64, (tiles.tokens + max(tiles.tokens, most_groups),)),

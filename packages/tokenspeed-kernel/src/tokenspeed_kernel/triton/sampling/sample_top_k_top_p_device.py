@@ -9,7 +9,7 @@ from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._cut_device import FEW, copied, find_cut, logit_of, number_of
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
 from tokenspeed_kernel.triton.sampling._guess_device import (
-    BINS,
+    SPAN_BINS,
     add_counts,
     bins_to_list,
     count_span,
@@ -68,7 +68,7 @@ def group_maxima_kernel(
     """The largest logit of each group, and, of rows that want them, a span's `count_span` and the level of its largest logit.
 
     maxima: int32 [rows, spans, BLOCK // RUN], sort keys. A group consists of one run of RUN tokens in each block of a span.
-    counts, tops: int32 [rows, spans, BINS] and [rows, spans]. few: see `is_counted`.
+    counts, tops: int32 [rows, spans, SPAN_BINS] and [rows, spans]. few: see `is_counted`.
     """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
@@ -85,7 +85,7 @@ def group_maxima_kernel(
         scale = scale_of(warmth)
         top = level_of(from_sort_key(tl.max(best, axis=0)), scale)
         tl.store(tops + row * spans + span, top)
-        tl.store(counts + (row * spans + span) * BINS + tl.arange(0, BINS), count_span(x, top, scale))
+        tl.store(counts + (row * spans + span) * SPAN_BINS + tl.arange(0, SPAN_BINS), count_span(x, top, scale))
 
 
 @triton.jit
@@ -159,9 +159,9 @@ def decide_kernel(
     range_high = tl.full([], -1, tl.int64)
     if draws & lists:
         if is_counted(k, p, floor, warmth, vocab, few):
-            total, top = add_counts(counts + row * spans * BINS, tops + row * spans, spans, vocab, SPANS, TOGETHER)
+            total, spread, top = add_counts(counts + row * spans * SPAN_BINS, tops + row * spans, spans, vocab, SPANS, TOGETHER)
             weights = weights_of_bins(top, largest, scale, floor)
-            range_low, range_high = range_of_cut(total, weights, top, restricted, k, p, largest_key, largest, scale)
+            range_low, range_high = range_of_cut(total, spread, weights, top, restricted, k, p, largest_key, largest, scale)
             bins, lists = bins_to_list(total, weights, TOKENS, _NEGLIGIBLE)
             threshold = tl.minimum(end_of(bins, top, scale, -1.0), largest_key.to(tl.int64))
             if is_coarse(top):
