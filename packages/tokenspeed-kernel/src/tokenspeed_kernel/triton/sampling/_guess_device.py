@@ -54,7 +54,7 @@ _ROUNDED = tl.constexpr(2e-5)
 
 @triton.jit
 def is_counted(k, p, floor, warmth, vocab, few):
-    """Whether a row's tokens are to be counted in bins: if it may be drawn from, some are left out, and top-k keeps not just few."""
+    """Whether a row's tokens are to be counted in bins: it may be drawn from, some are left out, and top-k keeps not just few."""
     restricted = (k > 0) & (k < vocab)
     left_out = restricted | (~(p >= 1.0))
     if floor is not None:
