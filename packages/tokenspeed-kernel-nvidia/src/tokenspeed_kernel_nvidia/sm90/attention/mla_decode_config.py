@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
@@ -29,10 +29,22 @@ class Config:
     Attributes:
         dtype: of q, the cache and the output.
         heads: query heads.
+        narrow: whether partial results are of float16, each row of a warpgroup with a power of 2 of its own, and not of float32.
+            Writing and reading those takes most of the time of a few long sequences.
+        once: whether the L2 cache drops blocks of the cache first: they are read once.
+        joins: whether the last CTA that has some of a unit merges its partial results, if the launch is given counters.
+        merge_ctas: of the launch that merges at most, where there are so many units that warps have several tiles each: most units
+            have nothing to merge.
+        early: whether what runs behind that launch may begin before it has waited for what it merges.
     """
 
     dtype: str
     heads: int
+    narrow: bool = field(default=False, kw_only=True)
+    once: bool = field(default=False, kw_only=True)
+    joins: bool = field(default=False, kw_only=True)
+    merge_ctas: int = field(default=1024, kw_only=True)
+    early: bool = field(default=False, kw_only=True)
 
     @property
     def ranks(self) -> int:
@@ -103,7 +115,22 @@ class Config:
 
     def workspace_bytes(self, groups: int) -> int:
         """Returns how many bytes partial results of so many groups take, and records of their units."""
-        return groups * (2 * self.ranks * ROWS * (LATENT + 2) * 4 + RECORD_BYTES)
+        return groups * (2 * self.ranks * ROWS * (self.row_bytes + self.sums_bytes) + RECORD_BYTES)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the values of a partial result's row."""
+        return LATENT * (2 if self.narrow else 4)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of the maximum and the sum of a partial result's row. Narrow ones have those for each of two warpgroups."""
+        return 16 if self.narrow else 8
+
+    @property
+    def chunk(self) -> int:
+        """Columns whose values lie together in a partial result: a lane has 16 bytes of them."""
+        return 16 if self.narrow else 8
 
     # Registers of a thread; together 512 for the four warpgroups, all that a multiprocessor has for so many threads. For products
     # that do not wait for each other, the assembler wants 24 besides their operands.

@@ -28,6 +28,8 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipelin
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
+EVICT_FIRST = 0x12F0000000000000  # the policy of bulk copies whose lines the L2 cache drops first
+
 
 class Loader(Tiles):
     """The part of the kernel that divides the work and loads."""
@@ -172,7 +174,7 @@ class Loader(Tiles):
         target, source = cpasync.tma_partition(
             kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
         )
-        if const_expr(self.config.cluster == 1):
-            cute.copy(kv.atom, source, target, tma_bar_ptr=full)
-        else:
-            cute.copy(kv.atom, source, target, tma_bar_ptr=full, mcast_mask=cutlass.Int16((1 << self.config.cluster) - 1))
+        options = {"cache_policy": Int64(EVICT_FIRST)} if self.config.once else {}
+        if const_expr(self.config.cluster > 1):
+            options["mcast_mask"] = cutlass.Int16((1 << self.config.cluster) - 1)
+        cute.copy(kv.atom, source, target, tma_bar_ptr=full, **options)

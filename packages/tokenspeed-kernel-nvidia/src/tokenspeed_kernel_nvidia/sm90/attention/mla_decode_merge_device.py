@@ -13,20 +13,18 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import CHUNK, CHUNKS, Storer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Storer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, Table
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats_if, pack, store_words
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import bits_of, load_floats_if, pack, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 
 WARPS = 8  # of a CTA
 BATCH = 4  # partial results that a warp loads at once
-CTAS = 1024  # at most, where there are so many units that warps have several tiles each: most units have nothing to merge
-NUMBERS = 8  # of a lane: see `Sums`
-TILES = ROWS // 16 * CHUNKS  # of 16 rows and `CHUNK` columns, in a unit
+SUMS = 4  # of a lane's numbers, those that are no values: see `Sums`
 
 
 def host(config: Config) -> Any:
@@ -58,7 +56,7 @@ class Sums:
     """What a lane has of a tile.
 
     Attributes:
-        values: two of its first row, then two of the row 8 further.
+        values: of each 8 columns of the tile two of its first row, then two of the row 8 further.
         row_max, row_sum: of the two rows.
     """
 
@@ -66,15 +64,19 @@ class Sums:
     row_max: cute.Tensor
     row_sum: cute.Tensor
 
+    def places(self, r: int) -> list[int]:
+        """Returns which values are of one of the two rows."""
+        return [place for place in range(cute.size(self.values)) if place // 2 % 2 == r]
+
     def scale(self, r: int, factor: Float32) -> None:
         self.row_sum[r] = self.row_sum[r] * factor
-        for place in (2 * r, 2 * r + 1):
+        for place in self.places(r):
             self.values[place] = self.values[place] * factor
 
     def add(self, r: int, weight: Float32, row_sum: Float32, values: Any) -> None:
         """Adds others' sum and values of a row, scaled."""
         self.row_sum[r] = self.row_sum[r] + weight * row_sum
-        for place in (2 * r, 2 * r + 1):
+        for place in self.places(r):
             self.values[place] = self.values[place] + weight * values[place]
 
 
@@ -86,11 +88,21 @@ class MlaMerge(Storer):
         c = self.config
         units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         records = cutlass.min(out.shape[0] // q_len * units, groups)
-        shares = cutlass.max(cutlass.min(CTAS // (c.ranks * records), TILES), 4)
+        shares = cutlass.max(cutlass.min(c.merge_ctas // (c.ranks * records), ROWS // 16 * self.chunks), 2)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
         self.kernel(units, q_len, to, lse, partial, groups, shares).launch(
             grid=(shares, c.ranks, records), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
         )
+
+    @property
+    def chunks(self) -> int:
+        """Tiles of 16 rows, of `Config.chunk` columns each."""
+        return LATENT // self.config.chunk
+
+    @property
+    def numbers(self) -> int:
+        """Of a lane: see `Sums`."""
+        return self.config.chunk // 2 + SUMS
 
     @cute.kernel
     def kernel(self, units: Int32, q_len: Int32, out: Table, lse: Int64, partial: Int64, groups: Int32, shares: Int32):
@@ -102,16 +114,21 @@ class MlaMerge(Storer):
         share, rank, index = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        shared = cutlass.utils.SmemAllocator().allocate_array(Float32, WARPS * 32 * NUMBERS)
+        shared = cutlass.utils.SmemAllocator().allocate_array(Float32, WARPS * 32 * self.numbers)
         call = MergeCall(units, q_len, out, lse, partial, groups, rank)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.config.early):
+            # What runs next waits until this launch has ended, which waits for what was before.
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
+        else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         record = self.record(call, index)
         unit, group, pieces = record[0], record[1], record[2]
         if pieces > 1:
             _, _, tokens = self.place_of(call, unit)
-            tiles = tokens * self.config.heads_of_tile // 16 * CHUNKS
-            sums = Sums(*(cute.make_rmem_tensor(count, Float32) for count in (4, 2, 2)))
+            tiles = tokens * self.config.heads_of_tile // 16 * self.chunks
+            sums = Sums(*(cute.make_rmem_tensor(count, Float32) for count in (self.config.chunk // 2, 2, 2)))
             if pieces <= BATCH:
                 tile = share * WARPS + warp
                 while tile < tiles:
@@ -135,8 +152,9 @@ class MlaMerge(Storer):
             first: the first of the partial results. After `BATCH` of them come those that are ``WARPS * BATCH`` further.
         """
         lane = cute.arch.lane_idx()
-        row = tile // CHUNKS * 16 + (lane >> 2)
-        place = self.place_of_values(tile // CHUNKS, tile % CHUNKS) + lane * 16
+        chunk = tile % self.chunks
+        row_places = [self.place_of_row_sums(tile // self.chunks * 16 + (lane >> 2) + 8 * r, self.half_of(chunk)) for r in range(2)]
+        place = self.place_of_values(tile // self.chunks, chunk) + lane * 16
         sums.values.fill(0.0)
         for r in cutlass.range_constexpr(2):
             sums.row_max[r], sums.row_sum[r] = Float32(LOWEST), Float32(0.0)
@@ -145,8 +163,8 @@ class MlaMerge(Storer):
             for each in cutlass.range_constexpr(BATCH):
                 sums_at, values_at = self.piece(call, group, first + each)
                 exists = first + each < pieces
-                rows = [load_floats_if(exists, sums_at + (row + 8 * r) * 8, 2) for r in range(2)]
-                found.append((*rows, load_floats_if(exists, values_at + place, 4)))
+                rows = [load_floats_if(exists, sums_at + row_places[r], 2) for r in range(2)]
+                found.append((*rows, self.numbers_of(load_floats_if(exists, values_at + place, 4))))
             for r in cutlass.range_constexpr(2):
                 raised = sums.row_max[r]
                 for each in cutlass.range_constexpr(BATCH):
@@ -159,6 +177,16 @@ class MlaMerge(Storer):
                     sums.add(r, weight, found[each][r][1], found[each][2])
             first += WARPS * BATCH
 
+    def half_of(self, chunk: Int32) -> Int32:
+        """Returns which of the two warpgroups with values has had some columns."""
+        return chunk * self.config.chunk // PIECE % READERS
+
+    def numbers_of(self, found: list) -> list:
+        """Returns the values that 16 bytes of a partial result are."""
+        if not self.config.narrow:
+            return found
+        return [number for word in found for number in widened(cutlass.Float16, bits_of(word))]
+
     @cute.jit
     def merge_together(
         self, call: MergeCall, sums: Sums, group: Int32, pieces: Int32, tile: Int32, warp: Int32, shared: cute.Pointer
@@ -166,19 +194,20 @@ class MlaMerge(Storer):
         """Merges partial results of a tile by all warps of a CTA. The first one has what comes of it."""
         self.merge(call, sums, group, pieces, tile, warp * BATCH)
         at = shared + cute.arch.lane_idx()
-        for each in cutlass.range_constexpr(4):
-            at[(warp * NUMBERS + each) * 32] = sums.values[each]
+        numbers = self.numbers
         for r in cutlass.range_constexpr(2):
-            at[(warp * NUMBERS + 4 + r) * 32] = sums.row_max[r]
-            at[(warp * NUMBERS + 6 + r) * 32] = sums.row_sum[r]
+            at[(warp * numbers + r) * 32] = sums.row_max[r]
+            at[(warp * numbers + 2 + r) * 32] = sums.row_sum[r]
+        for each in cutlass.range_constexpr(self.config.chunk // 2):
+            at[(warp * numbers + SUMS + each) * 32] = sums.values[each]
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range_constexpr(1, WARPS):
-                theirs = [at[(other * NUMBERS + each) * 32] for each in range(NUMBERS)]
+                theirs = [at[(other * numbers + each) * 32] for each in range(numbers)]
                 for r in cutlass.range_constexpr(2):
-                    raised = cute.arch.fmax(sums.row_max[r], theirs[4 + r])
+                    raised = cute.arch.fmax(sums.row_max[r], theirs[r])
                     sums.scale(r, exp2(sums.row_max[r] - raised))
-                    sums.add(r, exp2(theirs[4 + r] - raised), theirs[6 + r], theirs[:4])
+                    sums.add(r, exp2(theirs[r] - raised), theirs[2 + r], theirs[SUMS:])
                     sums.row_max[r] = raised
         cute.arch.sync_threads()
 
@@ -186,12 +215,13 @@ class MlaMerge(Storer):
     def write(self, call: MergeCall, unit: Int32, tile: Int32, sums: Sums):
         """Writes a lane's part of the output of a tile."""
         lane = cute.arch.lane_idx()
-        chunk = tile % CHUNKS
+        chunk = tile % self.chunks
         for r in cutlass.range_constexpr(2):
-            row = tile // CHUNKS * 16 + 8 * r + (lane >> 2)
+            row = tile // self.chunks * 16 + 8 * r + (lane >> 2)
             to, _ = self.row_of(call, unit, row)
             factor = self.factor_of(sums.row_sum[r])
-            pair = pack(self.dtype, sums.values[2 * r] * factor, sums.values[2 * r + 1] * factor)
-            store_words(to + (chunk * CHUNK + (lane & 3) * 2) * 2, [pair])
+            for eight in cutlass.range_constexpr(self.config.chunk // 8):
+                pair = [sums.values[4 * eight + 2 * r + each] * factor for each in range(2)]
+                store_words(to + (chunk * self.config.chunk + eight * 8 + (lane & 3) * 2) * 2, [pack(self.dtype, *pair)])
             if chunk == 0 and lane & 3 == 0:
                 self.write_lse(call, unit, row, sums.row_max[r], sums.row_sum[r])
