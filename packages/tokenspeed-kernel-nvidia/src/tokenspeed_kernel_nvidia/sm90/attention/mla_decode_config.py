@@ -137,12 +137,12 @@ class Config:
 
     @property
     def load_registers(self) -> int:
-        return 24
+        return 32 if self.narrow else 24
 
     @property
     def score_registers(self) -> int:
         """Queries take 96, scores 32."""
-        return 168
+        return 160 if self.narrow else 168
 
     @property
     def value_registers(self) -> int:

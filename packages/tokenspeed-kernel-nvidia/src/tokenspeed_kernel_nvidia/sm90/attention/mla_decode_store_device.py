@@ -23,6 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     opt_barrier,
     pack,
     quad_max,
+    scale_row,
     store_floats,
     store_if,
     store_words,
@@ -38,14 +39,13 @@ LEAST_OF_PARTIAL = 127 - 80
 
 
 def largest_of(acc: list, r: int) -> Float32:
-    """Returns the largest absolute value of a thread's row, in four chains."""
-    best = [Float32(0.0)] * 4
+    """Returns the largest absolute value of a thread's row."""
+    best = Float32(0.0)
     for own in acc:
         for each in range(cute.size(own) // 4):
             for c in range(2):
-                chain = each % 2 * 2 + c
-                best[chain] = cute.arch.fmax(best[chain], cute.math.absf(own[4 * each + 2 * r + c]))
-    return cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
+                best = cute.arch.fmax(best, cute.math.absf(own[4 * each + 2 * r + c]))
+    return best
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,11 @@ class Storer(Tiles):
     @cute.jit
     def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
         """Stores what a warpgroup has of a unit: output where that is all, a partial result else."""
+        # One of each unit, or of each group: see `record`.
+        of_unit = call.batch <= call.groups
+        index = cutlass.select_(of_unit, unit, self.group_of(call))
+        begins = share.first_group == self.group_of(call)
+        self.write_record(call, begins & (of_unit | (share.pieces > 1)), index, unit, share.pieces)
         if share.pieces > 1:
             if const_expr(self.config.narrow):
                 self.write_narrow(call, acc, row_max, row_sum, unit, half, share)
@@ -167,11 +172,6 @@ class Storer(Tiles):
                 self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
-        # One of each unit, or of each group: see `record`.
-        of_unit = call.batch <= call.groups
-        index = cutlass.select_(of_unit, unit, self.group_of(call))
-        begins = share.first_group == self.group_of(call)
-        self.write_record(call, begins & (of_unit | (share.pieces > 1)), index, unit, share.pieces)
 
     def group_of(self, call: Call) -> Int32:
         return call.group
@@ -209,30 +209,27 @@ class Storer(Tiles):
         A row's values, its sum and 2 to the power of its maximum have a common scale: what is merged does not depend on it. It is a
         power of 2 that makes the largest value one from 2^14 to 2^15, as far as the sum stays in float32's range.
         """
+        _, _, tokens = self.place_of(call, unit)
+        rows = tokens * self.config.heads_of_tile
+        for r in cutlass.range_constexpr(2):
+            exponent = cutlass.max(bits_of(quad_max(largest_of(acc, r))) >> 23, LEAST_OF_PARTIAL)
+            factor = float_of((EXPONENT + 127 - exponent) << 23)
+            for own in cutlass.range_constexpr(len(acc)):
+                scale_row(acc[own], r, factor)
+            thread = self.thread_of_values()  # anew, so that addresses take no registers before
+            row = self.row_of_values(thread) + 8 * r
+            to, _ = self.piece(call, share.first_group, call.group - share.first_group)
+            to += self.place_of_row_sums(row, half)
+            store_if((row < rows) & (thread & 3 == 0), to, [row_max[r] + Float32(exponent - EXPONENT), row_sum[r] * factor])
         thread = self.thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
-        sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group)
-        _, _, tokens = self.place_of(call, unit)
-        if warp * 16 < tokens * self.config.heads_of_tile:  # else the unit has none of this warp's rows
-            factors = []
-            for r in cutlass.range_constexpr(2):
-                largest = quad_max(largest_of(acc, r))
-                exponent = cutlass.max(bits_of(largest) >> 23, LEAST_OF_PARTIAL)
-                factor = float_of((EXPONENT + 127 - exponent) << 23)
-                factors.append(factor)
-                if lane & 3 == 0:
-                    to = sums_at + self.place_of_row_sums(self.row_of_values(thread) + 8 * r, half)
-                    store_floats("global", to, [row_max[r] + Float32(exponent - EXPONENT), row_sum[r] * factor])
+        if warp * 16 < rows:  # else the unit has none of this warp's rows
+            _, values_at = self.piece(call, share.first_group, call.group - share.first_group)
             values_at += self.place_of_values(warp, half * (PIECE // 16)) + lane * 16
             for own in cutlass.range_constexpr(len(acc)):
                 for each in cutlass.range_constexpr(PIECE // 16):
-                    at = values_at + (own * READERS * (PIECE // 16) + each) * (32 * 16)
-                    words = []
-                    for pair in cutlass.range_constexpr(4):
-                        first = 8 * each + 2 * pair
-                        factor = factors[pair % 2]
-                        words.append(pack(cutlass.Float16, acc[own][first] * factor, acc[own][first + 1] * factor))
-                    store_words(at, words)
+                    words = [pack(cutlass.Float16, acc[own][at], acc[own][at + 1]) for at in range(8 * each, 8 * each + 8, 2)]
+                    store_words(values_at + (own * READERS * (PIECE // 16) + each) * (32 * 16), words)
 
     def exchange(self, words: list, thread: Int32) -> list:
         """Exchanges words between four lanes that have four each. Each gets all words of its number, in order of lanes."""
