@@ -28,8 +28,10 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
+    FAN,
     HEADS,
     LATENT,
+    LEVELS,
     PAGE_SIZES,
     ROPE,
     ROWS,
@@ -39,6 +41,9 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config, every_fp8_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
+
+
+FEW = 4  # groups of a sequence, where CTAs merge what they share; a launch of its own is quicker to merge more
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -65,15 +70,16 @@ def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 @functools.cache
 def _programs_of(
     dtype: torch.dtype, cache: torch.dtype, heads: int, device: int
-) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The programs that compute and merge, groups, and bytes of partial results."""
+) -> tuple[Callable[..., Any], Callable[..., Any], int, int, int]:
+    """The programs that compute and merge, groups, bytes of partial results, and counters of those."""
     config = Config(DTYPES.get(dtype, "bfloat16"), heads)
     groups = max(1, multiprocessors(device) // config.ranks)
     if cache in DTYPES:
         compute = mla_decode_program(config)
     else:
         compute = mla_decode_fp8_program(Fp8Config(config.dtype, heads, dtype not in DTYPES))
-    return compute, mla_merge_program(config), groups, config.workspace_bytes(groups)
+    counters = config.counters(groups) if config.joins and cache in DTYPES and groups <= FAN**LEVELS else 0
+    return compute, mla_merge_program(config), groups, config.workspace_bytes(groups), counters
 
 
 def mla_decode_with_kvcache(
@@ -105,8 +111,9 @@ def mla_decode_with_kvcache(
         if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
         device = q.get_device()
-        launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, device)
-        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
+        launch, merge, groups, nbytes, counters = _programs_of(q.dtype, kv_cache.dtype, heads, device)
+        able, counters = counters > 0, counters if tokens // max_seqlen_q * FEW >= groups else 0
+        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
         lse_at = 0 if lse is None else lse.data_ptr()
         others: tuple[Any, ...] = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E
         if kv_cache.dtype not in DTYPES:
@@ -114,13 +121,15 @@ def mla_decode_with_kvcache(
             kv_cache = kv_cache.view(torch.uint8)
             if q.dtype not in DTYPES:
                 q = q.view(torch.uint8)
+        else:
+            others = *others, (workspace.counters_at if counters else 0) if able else None
         rows = written
         try:
             launch(q, kv_cache, written, page_table, cache_seqlens, *others)
         except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
             rows = to_write(out, written, (tokens, heads, kv_lora_rank))
             launch(aligned(q), aligned(kv_cache), rows, page_table.contiguous(), cache_seqlens.contiguous(), *others)
-        if max_seqlen_k > ROWS:  # what is one block, nobody shares
+        if max_seqlen_k > ROWS and not counters:  # what is one block, nobody shares
             merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)
         if rows is not written:
             written = deliver(rows, out)

@@ -12,6 +12,8 @@ ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one 
 RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
+FAN = 12  # partial results that a CTA merges at once, where CTAs do: at most 2^4
+LEVELS = 2  # so that `FAN` ** `LEVELS` is more than there are multiprocessors
 LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
 STARTING_BLOCKS = 3  # whose time it takes to begin a unit: measured on an H200 with 128 heads
 
@@ -116,6 +118,10 @@ class Config:
     def workspace_bytes(self, groups: int) -> int:
         """Returns how many bytes partial results of so many groups take, and records of their units."""
         return groups * (2 * self.ranks * ROWS * (self.row_bytes + self.sums_bytes) + RECORD_BYTES)
+
+    def counters(self, groups: int) -> int:
+        """Returns how many counters of partial results so many groups have, where CTAs merge them."""
+        return groups * 2 * self.ranks * 2 * LEVELS
 
     @property
     def row_bytes(self) -> int:

@@ -8,7 +8,7 @@ multiplies them with values, and `mla_decode_store_device` stores what comes of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -17,6 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_join_device import Joiner
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Blocks, Call, Table
@@ -41,6 +42,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     kv_cache = rows(config.dtype, size(), size(divisibility=ROWS), LATENT + ROPE)
     page_table = ints(batch, size(), contiguous=False)
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0)]
+    scalars += [Int64(0) if config.joins else None]
     return q, kv_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
 
@@ -49,7 +51,7 @@ def slots_first(kv_cache: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
 
 
-class MlaDecode(Loader, Scorer, Valuer):
+class MlaDecode(Joiner, Loader, Scorer, Valuer):
     """The kernel of one configuration."""
 
     @cute.jit
@@ -66,6 +68,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         max_seqlen_k: Int32,
         groups: Int32,
         scale: Float32,
+        counters: Optional[Int64],
         stream: cuda.CUstream,
     ):
         c = self.config
@@ -74,8 +77,9 @@ class MlaDecode(Loader, Scorer, Valuer):
             Blocks(make_tma(self.load_shared, slots_first(kv_cache), (ROWS, PANEL)), None),
         )
         self.launch(
-            *blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, None, None, stream
-        )
+            *blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, None, None, stream,
+            counters,
+        )  # fmt: skip
 
     @property
     def load_once(self) -> Any:
@@ -105,14 +109,15 @@ class MlaDecode(Loader, Scorer, Valuer):
         q_scale: Int64 | None,
         kv_scale: Int64 | None,
         stream: cuda.CUstream,
+        counters: Int64 | None = None,
     ):
         c = self.config
         units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         self.kernel(
             q, kv, Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, self.make_qk_mmas(),
-            self.make_pv_mma(),
+            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, counters,
+            self.make_qk_mmas(), self.make_pv_mma(),
         ).launch(
             grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
@@ -137,6 +142,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         scale: Float32,
         q_scale: Int64 | None,
         kv_scale: Int64 | None,
+        counters: Int64 | None,
         qk: Products,
         pv: cute.TiledMma,
     ):
@@ -146,7 +152,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
-            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale,
+            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale, counters,
         )  # fmt: skip
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:

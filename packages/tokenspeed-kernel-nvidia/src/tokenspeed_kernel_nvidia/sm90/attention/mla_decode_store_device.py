@@ -168,6 +168,9 @@ class Storer(Tiles):
         if share.pieces > 1:
             if const_expr(self.config.narrow):
                 self.write_narrow(call, acc, row_max, row_sum, unit, half, share)
+                if const_expr(self.config.joins):
+                    if call.counters != 0:
+                        self.join(call, unit, half, share)
             else:
                 self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:

@@ -107,6 +107,7 @@ class Call:
         plan: see UNIT.
         storage: see `Tiles.storage`.
         q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None where neither is fp8.
+        counters: address of those of partial results, or 0 where another launch merges those; None where it always does.
     """
 
     page_table: Table
@@ -127,6 +128,7 @@ class Call:
     storage: Any
     q_scale: Int64 | None = None
     kv_scale: Int64 | None = None
+    counters: Int64 | None = None
 
     # Addresses in shared memory are computed where they are used, so that none takes a register in between.
 
