@@ -37,6 +37,7 @@ class Config:
         joins: whether the last CTA that has some of a unit merges its partial results, if the launch is given counters.
         merge_ctas: of the launch that merges at most, where there are so many units that warps have several tiles each: most units
             have nothing to merge.
+        merge_batch: partial results that a warp of that launch loads at once.
         early: whether what runs behind that launch may begin before it has waited for what it merges.
     """
 
@@ -47,6 +48,7 @@ class Config:
     joins: bool = field(default=False, kw_only=True)
     merge_ctas: int = field(default=1024, kw_only=True)
     early: bool = field(default=False, kw_only=True)
+    merge_batch: int = field(default=4, kw_only=True)
 
     @property
     def ranks(self) -> int:

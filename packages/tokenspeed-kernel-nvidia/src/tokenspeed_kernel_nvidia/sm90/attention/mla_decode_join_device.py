@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import FAN, LATENT, LEVELS
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import BATCH, Sums
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import Sums
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Share, Storer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, Call
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add
@@ -30,6 +30,7 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 ARRIVED = 6  # of the plan's numbers: how many had arrived before, for each of two warpgroups
 JOINED = 6  # named barriers of the two warpgroups
 TILES = LATENT // READERS // 16 // 4  # of 16 columns, of a warp
+BATCH = 4  # partial results that are loaded at once
 SHRINK = 4  # merged values are at most 2^SHRINK times as large as those before: see `FAN`
 
 

@@ -23,7 +23,6 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import bits_of, load_
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 
 WARPS = 8  # of a CTA
-BATCH = 4  # partial results that a warp loads at once
 SUMS = 4  # of a lane's numbers, those that are no values: see `Sums`
 
 
@@ -129,7 +128,7 @@ class MlaMerge(Storer):
             _, _, tokens = self.place_of(call, unit)
             tiles = tokens * self.config.heads_of_tile // 16 * self.chunks
             sums = Sums(*(cute.make_rmem_tensor(count, Float32) for count in (self.config.chunk // 2, 2, 2)))
-            if pieces <= BATCH:
+            if pieces <= self.config.merge_batch:
                 tile = share * WARPS + warp
                 while tile < tiles:
                     self.merge(call, sums, group, pieces, tile, Int32(0))
@@ -149,7 +148,7 @@ class MlaMerge(Storer):
 
         Args:
             sums: receives what a lane has of the tile.
-            first: the first of the partial results. After `BATCH` of them come those that are ``WARPS * BATCH`` further.
+            first: the first of the partial results. After `Config.merge_batch` of them come those of the other warps.
         """
         lane = cute.arch.lane_idx()
         chunk = tile % self.chunks
@@ -160,22 +159,22 @@ class MlaMerge(Storer):
             sums.row_max[r], sums.row_sum[r] = Float32(LOWEST), Float32(0.0)
         while first < pieces:
             found = []
-            for each in cutlass.range_constexpr(BATCH):
+            for each in cutlass.range_constexpr(self.config.merge_batch):
                 sums_at, values_at = self.piece(call, group, first + each)
                 exists = first + each < pieces
                 rows = [load_floats_if(exists, sums_at + row_places[r], 2) for r in range(2)]
                 found.append((*rows, self.numbers_of(load_floats_if(exists, values_at + place, 4))))
             for r in cutlass.range_constexpr(2):
                 raised = sums.row_max[r]
-                for each in cutlass.range_constexpr(BATCH):
+                for each in cutlass.range_constexpr(self.config.merge_batch):
                     raised = cutlass.select_(first + each < pieces, cute.arch.fmax(raised, found[each][r][0]), raised)
                 sums.scale(r, exp2(sums.row_max[r] - raised))
                 sums.row_max[r] = raised
-                for each in cutlass.range_constexpr(BATCH):
+                for each in cutlass.range_constexpr(self.config.merge_batch):
                     # Where there is none, sum and values are 0, but its maximum may be too large.
                     weight = exp2(cute.arch.fmin(found[each][r][0], raised) - raised)
                     sums.add(r, weight, found[each][r][1], found[each][2])
-            first += WARPS * BATCH
+            first += WARPS * self.config.merge_batch
 
     def half_of(self, chunk: Int32) -> Int32:
         """Returns which of the two warpgroups with values has had some columns."""
@@ -192,7 +191,7 @@ class MlaMerge(Storer):
         self, call: MergeCall, sums: Sums, group: Int32, pieces: Int32, tile: Int32, warp: Int32, shared: cute.Pointer
     ):
         """Merges partial results of a tile by all warps of a CTA. The first one has what comes of it."""
-        self.merge(call, sums, group, pieces, tile, warp * BATCH)
+        self.merge(call, sums, group, pieces, tile, warp * self.config.merge_batch)
         at = shared + cute.arch.lane_idx()
         numbers = self.numbers
         for r in cutlass.range_constexpr(2):
