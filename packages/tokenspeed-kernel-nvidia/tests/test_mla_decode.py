@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
 
 from . import launched
@@ -141,6 +141,36 @@ def test_on_the_emulator(
     """Whatever warp goes on first, and however late copies and products are."""
     with emulated(multiprocessors, seed=seed, copies=copies):
         check(arguments_of(lengths, heads, **options))
+
+
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30], ids=str)
+def test_the_range_of_narrow_partial_results_on_the_emulator(monkeypatch: pytest.MonkeyPatch, magnitude: float) -> None:
+    """They are of float16, which has neither the smallest nor the largest of these values."""
+    monkeypatch.setattr(mla_decode, "Config", partial(Config, narrow=True))
+    arguments = arguments_of([700], 16)
+    arguments["q"].zero_()  # so that scores are none of these
+    arguments["kv_cache"].mul_(magnitude)
+    wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
+    with emulated(4):
+        got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    torch.testing.assert_close(got.float() / magnitude, wanted.float() / magnitude, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiprocessors", "options"),
+    [([1900, 30, 0, 1700], 27, {}), ([600, 20], 5, {"new": 3})],
+)
+def test_the_last_to_arrive_merges_on_the_emulator(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], multiprocessors: int, options: dict[str, Any]
+) -> None:
+    """Also sequences that more groups share than are merged at once. A second call finds counters as the first one did."""
+    monkeypatch.setattr(mla_decode, "Config", partial(Config, narrow=True, joins=True))
+    monkeypatch.setattr(mla_decode, "FEW", 1000)
+    merged: list[object] = []
+    monkeypatch.setattr(mla_decode, "mla_merge_program", lambda config: merged.append)
+    with emulated(multiprocessors, seed=3):
+        check(arguments_of(lengths, 16, **options))
+    assert merged == []
 
 
 @pytest.mark.parametrize(

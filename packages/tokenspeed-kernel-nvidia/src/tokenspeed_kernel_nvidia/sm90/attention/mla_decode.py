@@ -42,8 +42,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Con
 from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
 
-
-FEW = 4  # groups of a sequence, where CTAs merge what they share; a launch of its own is quicker to merge more
+FEW = 4  # groups of a sequence at most on average, where CTAs merge what they share: not measured
 
 
 @program(arch="sm_90a", configs=every_config)

@@ -32,7 +32,7 @@ class Config:
         dtype: of q, the cache and the output.
         heads: query heads.
         narrow: whether partial results are of float16, each row of a warpgroup with a power of 2 of its own, and not of float32.
-            Writing and reading those takes most of the time of a few long sequences.
+            Of a few long sequences those are more bytes than the cache is.
         once: whether the L2 cache drops blocks of the cache first: they are read once.
         joins: whether the last CTA that has some of a unit merges its partial results, if the launch is given counters.
         merge_ctas: of the launch that merges at most, where there are so many units that warps have several tiles each: most units

@@ -160,11 +160,8 @@ class Storer(Tiles):
     @cute.jit
     def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
         """Stores what a warpgroup has of a unit: output where that is all, a partial result else."""
-        # One of each unit, or of each group: see `record`.
-        of_unit = call.batch <= call.groups
-        index = cutlass.select_(of_unit, unit, self.group_of(call))
-        begins = share.first_group == self.group_of(call)
-        self.write_record(call, begins & (of_unit | (share.pieces > 1)), index, unit, share.pieces)
+        if const_expr(self.config.narrow):  # before, so that what it takes is no longer in registers when values are scaled
+            self.write_record_of(call, unit, share)
         if share.pieces > 1:
             if const_expr(self.config.narrow):
                 self.write_narrow(call, acc, row_max, row_sum, unit, half, share)
@@ -175,6 +172,16 @@ class Storer(Tiles):
                 self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
+        if const_expr(not self.config.narrow):
+            self.write_record_of(call, unit, share)
+
+    @cute.jit
+    def write_record_of(self, call: Call, unit: Int32, share: Share):
+        """Says who has blocks of a unit, once for each unit or each group: see `record`."""
+        of_unit = call.batch <= call.groups
+        index = cutlass.select_(of_unit, unit, self.group_of(call))
+        begins = share.first_group == self.group_of(call)
+        self.write_record(call, begins & (of_unit | (share.pieces > 1)), index, unit, share.pieces)
 
     def group_of(self, call: Call) -> Int32:
         return call.group
