@@ -42,6 +42,14 @@ TILES = {
     (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
 }
 
+# The same of fp8 operands, wherever keys lie. A block has 128 keys, or 64: values are transposed to rows of so many bytes.
+FP8_TILES = {
+    (192, 128): Tile(128, 128, 2, 3),
+    (256, 256): Tile(128, 64, 2, 3),
+    (96, 96): Tile(128, 128, 2, 3),
+    (80, 80): Tile(128, 128, 2, 3),
+}
+
 
 @dataclass(frozen=True)
 class Config:
@@ -96,6 +104,8 @@ class Config:
     @property
     def tile(self) -> Tile | None:
         """The shape of a tile of other widths than 64 and 128."""
+        if self.fp8:
+            return FP8_TILES.get(self.widths)
         return TILES[self.widths][self.paged] if self.widths in TILES else None
 
     @property
@@ -138,7 +148,9 @@ class Config:
     @property
     def panel(self) -> int:
         """Columns of q, keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
-        return 32 if self.head_dim % 64 else min(self.head_dim, 128 // self.bytes)
+        if self.fp8:
+            return 64 if self.head_dim % 128 == 64 else 128
+        return 32 if self.head_dim % 64 else 64
 
     @property
     def k_columns(self) -> int:
@@ -147,8 +159,9 @@ class Config:
 
     @property
     def v_columns(self) -> int:
-        """Columns of values in shared memory."""
-        return -(-self.widths[1] // self.panel) * self.panel
+        """Columns of values in shared memory, as products have them."""
+        panel = 32 if self.fp8 else self.panel
+        return -(-self.widths[1] // panel) * panel
 
     @property
     def block_m(self) -> int:
@@ -213,9 +226,19 @@ class Config:
         return 3 if self.converts else 1
 
     @property
+    def raw_panel(self) -> int:
+        """Columns of such a block that lie side by side."""
+        return 64 if self.widths[1] <= 64 else 128
+
+    @property
+    def raw_columns(self) -> int:
+        """Columns of such a block."""
+        return -(-self.widths[1] // self.raw_panel) * self.raw_panel
+
+    @property
     def raw_bytes(self) -> int:
         """Of such a block."""
-        return self.block_n * self.head_dim if self.converts else 16
+        return self.block_n * self.raw_columns if self.converts else 16
 
     @property
     def paged(self) -> bool:
@@ -256,7 +279,7 @@ class Config:
     def consumer_registers(self) -> int:
         """No program of `every_config` spills."""
         if self._converters_want:
-            return 152 if self.head_dim == 64 else 224
+            return 152 if self.warpgroups == 3 else 224
         return 160 if self.warpgroups == 3 else 232
 
     @property
@@ -267,7 +290,7 @@ class Config:
 
 def every_config() -> list[Config]:
     """All that is served."""
-    return [
+    of_heads = [
         Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
         for fp8_cache in ((False,) if fp8 else (False, True))
@@ -275,14 +298,18 @@ def every_config() -> list[Config]:
         for head_dim in HEAD_DIMS
         for gqa_ratio in GQA_RATIOS
         for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
-    ] + [
-        Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
-        for dtype in DTYPES.values()
+    ]
+    others = [
+        Config(
+            dtype, head_dim, gqa_ratio, page_size, fp8=fp8, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv
+        )
+        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
         for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
-        for capped in (False, True)
+        for capped in ((False,) if fp8 else (False, True))
         if capped or v_head_dim
         for windowed in (False, True)
         for gqa_ratio in GQA_RATIOS
         for page_size in (0, *PAGE_SIZES)
         for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
     ]
+    return of_heads + others
