@@ -42,6 +42,11 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
 FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with two, more pieces to merge take longer
+# Multiprocessors are not equally fast while all of them load. So large groups have most of the tiles, and small ones, which are
+# begun where a large one has ended, have the others.
+LATE = 4096  # keys a group, where there are small groups
+SHARES = 16  # small groups' tiles that a large one has
+WAVES = 2  # small groups for each large one
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 
 
@@ -66,11 +71,11 @@ def _program_of(
     close: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """The program, groups, and floats of partial results."""
+    """The program, groups, and floats of a group's partial results."""
     rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
     groups = max(1, config.resident * multiprocessors(device) * config.heads * config.abreast // kv_heads)
-    return decode_program(config), groups, 2 * groups * kv_heads * config.rows * (widths[1] + 2) // config.abreast
+    return decode_program(config), groups, 2 * kv_heads * config.rows * (widths[1] + 2) // config.abreast
 
 
 def mha_decode_with_kvcache(
@@ -124,16 +129,19 @@ def mha_decode_with_kvcache(
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         workspace = None  # kept until the launch
         partial_at = counters_at = 0
+        large, shares = 0, 1
         if shown > WHOLE:
-            workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
-            partial_at, counters_at = workspace.memory_at, workspace.counters_at
             if groups > PIECES * batch:  # a CTA a multiprocessor, rather than more to merge
                 groups = max(PIECES * batch, groups // 2)
+            elif work == "much" and batch * shown >= LATE * groups:
+                large, shares, groups = groups, SHARES, groups * (1 + WAVES)
+            workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats * groups, groups * kv_heads)
+            partial_at, counters_at = workspace.memory_at, workspace.counters_at
         elif groups > batch:
             groups = batch
         sinks, *its = sinks_at(sinks)
         lse_at = 0 if lse is None else lse.data_ptr()
-        sizes = max_seqlen_q, max_seqlen_k, window_left, groups
+        sizes = max_seqlen_q, max_seqlen_k, window_left, groups, large, shares
         others = partial_at, counters_at, lse_at, *its, *sizes, scale, *of_keys, *of_values, cap_scale
         out = launched(launch, q, k_cache, v_cache, out, (page_table, cache_seqlens), others)
     elif out is None:

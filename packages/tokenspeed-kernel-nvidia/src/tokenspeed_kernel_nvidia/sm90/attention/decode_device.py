@@ -46,7 +46,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     k_cache, v_cache = (arguments.byte_rows(*shape, x) if config.fp8 else rows(config.dtype, *shape, x) for x in widths)
     q, out = (rows(config.dtype, tokens, heads, x) for x in widths)
     page_table = ints(batch, size(), contiguous=False)
-    scalars = [*(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(5)), Float32(0)]
+    scalars = [*(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(7)), Float32(0)]
     scalars += [Int64(0), Int32(0)] * 2 + [Float32(0) if config.capped else None]
     return q, k_cache, v_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
@@ -72,6 +72,8 @@ class Decode(Gatherer, Consumers):
         max_seqlen_k: Int32,
         window_left: Int32,
         groups: Int32,
+        large: Int32,
+        shares: Int32,
         scale: Float32,
         k_scales: Int64,
         k_apart: Int32,
@@ -93,7 +95,7 @@ class Decode(Gatherer, Consumers):
             k, v, Rows(q.iterator.toint(), q.stride[0], q.stride[1]), Rows(out.iterator.toint(), out.stride[0], out.stride[1]),
             PageTable(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0], partial, counters, lse, Sinks(sinks, sinks_kind), q_len, gqa_ratio, kv_heads,
-            max_seqlen_k, window_left, groups, cute.arch.popc(k_cache.shape[1] - 1), scale,
+            max_seqlen_k, window_left, groups, large, shares, cute.arch.popc(k_cache.shape[1] - 1), scale,
             Scales(k_scales, k_apart), Scales(v_scales, v_apart), cap_scale,
         ).launch(
             grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
@@ -130,6 +132,8 @@ class Decode(Gatherer, Consumers):
         max_seqlen_k: Int32,
         window_left: Int32,
         groups: Int32,
+        large: Int32,
+        shares: Int32,
         page_shift: Int32,
         scale: Float32,
         k_scales: Scales,
@@ -141,7 +145,7 @@ class Decode(Gatherer, Consumers):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             q, out, page_table, cache_seqlens, batch, partial, counters, lse, sinks, q_len, gqa_ratio, kv_heads, max_seqlen_k,
-            window_left, groups, page_shift, scale, k_scales, v_scales, cap_scale, group,
+            window_left, groups, large, shares, page_shift, scale, k_scales, v_scales, cap_scale, group,
             kv_head * self.heads, pipeline(storage.full, storage.empty),
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),

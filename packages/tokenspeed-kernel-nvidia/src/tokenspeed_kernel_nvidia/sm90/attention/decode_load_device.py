@@ -20,7 +20,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
     Panels,
     Tiles,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
@@ -30,13 +29,14 @@ AHEAD = 2  # sequences of a CTA whose keys are brought to the L2 cache
 MOST_AHEAD = 256  # keys of each
 
 
-class Loader(Sharing, Tiles):
+class Loader(Tiles):
     """The part of the kernel that divides the work and loads."""
 
     @cute.jit
     def share_of(self, call: Call, total: Int32, _: Int32):
-        """Returns how many tiles a group computes, and 0: beginning a sequence costs no tiles."""
-        share = (total + call.groups - 1) // call.groups
+        """Returns how many tiles a small group computes, and 0: beginning a sequence costs no tiles."""
+        shares = call.groups + call.large * (call.shares - 1)
+        share = (total + shares - 1) // shares
         if const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts
         return share, Int32(0)

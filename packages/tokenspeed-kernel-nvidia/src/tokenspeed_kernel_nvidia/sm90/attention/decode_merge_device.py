@@ -133,9 +133,10 @@ class Merger(Tiles):
         pieces = Int32(1)
         if const_expr(self.config.split):
             share = call.plan[SHARE]
-            start = call.group * share + done - offset  # of the sequence
-            first_group = start // share
-            pieces = (start + whole - 1) // share - first_group + 1
+            begin, _ = self.range_of(call, share)
+            start = begin + done - offset  # of the sequence
+            first_group = self.group_of(call, share, start)
+            pieces = self.group_of(call, share, start + whole - 1) - first_group + 1
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
             row = index // self.fours

@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config, Row
+from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
@@ -62,6 +63,7 @@ class Call:
         max_seqlen_k: lengths beyond are taken for this one.
         window_left: as the operator's.
         groups: that share the work; each has CTAs for all key heads.
+        large, shares: how many groups, the first ones, are large, and how many small groups' tiles one of those has.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
         k_scales, v_scales: of an fp8 cache.
@@ -89,6 +91,8 @@ class Call:
     max_seqlen_k: Int32
     window_left: Int32
     groups: Int32
+    large: Int32
+    shares: Int32
     page_shift: Int32
     scale: Float32
     k_scales: Scales
@@ -150,7 +154,7 @@ def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
     return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
 
-class Tiles:
+class Tiles(Sharing):
     """The shapes that follow from a configuration, and what there is of a sequence."""
 
     def __init__(self, config: Config) -> None:
@@ -195,6 +199,19 @@ class Tiles:
             tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_numbers], 1024]
 
         return Storage
+
+    @cute.jit
+    def range_of(self, call: Call, share: Int32):
+        """Where the range of this CTA's group begins, and how many tiles it has. ``share``: those of a small group."""
+        large = cutlass.min(call.group, call.large)
+        size = cutlass.select_(call.group < call.large, call.shares * share, share)
+        return (call.group + large * (call.shares - 1)) * share, size
+
+    @cute.jit
+    def group_of(self, call: Call, share: Int32, tile: Int32):
+        """The group whose range has a tile."""
+        index, of_large = tile // share, call.large * call.shares
+        return cutlass.select_(index < of_large, index // call.shares, index - of_large + call.large)
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):

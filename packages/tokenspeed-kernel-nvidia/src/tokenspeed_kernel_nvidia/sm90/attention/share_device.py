@@ -22,18 +22,23 @@ class Sharing:
     """
 
     @cute.jit
+    def range_of(self, call: Any, share: Int32):
+        """Where the range of this CTA's group begins, and how many blocks it has. ``share``: what `share_of` says."""
+        return call.group * share, share
+
+    @cute.jit
     def divide(self, call: Any, at_once: cutlass.Constexpr[int]):
         """Finds the share of this CTA's group, by one warp.
 
-        All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
-        each key head.
+        All sequences' tiles, one after another, are cut into as many ranges as there are groups, see `range_of`. A group has a CTA
+        for each key head.
 
         Args:
             at_once: how many lengths a lane reads together.
 
         Returns:
-            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, how many a range has, and
-            how many count before a sequence's own.
+            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, the share, and how many
+            count before a sequence's own.
         """
         lane = cute.arch.lane_idx()
         lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
@@ -44,7 +49,7 @@ class Sharing:
             total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
         share, starting = self.share_of(call, total, cute.arch.shuffle_sync(counts[0], 0))
         total += starting * call.batch
-        start = call.group * share
+        start, size = self.range_of(call, share)
         before = Int32(0)
         found = Int32(-1)
         offset = Int32(0)
@@ -73,7 +78,7 @@ class Sharing:
             step += 1
             if found < 0 and step < rounds:
                 self.tiles_of(call, step, at_once, lengths, counts)
-        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share, starting
+        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(size, total - start), 0), share, starting
 
     @cute.jit
     def tiles_of(self, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
