@@ -76,6 +76,7 @@ class Config:
         abreast: key heads whose rows lie side by side in a tile. With two, of eight query rows each, rows are of 128 bytes where a
             head of 64 in fp8 has 64.
         turned: whether keys and values are the left operands, see `decode_turned_device`.
+        loaders: warps that load: two where one gathers rows of keys, and the other one those of values.
     """
 
     dtype: str
@@ -91,6 +92,7 @@ class Config:
     capped: bool = False
     abreast: int = 1
     turned: bool = False
+    loaders: int = 1
 
     @property
     def kv_bytes(self) -> int:

@@ -19,7 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode_gather_device import CacheRows, Gatherer
 from tokenspeed_kernel_nvidia.sm90.attention.decode_mma_device import Consumers
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import THREADS, Call, PageTable, Rows
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import Call, PageTable, Rows
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, prefetch_line
@@ -27,7 +27,7 @@ from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
 
-LOAD_WARP = CONSUMERS  # the warp that loads
+LOAD_WARP = CONSUMERS  # the first warp that loads
 PREFETCH_WARP = 0  # the warp that brings keys to the L2 cache before it computes
 
 
@@ -98,7 +98,7 @@ class Decode(Gatherer, Consumers):
             max_seqlen_k, window_left, groups, large, shares, cute.arch.popc(k_cache.shape[1] - 1), scale,
             Scales(k_scales, k_apart), Scales(v_scales, v_apart), cap_scale,
         ).launch(
-            grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
+            grid=(kv_heads // self.heads, groups, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100,
         )  # fmt: skip
@@ -154,7 +154,7 @@ class Decode(Gatherer, Consumers):
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    call.pipe.full.init(stage, LANES if self.config.gathered else 1)
+                    call.pipe.full.init(stage, self.config.loaders * LANES if self.config.gathered else 1)
                     call.pipe.empty.init(stage, self.config.readers)
                 begun.init(0, 1)
             cute.arch.mbarrier_init_fence()
@@ -162,7 +162,7 @@ class Decode(Gatherer, Consumers):
             if const_expr(not self.config.gathered):
                 cpasync.prefetch_descriptor(k.atom)
                 cpasync.prefetch_descriptor(v.atom)
-        else:
+        elif warp < LOAD_WARP:
             self.prefetch_lines(call)
         if const_expr(not self.config.split):
             cute.arch.sync_threads()
@@ -172,11 +172,11 @@ class Decode(Gatherer, Consumers):
         # Whatever ran before may have written what is read here; what runs next may begin once there is room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if warp == LOAD_WARP:
-            if cute.arch.lane_idx() == 0:
+        if warp >= LOAD_WARP:
+            if warp == LOAD_WARP and cute.arch.lane_idx() == 0:
                 begun.arrive(first_to_read())
             if const_expr(self.config.gathered):
-                self.gather(call, k, v)
+                self.gather(call, k, v, warp - LOAD_WARP)
             else:
                 self.load(call, k, v)
         else:

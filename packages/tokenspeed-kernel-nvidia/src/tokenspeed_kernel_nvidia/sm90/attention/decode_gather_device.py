@@ -37,9 +37,17 @@ class Gatherer(Loader):
     """The part of the kernel that gathers rows."""
 
     @cute.jit
-    def gather(self, call: Call, k: CacheRows, v: CacheRows):
-        """Fills the ring of tiles. Lengths are read a sequence ahead, and numbers of rows a tile ahead."""
-        sequence, length, offset, left, step = self.plan(call)
+    def gather(self, call: Call, k: CacheRows, v: CacheRows, loader: Int32):
+        """Fills the ring of tiles. Lengths are read a sequence ahead, and numbers of rows a tile ahead.
+
+        Args:
+            loader: the number of this warp among those that load. Of two, the first one loads keys, and the other one values.
+        """
+        sequence, length, offset, left, step = [Int32(0)] * 5
+        if loader == 0:
+            sequence, length, offset, left, step = self.plan(call)
+        elif const_expr(self.config.loaders > 1):
+            sequence, length, offset, left, step = self.planned(call)
         # Of the keys of a tile: one a lane, then the next 32.
         rows, next_rows = (cute.make_rmem_tensor(((self.block + LANES - 1) // LANES,), Int32) for _ in range(2))
         index = Int32(0)  # of a tile, among all of this CTA
@@ -61,8 +69,13 @@ class Gatherer(Loader):
                     self.rows_of(call, sequence + step, next_first * self.block, next_begin, next_length, next_rows)
                 at = nth_to_fill(index, self.stages)
                 call.pipe.acquire(at)
-                self.copy_rows(call, k, self.keys, rows, at.stage)
-                self.copy_rows(call, v, self.values, rows, at.stage)
+                if const_expr(self.config.loaders == 1):
+                    self.copy_rows(call, k, self.keys, rows, at.stage)
+                    self.copy_rows(call, v, self.values, rows, at.stage)
+                elif loader == 0:
+                    self.copy_rows(call, k, self.keys, rows, at.stage)
+                else:
+                    self.copy_rows(call, v, self.values, rows, at.stage)
                 cute.arch.cp_async_mbarrier_arrive_noinc(call.pipe.full.of(at))
                 index += 1
             sequence += step

@@ -15,7 +15,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
     PLANNED,
     SEQUENCE,
     SHARE,
-    THREADS,
     Call,
     Panels,
     Tiles,
@@ -68,8 +67,16 @@ class Loader(Tiles):
             call.plan[DONE] = Int32(0)
             call.plan[SHARE] = share
         cute.arch.sync_warp()
-        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
+        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=self.threads)
         return sequence, length, offset, left, step
+
+    @cute.jit
+    def planned(self, call: Call):
+        """Returns what `plan` does, to the other warp that loads. The plan changes when what that one loads has been used."""
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=self.threads)
+        sequence = call.plan[SEQUENCE]
+        step = Int32(1) if const_expr(self.config.split) else call.groups
+        return sequence, self.length_of(call, sequence), call.plan[OFFSET], call.plan[LEFT], step
 
     @cute.jit
     def take(self, count: Int32, left: Int32):

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Sums
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, Call
 from tokenspeed_kernel_nvidia.sm90.attention.decode_turned_device import Turned
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
@@ -56,7 +56,7 @@ class Consumers(Turned):
         if thread < self.rows:
             kv_head, row = self.of_head(call, call.kv_head, thread)
             sink = call.sinks.load(kv_head * call.gqa_ratio + row % call.gqa_ratio)
-        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=self.threads)
         if thread < self.rows:
             call.sink_values[thread] = sink
         while call.plan[LEFT] > 0:
@@ -86,7 +86,7 @@ class Consumers(Turned):
             for r in cutlass.range_constexpr(self.used):
                 row = cute.arch.lane_idx() // 4 + tile * 16 + r * 8
                 sinks[tile, r] = call.sinks.load(kv_head * call.gqa_ratio + row % call.gqa_ratio)
-        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=self.threads)
         sequence, index = call.group, Int32(0)
         while sequence < call.batch:
             length = self.length_of(call, sequence)

@@ -15,7 +15,6 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load
 from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 
-THREADS = 32 * (CONSUMERS + 1)
 # Where a CTA is, in shared memory: its sequence, the tile there, tiles (or sequences, undivided) that are left, tiles that are
 # done. And the tiles of a group, and what a counter was.
 SEQUENCE, OFFSET, LEFT, DONE, SHARE, BEFORE = range(6)
@@ -177,6 +176,7 @@ class Tiles(Sharing):
         self.stages = config.stages
         self.rows = config.rows
         self.parts = config.parts
+        self.threads = 32 * (CONSUMERS + config.loaders)
         self.heads = config.heads
         self.abreast = config.abreast
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
