@@ -106,6 +106,7 @@ def test_decode_of_much_work(head_dim: int, late: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(decode, "WHOLE", 64)
     monkeypatch.setattr(decode, "LATE", late)
     monkeypatch.setattr(decode, "SHARES", 3)
+    monkeypatch.setattr(decode, "WAVES", 2)
     config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)
     assert (config.abreast, config.turned) == ((2, False) if head_dim == 64 else (1, True))
     kv_lens, e4m3 = [90, 0, 130], torch.float8_e4m3fn

@@ -42,11 +42,11 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
 FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with two, more pieces to merge take longer
-# Multiprocessors are not equally fast while all of them load. So large groups have most of the tiles, and small ones, which are
-# begun where a large one has ended, have the others.
+# Multiprocessors may not be equally fast while all of them load. Large groups can have most of the tiles, and small ones, which are
+# begun where a large one has ended, the others. Not measured on a GPU, so all groups are alike: 1 and 0.
 LATE = 4096  # keys a group, where there are small groups
-SHARES = 16  # small groups' tiles that a large one has
-WAVES = 2  # small groups for each large one
+SHARES = 1  # small groups' tiles that a large one has
+WAVES = 0  # small groups for each large one
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 
 
