@@ -1,0 +1,1 @@
+"""Portable sampling kernels, in Triton."""

@@ -1,0 +1,75 @@
+"""Device code of `_rows`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PARTS = tl.constexpr(16)
+"""Into how many parts a range of keys is divided at once, to find the one that holds a key."""
+
+
+@triton.jit
+def sort_key(x):
+    """int32 that sort like float32 x: NaN above all numbers, and both zeros equal."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def from_sort_key(key):
+    """float32 of a key; not of NaN's."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed(key, token):
+    """int64 that sort by key, and of equal keys the first token as the greatest: the key above 2^31 - 1 - token."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def token_of(pair):
+    """int64 token of what is `packed`."""
+    return 0x7FFFFFFF - (pair & 0x7FFFFFFF)
+
+
+@triton.jit
+def at_index(values, index):
+    """The element of a one-dimensional tensor at an index that is not known when compiling."""
+    return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), axis=0)
+
+
+@triton.jit
+def part_that_holds(low, high, reaching, wanted):
+    """The part of the keys from low to high that holds the largest one which ``wanted`` keys reach.
+
+    Args:
+        low, high: int64; ``wanted`` keys reach low.
+        reaching: int32 ``[PARTS]``, how many keys reach the beginning of each part, ``low + i * stride`` with
+            ``stride = ((high - low) // PARTS) + 1``.
+        wanted: at least 1.
+
+    Returns:
+        The part's least and greatest key, int64, and how many keys reach the least, int32.
+    """
+    part = tl.arange(0, PARTS)
+    stride = ((high - low) // PARTS) + 1
+    passed = tl.maximum(tl.sum(((reaching >= wanted) & (low + part * stride <= high)).to(tl.int32), axis=0) - 1, 0)
+    number = tl.sum(tl.where(part == passed, reaching, 0), axis=0)
+    return low + passed * stride, tl.minimum(high, low + (passed + 1) * stride - 1), number
+
+
+@triton.jit
+def threshold_of(keys, live, wanted, spare):
+    """The largest key that at least ``wanted`` of the live keys reach, or a lower one that up to ``spare`` more reach; the least
+    key where there are fewer. Returns it, int64, and how many reach it, int32. Keys that are not live are less than all others."""
+    largest = tl.max(keys, axis=0)
+    low = tl.min(tl.where(live, keys, largest), axis=0).to(tl.int64)
+    high = largest.to(tl.int64)
+    number = tl.sum(live.to(tl.int32), axis=0)
+    while (low < high) & (number > wanted + spare):
+        ends = tl.minimum(low + tl.arange(0, PARTS) * (((high - low) // PARTS) + 1), high).to(tl.int32)
+        reaching = tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
+        low, high, number = part_that_holds(low, high, reaching, wanted)
+    return low, number

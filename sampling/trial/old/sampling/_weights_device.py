@@ -1,0 +1,118 @@
+"""Device code of what `tokenspeed_kernel_base.ops.sampling` defines: weights, random numbers, and the request of a row.
+
+Kernels that weigh tokens are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key
+from tokenspeed_kernel_base.ops.sampling import weights as definition
+
+_LOG2_E = tl.constexpr(definition.LOG2_E)
+_LARGEST_SCALE = tl.constexpr(definition.LARGEST_SCALE)
+_LEAST_EXPONENT = tl.constexpr(definition.LEAST_EXPONENT)
+_COEFFICIENTS = tl.constexpr(definition.EXP2_COEFFICIENTS)
+_DEGREE = tl.constexpr(len(definition.EXP2_COEFFICIENTS) - 1)
+_ROUNDER = tl.constexpr(definition.ROUNDER)
+_BITS_OF_ROUNDER = tl.constexpr(definition.BITS_OF_ROUNDER)
+_BITS_OF_TWO = tl.constexpr(definition.BITS_OF_TWO)
+_FRACTION_BITS = tl.constexpr(definition.FRACTION_BITS)
+_WEIGHT_BITS = tl.constexpr(definition.WEIGHT_BITS)
+_WEIGHT_OF_LARGEST = tl.constexpr(2.0**definition.WEIGHT_BITS)
+# A token that is this far, as a power of 2, below the largest weighs nothing, whatever was rounded.
+WEIGHTLESS = tl.constexpr(2.0 - definition.LEAST_EXPONENT)
+_LEAST_LOGIT = tl.constexpr(-3.0e38)
+_INFINITE_KEY = tl.constexpr(0x7F800000)
+_KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
+
+
+@triton.jit
+def token_weights(x, largest, scale, floor):
+    """int64 weights of float32 logits, bit for bit those of the definition; 0 for those below floor, which may be None. largest,
+    scale: float32."""
+    y = tl.maximum((x - largest) * scale, _LEAST_EXPONENT)
+    shifted = y + _ROUNDER
+    n = shifted.to(tl.int32, bitcast=True) - _BITS_OF_ROUNDER
+    f = y - (shifted - _ROUNDER)
+    p = f * _COEFFICIENTS[_DEGREE] + _COEFFICIENTS[_DEGREE - 1]
+    for i in tl.static_range(1, _DEGREE):
+        p = p * f + _COEFFICIENTS[_DEGREE - 1 - i]
+    fraction = (p.to(tl.int32, bitcast=True) - _BITS_OF_TWO).to(tl.int64)
+    weight = (fraction << _WEIGHT_BITS) >> (_FRACTION_BITS - n.to(tl.int64))
+    if floor is not None:
+        weight = tl.where(weight >= floor, weight, 0)
+    return weight
+
+
+@triton.jit
+def lowest_of(largest, scale):
+    """float64, a finite logit below which tokens weigh nothing, so that it does not matter which of them are kept."""
+    return tl.maximum(largest.to(tl.float64) - WEIGHTLESS / scale.to(tl.float64), _LEAST_LOGIT)
+
+
+@triton.jit
+def most_below(key, largest, scale, floor):
+    """int64, at least what any token weighs whose sort key is less: rounding may give a lower logit a somewhat greater weight."""
+    weight = token_weights(from_sort_key(key), largest, scale, None)
+    weight += (weight >> 18) + 2
+    if floor is not None:
+        weight = tl.where(weight < floor, 0, weight)
+    return weight
+
+
+@triton.jit
+def floor_of(min_p, row):
+    """int64, the least weight that min-p keeps, no more than the largest logit's weight; None where min_p, a pointer, is None."""
+    floor = None
+    if min_p is not None:
+        p = tl.load(min_p + row).to(tl.float64)
+        # Multiplying by a power of 2 is exact. NaN keeps all.
+        p = tl.where(p > 0.0, tl.where(p < 1.0, p, 1.0), 0.0) * _WEIGHT_OF_LARGEST
+        floor = tl.ceil(p).to(tl.int64)
+    return floor
+
+
+@triton.jit
+def floor_octaves(floor):
+    """float32, how many powers of 2 a floor is below the largest weight; `WEIGHTLESS` for none."""
+    octaves = _WEIGHT_BITS - tl.log2(tl.maximum(floor, 1).to(tl.float32))
+    return tl.where(floor > 0, octaves, WEIGHTLESS)
+
+
+@triton.jit
+def uniform(seed, offset):
+    """`tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
+    zero = (offset * 0).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero)
+    return (word >> 8).to(tl.int32).to(tl.float64) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def is_drawn(temperature, largest_key):
+    """Whether a row is drawn from, rather than given its largest logit's token."""
+    warmth = temperature.to(tl.float64)
+    warm = (warmth > 0.0) & (warmth < float("inf"))
+    return warm & (largest_key < _INFINITE_KEY) & (largest_key > _KEY_OF_MINUS_INFINITY)
+
+
+@triton.jit
+def scale_of(temperature):
+    """float32, what differences of logits are multiplied by to be powers of 2."""
+    scale = _LOG2_E / temperature.to(tl.float64)
+    return tl.where(scale < _LARGEST_SCALE, scale, _LARGEST_SCALE).to(tl.float32)
+
+
+@triton.jit
+def limit_of(top_p, weight):
+    """float64, the weight that top-p must reach, at least 1: the first token reaches that, whatever top-p is."""
+    p = top_p.to(tl.float64)
+    return tl.maximum(tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64), 1.0)
+
+
+@triton.jit
+def target_of(number, weight):
+    """The weight that the drawn token is the first to exceed."""
+    return (number * weight.to(tl.float64)).to(tl.int64)

@@ -1,0 +1,67 @@
+"""Penalties and biases: listed logits are read and written, and others only where the result is another tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense
+from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+_BLOCK = 256
+
+
+@register_kernel(
+    "sampling",
+    "adjust_logits",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("logits", "dense", FLOATS),
+    traits={"vocab": at_most(2**31 - 1)},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
+def adjust_logits(
+    logits: Tensor,
+    tokens: Tensor,
+    counts: Tensor | None = None,
+    logit_bias: Tensor | None = None,
+    repetition_penalty: Tensor | None = None,
+    frequency_penalty: Tensor | None = None,
+    presence_penalty: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`tokenspeed_kernel.adjust_logits`: one launch; a copy before it where ``out`` is not logits."""
+    rows, listed = tokens.shape
+    vocab = logits.shape[1]
+    if out is None:
+        out = torch.empty(rows, vocab, dtype=logits.dtype, device=logits.device)
+    if out.data_ptr() != logits.data_ptr() or out.stride() != logits.stride():
+        out.copy_(logits)
+    blocks = cdiv(listed, _BLOCK)
+    if rows * blocks:
+        device_code.adjust_logits_kernel[(rows * blocks,)](
+            out,
+            *out.stride(),
+            vocab,
+            tokens.contiguous(),
+            dense(counts),
+            dense(logit_bias),
+            dense(repetition_penalty),
+            dense(frequency_penalty),
+            dense(presence_penalty),
+            listed,
+            blocks,
+            BLOCK=_BLOCK,
+            INTERPRETED=abilities(logits.device).interpreted,
+            # The definition rounds after every multiplication.
+            enable_fp_fusion=False,
+        )
+    return out

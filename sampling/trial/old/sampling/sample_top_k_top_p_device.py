@@ -1,0 +1,389 @@
+"""Device code of `sample_top_k_top_p`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.sampling._cut_device import FEW, copied, find_cut, logit_of, number_of
+from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
+from tokenspeed_kernel.triton.sampling._guess_device import BINS, bins_to_list, end_of, group_counts, ids_of_groups, range_of_cut
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
+from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, LARGEST, LOW, STATE
+from tokenspeed_kernel.triton.sampling._weights_device import (
+    floor_of,
+    is_drawn,
+    lowest_of,
+    most_below,
+    scale_of,
+    token_weights,
+    uniform,
+)
+
+# The threshold is good enough if 2^-this too many maxima reach it.
+_SLACK = tl.constexpr(3)
+# A row is expected to be decided by tokens that outweigh all others so far.
+_NEGLIGIBLE = tl.constexpr(2e-3)
+# The part that such tokens have of all weight at least, with room for what bins round.
+_OUTWEIGHING = tl.constexpr(0.99)
+# Where two counts are summed in one int32, one stands above this many bits.
+_UPPER_BITS = tl.constexpr(16)
+_UPPER = tl.constexpr(1 << 16)
+_NO_KEY = tl.constexpr(-0x80000000)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def group_maxima_kernel(
+    logits,
+    row_stride,
+    vocab_stride,
+    vocab,
+    maxima,
+    spans,
+    length,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """maxima: int32 [rows, spans, BLOCK // RUN], sort keys. A group consists of one run of RUN tokens in each block of a span."""
+    start(EARLY)
+    row = (tl.program_id(0) // spans).to(tl.int64)
+    span = tl.program_id(0) % spans
+    best = tl.full([BLOCK], _NO_KEY, tl.int32)
+    # Unrolled, so that all loads are in flight at once.
+    for block in tl.static_range(BLOCKS):
+        ids = span * length + block * BLOCK + tl.arange(0, BLOCK)
+        live = ids < vocab
+        x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
+        best = tl.maximum(best, tl.where(live, sort_key(x), _NO_KEY))
+    GROUPS: tl.constexpr = BLOCK // RUN
+    best = tl.max(tl.reshape(best, [GROUPS, RUN]), axis=1)
+    tl.store(maxima + (row * spans + span) * GROUPS + tl.arange(0, GROUPS), best)
+
+
+@triton.jit
+def decide_kernel(
+    logits,
+    row_stride,
+    vocab_stride,
+    vocab,
+    maxima,
+    temperature,
+    top_k,
+    top_p,
+    seed,
+    offset,
+    min_p,
+    state,
+    scratch,
+    out,
+    out_stride,
+    rank,
+    groups,
+    length,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+    FEW: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    READ: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it.
+
+    Only groups whose largest logit reaches the threshold are read. `range_of_cut` tells where the last token kept is of a row that
+    is restricted and not decided.
+
+    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
+    compared at a time.
+    """
+    start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    scratch += row * (TOKENS + (TOKENS if TOKENS > GROUPS else GROUPS))
+    logits += row * row_stride
+    group = tl.arange(0, GROUPS)
+    largest_of_group = maxima + row * groups
+    maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
+    # Fewer keys to search: the largest of several groups.
+    keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
+    largest_key = tl.max(keys, axis=0)
+    largest = from_sort_key(largest_key)
+    k = tl.load(top_k + row)
+    p = tl.load(top_p + row)
+    warmth = tl.load(temperature + row)
+    draws = is_drawn(warmth, largest_key)
+    restricted = (k > 0) & (k < vocab)
+    floor = floor_of(min_p, row)
+    cuts = restricted | (~(p >= 1.0))
+    # Of so many tokens the groups' largest logits alone tell enough.
+    small = restricted & (k <= TOKENS // 2)
+    lists = cuts
+    if min_p is not None:
+        lists |= floor > 0
+    # Of a greedy row the threshold is the largest logit itself.
+    threshold = largest_key.to(tl.int64)
+    scale = scale_of(warmth)
+    counts = tl.zeros([BINS], tl.int32)
+    if draws & lists:
+        if small:
+            threshold, _ = threshold_of(keys, keys != _NO_KEY, k, k >> _SLACK)
+        else:
+            counts = group_counts(maxima, largest, scale)
+            bins, lists = bins_to_list(counts, vocab, TOKENS * 5 // 8, _NEGLIGIBLE, floor)
+            threshold = end_of(bins, largest, scale)
+
+    decided = tl.where(draws, 0, 1)
+    token = tl.full([], _NO_TOKEN, tl.int64)
+    low = tl.full([], 0, tl.int64)
+    high = tl.full([], -1, tl.int64)
+    if (~draws) | lists:
+        reaches = (maxima >= threshold) & (group < groups)
+        tl.store(scratch + TOKENS + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
+        reaching = tl.sum(reaches.to(tl.int32), axis=0)
+        tl.debug_barrier()  # other threads read what these have stored
+
+        SIZE: tl.constexpr = BLOCKS * RUN
+        lane = tl.arange(0, LANES)
+        count = tl.zeros([], tl.int32)
+        first = tl.full([LANES], _NO_TOKEN, tl.int32)
+        for begin in range(0, reaching * SIZE, LANES):
+            index = begin + lane
+            chosen = tl.load(scratch + TOKENS + index // SIZE, mask=index < reaching * SIZE, other=0).to(tl.int32)
+            ids = ids_of_groups(index, chosen, length, BLOCK, BLOCKS, RUN)
+            live = (index < reaching * SIZE) & (ids < vocab)
+            x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
+            key = sort_key(x)
+            found = live & (key >= threshold)
+            if draws:
+                place = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
+                tl.store(scratch + place, packed(key, ids), mask=found & (place < TOKENS))
+                count += tl.sum(found.to(tl.int32), axis=0)
+            else:
+                first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
+
+        if draws:
+            tl.debug_barrier()
+            if count <= TOKENS:
+                least = most_below(threshold.to(tl.int32), largest, scale, floor)
+                keeps = tl.where(restricted, k, vocab).to(tl.int64)
+                u = uniform(tl.load(seed + row), tl.load(offset + row))
+                drawable = scratch + TOKENS
+                if count <= FEW:
+                    token, decides = draw_listed(
+                        scratch, drawable, count, least, keeps, p, u, largest, scale, floor, FEW, PAIRS // FEW
+                    )
+                else:
+                    token, decides = draw_listed(
+                        scratch, drawable, count, least, keeps, p, u, largest, scale, floor, TOKENS, PAIRS // TOKENS
+                    )
+                decided = decides.to(tl.int32)
+        else:
+            token = tl.min(first, axis=0).to(tl.int64)
+    if (decided == 0) & cuts:
+        # What outweighs all other tokens holds top-p's last token, even where they move it.
+        if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
+            # Tokens that weigh nothing are left out: many may be -inf, and so is what is read beyond the end of a row.
+            low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
+            high = largest_key.to(tl.int64)
+        else:
+            low, high = range_of_cut(
+                logits, vocab_stride, vocab, largest_of_group, counts, groups, length, restricted, k, p, rank, largest_key, scale,
+                floor, BLOCK, BLOCKS, RUN, SAMPLE, READ,
+            )  # fmt: skip
+    if decided != 0:
+        tl.store(out + row * out_stride, token)
+
+    field = tl.arange(0, STATE)
+    initial = tl.where(field == LARGEST, largest_key, tl.where(field == DECIDED, decided, 0)).to(tl.int64)
+    initial = tl.where(field == LOW, low, tl.where(field == HIGH, high, initial))
+    tl.store(state + row * STATE + field, initial)
+
+
+# A vocabulary of one token would become a constant, for which Triton 3.9 makes code that the gfx950 emulator refuses: it writes
+# registers before the result of an atomic operation has come into them.
+@triton.jit(do_not_specialize=["vocab", "together"])
+def weigh_kernel(
+    logits,
+    row_stride,
+    vocab_stride,
+    vocab,
+    temperature,
+    min_p,
+    state,
+    totals,
+    above,
+    segments,
+    pairs,
+    units,
+    together,
+    programs,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Sums the weights of each unit of a row, and copies the tokens among which the last one kept is expected. Decided rows take no
+    part. One of a row's programs does so many units together.
+
+    totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
+    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, vocab],
+    the tokens that are `copied`. ALIGNED: whether rows begin and end at multiples of 16 tokens.
+    """
+    start(EARLY)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    begin = (tl.program_id(0) % programs) * together
+    state += row * STATE
+    if tl.load(state + DECIDED) == 0:
+        largest = from_sort_key(tl.load(state + LARGEST).to(tl.int32))
+        low = tl.load(state + LOW).to(tl.int32)
+        high = tl.load(state + HIGH).to(tl.int32)
+        scale = scale_of(tl.load(temperature + row))
+        floor = floor_of(min_p, row)
+        logits += row * row_stride
+        if ALIGNED:
+            # No change, but the compiler sees that masks are the same for neighbours, and loads are wide.
+            vocab = vocab // 16 * 16
+        # A thread's neighbouring tokens in a row of a tile: they are counted without other threads.
+        WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
+        lane = tl.arange(0, UNIT // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+        # Beyond the end are weights of -inf, which are 0.
+        ids = begin * UNIT + lane
+        following = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf"))
+        for unit in range(begin, tl.minimum(begin + together, units)):
+            x = following.to(tl.float32)
+            ids = unit * UNIT + lane
+            # The next unit's are on their way while this one's are weighed.
+            after = ids + UNIT
+            following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
+            weight = token_weights(x, largest, scale, floor)
+            tl.store(totals + row * units + unit, tl.sum(tl.sum(weight, axis=1), axis=0))
+            if low <= high:
+                # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
+                upper = x > from_sort_key(high)
+                found = (x >= from_sort_key(low)) & (~upper)
+                counted = tl.where(found, 1, tl.where(upper, _UPPER, 0))
+                of_thread = tl.sum(counted, axis=1)
+                counts = tl.sum(of_thread, axis=0)
+                number = counts & (_UPPER - 1)
+                first = tl.atomic_add(state + COPIED, number.to(tl.int64), sem="relaxed").to(tl.int32)
+                segment = segments + (row * units + unit) * 3
+                tl.store(segment, first)
+                tl.store(segment + 1, number)
+                tl.store(segment + 2, counts >> _UPPER_BITS)
+                tl.store(above + row * units + unit, tl.sum(tl.sum(tl.where(upper, weight, 0), axis=1), axis=0))
+                before = tl.cumsum(of_thread, axis=0) - of_thread
+                place = ((before[:, None] + tl.cumsum(counted, axis=1)) & (_UPPER - 1)) - 1
+                tl.store(pairs + row * vocab + first + place, copied(x, ids), mask=found)
+
+
+# What differs from row length to row length is no constant: fewer configurations to compile.
+@triton.jit(do_not_specialize=["vocab", "units"])
+def finish_kernel(
+    logits,
+    row_stride,
+    vocab_stride,
+    vocab,
+    temperature,
+    top_k,
+    top_p,
+    seed,
+    offset,
+    min_p,
+    state,
+    totals,
+    above,
+    segments,
+    pairs,
+    short,
+    out,
+    out_stride,
+    units,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SHORT: tl.constexpr,
+    SOME: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Writes the tokens of the rows that are not decided yet.
+
+    The last token kept of restricted rows is among the copied tokens; if it is not there (the guess was wrong) it is looked for in
+    the whole row. Then what is kept of each unit is summed, and the token drawn.
+
+    short: int32 [rows, SHORT + FEW]. SOME, SLOTS: units whose copied tokens are summed together, and how many of each.
+    """
+    start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    state += row * STATE
+    if tl.load(state + DECIDED) == 0:
+        logits += row * row_stride
+        totals += row * units
+        k = tl.load(top_k + row)
+        p = tl.load(top_p + row)
+        restricted = (k > 0) & (k < vocab)
+        largest_key = tl.load(state + LARGEST).to(tl.int32)
+        largest = from_sort_key(largest_key)
+        scale = scale_of(tl.load(temperature + row))
+        floor = floor_of(min_p, row)
+        cut_key = tl.full([], _NO_KEY, tl.int32)
+        cut_token = tl.zeros([], tl.int32)
+        if restricted | (~(p >= 1.0)):
+            low = tl.load(state + LOW)
+            high = tl.load(state + HIGH)
+            unit = tl.arange(0, UNITS)
+            live = unit < units
+            total = tl.sum(tl.load(totals + unit, mask=live, other=0), axis=0)
+            number = tl.load(state + COPIED).to(tl.int32)
+            short += row * (SHORT + FEW)
+            lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
+            above += row * units
+            segments += row * units * 3
+            pairs += row * vocab
+            right = tl.zeros([], tl.int32)
+            if low <= high:
+                base_weight = tl.sum(tl.load(above + unit, mask=live, other=0), axis=0)
+                base_count = tl.sum(tl.load(segments + unit * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
+                cut_key, cut_token, right = find_cut(
+                    pairs, 1, vocab, short, number, low, high, base_count, base_weight, total, restricted, k, p, largest,
+                    scale, floor, low <= lowest_key, LANES, SHORT,
+                )  # fmt: skip
+            if right != 0:
+                for begin in range(0, units, SOME):
+                    some = begin + tl.arange(0, SOME)
+                    inside = some < units
+                    first = tl.load(segments + some * 3, mask=inside, other=0)
+                    copies = tl.load(segments + some * 3 + 1, mask=inside, other=0)
+                    kept = tl.load(above + some, mask=inside, other=0)
+                    most = tl.max(copies, axis=0)
+                    for slot in range(0, most, SLOTS):
+                        index = slot + tl.arange(0, SLOTS)
+                        mine = index[None, :] < copies[:, None]
+                        pair = tl.load(pairs + first[:, None] + index[None, :], mask=mine, other=0)
+                        x = logit_of(pair)
+                        weight = token_weights(x, largest, scale, floor)
+                        kept += tl.sum(
+                            tl.where(mine & is_kept(sort_key(x), number_of(pair), cut_key, cut_token), weight, 0), axis=1
+                        )
+                    tl.store(totals + some, kept, mask=inside)
+            else:
+                none = total * 0
+                whole = tl.zeros([], tl.int32) + vocab
+                cut_key, cut_token, right = find_cut(
+                    logits, vocab_stride, vocab, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
+                    restricted, k, p, largest, scale, floor, restricted | True, LANES, SHORT,
+                )  # fmt: skip
+                for one in range(units):
+                    ids = one * UNIT + tl.arange(0, UNIT)
+                    weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cut_key, cut_token)
+                    tl.store(totals + one, tl.sum(weight, axis=0))
+            tl.debug_barrier()  # all threads read what these have stored
+        u = uniform(tl.load(seed + row), tl.load(offset + row))
+        token = draw_from_row(logits, vocab_stride, vocab, totals, units, u, largest, scale, floor, cut_key, cut_token, UNIT, UNITS)
+        tl.store(out + row * out_stride, token)

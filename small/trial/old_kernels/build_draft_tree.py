@@ -1,0 +1,67 @@
+"""Building draft trees: a program ranks the candidates of a sequence, and follows the parents of those that stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import TRITON, for_architecture, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+# Pairs of candidates that are compared at a time.
+_PAIRS = {"cpu": 1 << 20, "any": 8192}
+_WARPS = 8
+
+
+def build_draft_tree(
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    root_tokens: Tensor,
+    nodes: int,
+    out: Tensor | None = None,
+    parents_out: Tensor | None = None,
+    tree_mask_out: Tensor | None = None,
+    depths_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `tokenspeed_kernel.build_draft_tree`."""
+    (batch, candidates), device = tokens.shape, tokens.device
+    draft = torch.empty(batch, nodes, dtype=tokens.dtype, device=device) if out is None else out
+    tree = torch.empty(batch, nodes, dtype=torch.int32, device=device) if parents_out is None else parents_out
+    masks = torch.empty(batch, nodes, dtype=torch.int64, device=device) if tree_mask_out is None else tree_mask_out
+    depths = torch.empty(batch, nodes, dtype=torch.int32, device=device) if depths_out is None else depths_out
+    if batch:
+        block = next_power_of_2(max(candidates, 16))
+        places = torch.empty(batch, block + nodes, dtype=torch.int32, device=device)
+        device_code.build_draft_tree_kernel[(batch,)](
+            tokens,
+            scores,
+            parents,
+            root_tokens,
+            draft,
+            tree,
+            masks,
+            depths,
+            places,
+            *tokens.stride(),
+            *scores.stride(),
+            *parents.stride(),
+            root_tokens.stride(0),
+            *draft.stride(),
+            *tree.stride(),
+            *masks.stride(),
+            *depths.stride(),
+            candidates,
+            nodes,
+            CANDIDATES=block,
+            AT_ONCE=min(block, max(1, for_architecture(_PAIRS, device) // block)),
+            NODES=next_power_of_2(nodes),
+            num_warps=_WARPS,
+        )
+    return draft, tree, masks, depths

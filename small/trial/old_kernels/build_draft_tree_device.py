@@ -1,0 +1,99 @@
+"""Device code of `build_draft_tree`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import bits_of
+from tokenspeed_kernel.triton.sampling._rows_device import sort_key
+
+_NO_KEY = tl.constexpr(-0x7F800001)  # of -inf
+
+
+@triton.jit
+def _keys(scores, at, stride, candidates):
+    """int32 that sort like scores; that of -inf for those that are not there."""
+    score = tl.load(scores + at * stride, mask=at < candidates, other=float("-inf"))
+    return tl.where(score == score, sort_key(score), _NO_KEY)
+
+
+@triton.jit
+def _of(values, node, NODES: tl.constexpr):
+    """``values[node]``, and 0 for node -1; both [NODES]."""
+    at = tl.arange(0, NODES)
+    return tl.sum(tl.where(node[:, None] == at[None, :], values[None, :], 0), axis=1)
+
+
+@triton.jit
+def build_draft_tree_kernel(
+    tokens,
+    scores,
+    parents,
+    root_tokens,
+    draft,
+    tree,
+    masks,
+    depths,
+    places,  # int32 [batch, CANDIDATES + nodes]: the node of each candidate, -1 where it does not stay; then the tree's parents
+    tokens_stride_b,
+    tokens_stride_c,
+    scores_stride_b,
+    scores_stride_c,
+    parents_stride_b,
+    parents_stride_c,
+    root_stride,
+    draft_stride_b,
+    draft_stride_n,
+    tree_stride_b,
+    tree_stride_n,
+    masks_stride_b,
+    masks_stride_n,
+    depths_stride_b,
+    depths_stride_n,
+    candidates,
+    nodes,
+    CANDIDATES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """One sequence."""
+    sequence = tl.program_id(0).to(tl.int64)
+    scores += sequence * scores_stride_b
+    places += sequence * (CANDIDATES + nodes)
+    at = tl.arange(0, CANDIDATES)
+    key = _keys(scores, at, scores_stride_c, candidates)
+    rank = tl.zeros([CANDIDATES], tl.int32)
+    for start in range(0, candidates, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        other_key = _keys(scores, other, scores_stride_c, candidates)
+        above = (other_key[:, None] > key[None, :]) | ((other_key[:, None] == key[None, :]) & (other[:, None] < at[None, :]))
+        rank += tl.sum(above.to(tl.int32), axis=0)
+    kept = (rank < nodes - 1) & (key > _NO_KEY)
+    node = tl.cumsum(kept.to(tl.int32), 0)
+    tl.store(places + at, tl.where(kept, node, -1))
+    step = tl.arange(0, NODES)
+    inside = step < nodes
+    tl.store(places + CANDIDATES + step, tl.full([NODES], -1, tl.int32), mask=inside)
+    count = tl.sum(kept.to(tl.int32), axis=0)
+    root = tl.load(root_tokens + sequence * root_stride)
+    draft += sequence * draft_stride_b
+    tl.store(draft + step * draft_stride_n, tl.zeros([NODES], root.dtype) + root, mask=inside & ((step == 0) | (step > count)))
+    token = tl.load(tokens + sequence * tokens_stride_b + at * tokens_stride_c, mask=kept, other=0)
+    tl.store(draft + node * draft_stride_n, token, mask=kept)
+
+    tl.debug_barrier()  # places have been written by other threads
+    parent = tl.load(parents + sequence * parents_stride_b + at * parents_stride_c, mask=kept, other=-1)
+    origin = tl.load(places + tl.maximum(parent, 0), mask=kept & (parent >= 0) & (parent < at), other=-1)
+    tl.store(places + CANDIDATES + node, tl.where(parent < 0, 0, origin), mask=kept)
+    tl.debug_barrier()
+
+    # Each node's path, twice as far with every round: 64 nodes at most.
+    above = tl.load(places + CANDIDATES + step, mask=inside, other=-1)
+    tl.store(tree + sequence * tree_stride_b + step * tree_stride_n, above, mask=inside)
+    path = tl.full([NODES], 1, tl.int64) << step.to(tl.int64)
+    for _ in tl.static_range(6):
+        path |= _of(path, above, NODES)
+        above = tl.where(above >= 0, _of(above, above, NODES), -1)
+    tl.store(masks + sequence * masks_stride_b + step * masks_stride_n, path, mask=inside)
+    tl.store(depths + sequence * depths_stride_b + step * depths_stride_n, bits_of(path) - 1, mask=inside)

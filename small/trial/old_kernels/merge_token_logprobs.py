@@ -1,0 +1,64 @@
+"""Log-probabilities from those of parts of a vocabulary: a program a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import TRITON, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+def merge_token_logprobs(
+    token_logits: Tensor,
+    top_logits: Tensor,
+    top_tokens: Tensor,
+    lse: Tensor,
+    token_out: Tensor | None = None,
+    top_out: Tensor | None = None,
+    top_tokens_out: Tensor | None = None,
+    lse_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`tokenspeed_kernel.merge_token_logprobs`."""
+    parts, rows, top_k = top_logits.shape
+    device = lse.device
+    if token_out is None:
+        token_out = torch.empty(rows, dtype=torch.float32, device=device)
+    if top_out is None:
+        top_out = torch.empty(rows, top_k, dtype=torch.float32, device=device)
+    if top_tokens_out is None:
+        top_tokens_out = torch.empty(rows, top_k, dtype=torch.int32, device=device)
+    if lse_out is None:
+        lse_out = torch.empty(rows, dtype=torch.float32, device=device)
+    if rows:
+        entries = next_power_of_2(parts * top_k)
+        device_code.merge_token_logprobs_kernel[(rows,)](
+            token_logits,
+            *token_logits.stride(),
+            top_logits,
+            *top_logits.stride(),
+            top_tokens,
+            *top_tokens.stride(),
+            lse,
+            *lse.stride(),
+            token_out,
+            token_out.stride(0),
+            top_out,
+            *top_out.stride(),
+            top_tokens_out,
+            *top_tokens_out.stride(),
+            lse_out,
+            lse_out.stride(0),
+            parts,
+            top_k,
+            PARTS=next_power_of_2(parts),
+            ENTRIES=entries,
+            num_warps=max(1, min(8, entries // 128)),
+        )
+    return token_out, top_out, top_tokens_out, lse_out
