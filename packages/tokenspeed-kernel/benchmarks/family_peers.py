@@ -102,24 +102,32 @@ def fla_rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activ
 # -- selection and sampling --------------------------------------------------------------------------------------------------------
 
 
+def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor:
+    """What `top_k_indices` gives, of positions that were chosen in any order.
+
+    Of equal scores at the edge others may be chosen, which is right of a peer: so where the scores are the largest, positions are
+    those that the operator would choose. Negative positions, and those of scores that are -inf, are none.
+    """
+    keys, top_k = scores.shape[1], chosen.shape[1]
+    shown = scores.masked_fill(torch.arange(keys, device=scores.device) >= lengths.unsqueeze(1), -torch.inf)
+    best = shown.sort(dim=1, descending=True, stable=True)
+    values, at = best.values[:, :top_k], best.indices[:, :top_k]
+    given = chosen.long()
+    outside = (given < 0) | (given >= keys)
+    found = shown.gather(1, given.masked_fill(outside, 0)).masked_fill(outside, -torch.inf)
+    in_order = given.masked_fill(found == -torch.inf, keys).sort(dim=1).values
+    twice = (in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < keys)
+    if torch.equal(found.sort(1, descending=True).values, values) and not bool(twice.any()):
+        in_order = torch.where(values == -torch.inf, keys, at).sort(dim=1).values
+    return torch.where(in_order == keys, -1, in_order).int()
+
+
 @peer("attention.top_k_indices", name="torch.topk", setup=True)
 def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
     """It knows no lengths: what lies behind them is overwritten in its setup."""
-    if lengths is not None:
-        behind = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(1)
-        scores = scores.masked_fill(behind, -torch.inf)
-
-    def form(found: Any) -> Tensor:
-        # Of equal scores at the edge it may choose others, which is right of it. So where its scores are the largest, positions
-        # are those that the operator would choose.
-        best = scores.sort(dim=1, descending=True, stable=True)
-        values, at = best.values[:, :top_k], best.indices[:, :top_k]
-        if not torch.equal(found.values.sort(1, descending=True).values, values):
-            at = found.indices
-        at = torch.where(values == -torch.inf, scores.shape[1], at).sort(dim=1).values
-        return torch.where(at == scores.shape[1], -1, at).int()
-
-    return InForm(lambda: scores.topk(top_k, dim=1, sorted=False), form)
+    ends = torch.full((len(scores),), scores.shape[1], device=scores.device) if lengths is None else lengths
+    shown = scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= ends.unsqueeze(1), -torch.inf)
+    return InForm(lambda: shown.topk(top_k, dim=1, sorted=False), lambda found: chosen_as_defined(scores, ends, found.indices))
 
 
 @peer("sampling.sample_top_k_top_p", name="torch", setup=True)

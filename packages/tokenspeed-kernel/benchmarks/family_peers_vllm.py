@@ -1,8 +1,9 @@
 """vLLM's kernels for ``h200_families.py``: its Triton kernels for Mamba layers, its operators, and FlashMLA, DeepGEMM and
 FlashAttention-3, which it ships.
 
-They are imported from an installed vLLM. The Triton kernels may also lie as single files in a folder that ``--peers`` names: they
-import little of vLLM, and `stand_in` provides that.
+They come from a vLLM 0.26 that is installed, or lies in a folder that ``--peers`` names. What runs when vLLM itself is imported
+takes many seconds and sets options of PyTorch, and none of these modules needs it: `_installed` leaves it out. The Triton kernels
+import a little of vLLM, and `stand_in` provides that, so that they may also lie as single files in a folder.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from family_peers import Call, InForm, refuse_unless
+from family_peers import Call, InForm, chosen_as_defined, refuse_unless
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import peer
@@ -91,8 +92,12 @@ def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
 def _mamba() -> Mapping[str, ModuleType]:
     """Its modules by name; all at once, for what stands in for vLLM meanwhile is taken away after."""
     names = ("causal_conv1d", "mamba_ssm", "ssd_combined")
-    folders = [Path(folder) for folder in sys.path if all((Path(folder) / f"{name}.py").is_file() for name in names)]
-    with stand_in(folders[0]) if folders else nullcontext():
+    within = "/".join(_MAMBA.split("."))
+    places = [place for folder in sys.path for place in (Path(folder), Path(folder) / within)]
+    folder = next((place for place in places if all((place / f"{name}.py").is_file() for name in names)), None)
+    if folder is None:
+        raise ImportError("vLLM's Triton kernels of Mamba are not here")
+    with stand_in(folder):
         return {name: importlib.import_module(f"{_MAMBA}.{name}") for name in names}
 
 
@@ -100,14 +105,28 @@ _FAILED: dict[str, str] = {}
 
 
 def _installed(name: str) -> Any:
-    """A module of an installed vLLM. Importing one may take seconds, and what has failed once is not tried again."""
+    """A module of vLLM that rests on PyTorch alone, imported without vLLM's own ``__init__``. What has failed once is not tried
+    again."""
     if name in _FAILED:
         raise ImportError(_FAILED[name])
+    if "vllm" not in sys.modules:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("vLLM is not installed")
+        bare = ModuleType("vllm")
+        bare.__path__ = list(spec.submodule_search_locations)
+        sys.modules["vllm"] = bare
     try:
         return importlib.import_module(name)
     except Exception as error:  # whatever a module of a release that does not fit this PyTorch raises
         _FAILED[name] = f"{type(error).__name__}: {error}"
         raise
+
+
+def _operators(module: str = "_C_stable_libtorch", namespace: str = "_C") -> Any:
+    """The operators that a compiled module of vLLM gives to PyTorch."""
+    _installed(f"vllm.{module}")
+    return getattr(torch.ops, namespace)
 
 
 # -- Mamba -------------------------------------------------------------------------------------------------------------------------
@@ -205,39 +224,54 @@ def ssd_prefill(
 
 
 def _flash_mla() -> Any:
-    _installed("vllm._flashmla_C")
+    """FlashMLA's interface; importing it loads its operators, too."""
     return _installed("vllm.third_party.flashmla.flash_mla_interface")
 
 
 @peer("attention.mla_decode_with_kvcache", name="FlashMLA", setup=True, package="vllm")
 def flash_mla(
     q: Tensor, kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int, kv_lora_rank: int,
-    softmax_scale: float,
+    softmax_scale: float, q_scale: Tensor | None, kv_scale: Tensor | None,
 ) -> Call:  # fmt: skip
-    refuse_unless(q.dtype == kv_cache.dtype == torch.bfloat16 and kv_cache.shape[1] == 64, "bfloat16 in pages of 64")
+    """Its plan is made once a step by an engine, and here by a first call. For fp8, vLLM has an extension of its own."""
+    refuse_unless(q.dtype == kv_cache.dtype and kv_cache.shape[1] == 64, "q and cache of one dtype, in pages of 64")
+    refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
+    queries, cache = q.unsqueeze(1), kv_cache.unsqueeze(2)
+    if q.dtype == torch.float8_e4m3fn:
+        operators = _operators("_flashmla_extension_C", "_flashmla_extension_C")
+        plan = operators.get_mla_decoding_metadata_dense_fp8(cache_seqlens, q.shape[1], 1)
+        one = torch.ones(1, device=q.device)
+        scales = (one if scale is None else scale.reshape(1) for scale in (q_scale, kv_scale))
+        given = (queries, cache, kv_lora_rank, cache_seqlens, page_table, softmax_scale, True, *plan, *scales)
+        return InForm(functools.partial(operators.fwd_kvcache_mla_fp8, *given), lambda found: found[0].squeeze(1))
+    refuse_unless(q.dtype == torch.bfloat16, "bfloat16 or e4m3")
     module = _flash_mla()
-    plan = module.get_mla_metadata(cache_seqlens, q.shape[1], 1)
-    both = plan if len(plan) == 2 and isinstance(plan[0], Tensor) else (plan[0], None)
-    given = (q.unsqueeze(1), kv_cache.unsqueeze(2), page_table, cache_seqlens, kv_lora_rank, *both)
-    call = functools.partial(module.flash_mla_with_kvcache, *given, softmax_scale=softmax_scale, causal=True)
+    plan, _ = module.get_mla_metadata()
+    call = functools.partial(
+        module.flash_mla_with_kvcache, queries, cache, page_table, cache_seqlens, kv_lora_rank, plan, softmax_scale=softmax_scale,
+        causal=True,
+    )  # fmt: skip
+    call()
     return InForm(call, lambda found: found[0].squeeze(1))
 
 
 @peer("attention.mla_sparse_with_kvcache", name="FlashMLA", setup=True, package="vllm")
-def flash_mla_sparse(q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float) -> Call:
-    """It wants 64 heads at least; vLLM pads them, and so it is here."""
+def flash_mla_sparse(
+    q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None
+) -> Call:
+    """It wants heads in blocks of 64; vLLM pads them, and so it is here."""
     refuse_unless(q.dtype == kv_cache.dtype == torch.bfloat16, "bfloat16 only")
-    module, heads = _flash_mla(), q.shape[1]
-    padded = q if heads >= 64 else torch.nn.functional.pad(q, (0, 0, 0, 64 - heads))
-    given = (padded, kv_cache.view(-1, 1, kv_cache.shape[-1]), indices.unsqueeze(1), softmax_scale)
-    return InForm(functools.partial(module.flash_mla_sparse_fwd, *given), lambda found: found[0][:, :heads].contiguous())
+    refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
+    function, heads = _flash_mla().flash_mla_sparse_fwd, q.shape[1]
+    padded = torch.nn.functional.pad(q, (0, 0, 0, -heads % 64))
+    given = (padded, kv_cache.reshape(-1, 1, kv_cache.shape[-1]), indices.unsqueeze(1), softmax_scale)
+    call = functools.partial(function, *given, topk_length=topk_length)
+    return InForm(call, lambda found: found[0][:, :heads].contiguous())
 
 
-def _deep_gemm(*names: str) -> tuple[Any, Callable[..., Any], bool]:
-    """DeepGEMM, the first of its functions that it has, and whether that also takes queries in fp4."""
-    module = _installed("vllm.third_party.deep_gemm")
-    name = next(name for name in names if hasattr(module, name))
-    return module, getattr(module, name), "fp4" in name
+def _deep_gemm() -> Any:
+    """DeepGEMM, which compiles its kernels with the CUDA toolkit when they are first called."""
+    return _installed("vllm.third_party.deep_gemm")
 
 
 def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
@@ -256,18 +290,20 @@ def paged_scores(
 ) -> Call:
     """Its caches have the scales of a page behind its keys, as those of the operator's cases do."""
     refuse_unless(k_scale_cache is not None, "fp8 only")
-    module, function, pair = _deep_gemm("fp8_fp4_paged_mqa_logits", "fp8_paged_mqa_logits")
+    module = _deep_gemm()
     pages, page_size, dim = k_cache.shape
     of_page = page_size * (dim + 4)
     refuse_unless(k_cache.stride(0) == of_page, "caches whose scales lie elsewhere")
     packed = k_cache.as_strided((pages, of_page), (of_page, 1)).view(torch.uint8).view(pages, page_size, 1, dim + 4)
     tokens = q.view(len(cache_seqlens), -1, *q.shape[1:])
     new = tokens.shape[1]
+    refuse_unless(new <= 2, "at most two new tokens of each on Hopper")
     lengths = (cache_seqlens.unsqueeze(1) - torch.arange(new - 1, -1, -1, device=q.device)).int().contiguous()
     plan = module.get_paged_mqa_logits_metadata(lengths, page_size, module.get_num_sms())
     width = page_table.shape[1] * page_size
-    given = ((tokens, None) if pair else tokens, packed, weights, lengths, page_table, plan, width)
-    return InForm(functools.partial(function, *given, clean_logits=False), _seen(lengths.flatten()))
+    given = ((tokens, None), packed, weights, lengths, page_table, plan, width)
+    call = functools.partial(module.fp8_fp4_paged_mqa_logits, *given, clean_logits=False)
+    return InForm(call, _seen(lengths.flatten()))
 
 
 @peer("attention.dsa_indexer_scores", name="DeepGEMM", setup=True, package="vllm")
@@ -275,53 +311,121 @@ def row_scores(
     q: Tensor, k: Tensor, weights: Tensor, cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None, k_scale: Tensor | None
 ) -> Call:
     refuse_unless(k_scale is not None and len(cu_seqlens) == 2, "one sequence in fp8")
-    _, function, pair = _deep_gemm("fp8_fp4_mqa_logits", "fp8_mqa_logits")
     ends = torch.arange(len(k) - len(q) + 1, len(k) + 1, dtype=torch.int32, device=q.device)
-    given = ((q, None) if pair else q, (k, k_scale), weights, torch.zeros_like(ends), ends)
-    return InForm(functools.partial(function, *given, clean_logits=False), _seen(ends))
+    given = ((q, None), (k, k_scale), weights, torch.zeros_like(ends), ends)
+    return InForm(functools.partial(_deep_gemm().fp8_fp4_mqa_logits, *given, clean_logits=False), _seen(ends))
 
 
 @peer("attention.top_k_indices", name="vLLM", setup=True, package="vllm")
 def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    _installed("vllm._C_stable_libtorch")
+    """As vLLM chooses in a prefill."""
+    refuse_unless(scores.dtype == torch.float32, "float32 only")
     ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
     out = torch.empty(len(scores), top_k, dtype=torch.int32, device=scores.device)
     given = (scores, torch.zeros_like(ends), ends, out, len(scores), *scores.stride(), top_k)
-
-    def form(found: None) -> Tensor:
-        at = torch.where(out < 0, scores.shape[1], out).sort(dim=1).values
-        return torch.where(at == scores.shape[1], -1, at)
-
-    return InForm(lambda: torch.ops._C.top_k_per_row_prefill(*given), form)
+    call = functools.partial(_operators().top_k_per_row_prefill, *given)
+    return InForm(call, lambda found: chosen_as_defined(scores, ends, out))
 
 
-# -- attention and prologues -------------------------------------------------------------------------------------------------------
+@peer("attention.top_k_indices", name="vLLM, decode", setup=True, package="vllm")
+def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
+    """As vLLM chooses in a decode on Hopper: blocks of a cluster share a row where there are few rows."""
+    refuse_unless(scores.dtype == torch.float32 and top_k in (512, 1024, 2048), "float32, and 512, 1024 or 2048 of them")
+    refuse_unless(len(scores) <= 256, "the rows of a decode")
+    ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
+    out = torch.empty(len(scores), top_k, dtype=torch.int32, device=scores.device)
+    few = len(scores) <= 32 and scores.stride(0) % 4 == 0
+    function = _operators().cooperative_topk if few else _operators().persistent_topk
+    workspace = torch.zeros(1 << 20, dtype=torch.uint8, device=scores.device)
+    call = functools.partial(function, scores, ends, out, workspace, top_k, scores.shape[1])
+    return InForm(call, lambda found: chosen_as_defined(scores, ends, out))
+
+
+# -- attention, products and prologues ---------------------------------------------------------------------------------------------
+
+
+def _flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scales: Mapping[str, Tensor | None], **options: Any
+) -> Call:
+    """Sequences that attend to themselves. It gives bfloat16 for fp8, as we do."""
+    function = _installed("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func
+    shape, longest = (len(cu_seqlens) - 1, k.shape[1]), int(cu_seqlens.diff().max())
+    given = {name: scale.reshape(-1).expand(shape).contiguous() for name, scale in scales.items() if scale is not None}
+    return functools.partial(
+        function, q, k, v, longest, cu_seqlens, longest, cu_seqlens_k=cu_seqlens, fa_version=3, **given, **options
+    )
 
 
 @peer("attention.mha_prefill", name="FlashAttention-3", setup=True, package="vllm")
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float | None, sinks: Tensor | None,
     q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> Call:  # fmt: skip
-    function = _installed("vllm.vllm_flash_attn").flash_attn_varlen_func
-    shape, longest = (len(cu_seqlens) - 1, k.shape[1]), int(cu_seqlens.diff().max())
     scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
-    given = {name: scale.reshape(-1).expand(shape).contiguous() for name, scale in scales.items() if scale is not None}
-    return functools.partial(
-        function, q, k, v, longest, cu_seqlens, longest, cu_seqlens_k=cu_seqlens, causal=True, softmax_scale=softmax_scale,
-        fa_version=3, **given,
-    )  # fmt: skip
+    added = None if sinks is None else sinks.bfloat16()
+    return _flash_attention_3(q, k, v, cu_seqlens, scales, causal=True, softmax_scale=softmax_scale, s_aux=added)
+
+
+@peer("attention.mla_prefill", name="FlashAttention-3", setup=True, package="vllm")
+def flash_attention_expanded(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal: bool, softmax_scale: float | None, return_lse: bool,
+    q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+) -> Call:  # fmt: skip
+    scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
+    options = {"causal": is_causal, "softmax_scale": softmax_scale, "return_softmax_lse": return_lse}
+    call = _flash_attention_3(q, k, v, cu_seqlens, scales, **options)
+    return InForm(call, lambda found: (found[0], found[1].t().contiguous()) if return_lse else found)
+
+
+@peer("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
+def deep_gemm_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
+    """Blocks of 128 with float32 scales; those of a lie column by column, as its own quantisation leaves them."""
+    refuse_unless(a_scale is not None and b_scale is not None and a.dtype == b.dtype == torch.float8_e4m3fn, "fp8 with scales")
+    assert a_scale is not None
+    assert b_scale is not None
+    blocks = (-(-a.shape[1] // 128), -(-b.shape[1] // 128))
+    refuse_unless(
+        a_scale.dtype == b_scale.dtype == torch.float32 and a_scale.shape == (len(a), blocks[0]) and b_scale.shape == blocks,
+        "float32 scales of blocks of 128",
+    )
+    refuse_unless(out_dtype in (None, torch.bfloat16), "bfloat16")
+    module = _deep_gemm()
+    out = torch.empty(len(a), b.shape[1], dtype=torch.bfloat16, device=a.device)
+    left = (a.contiguous(), module.get_mn_major_tma_aligned_tensor(a_scale.contiguous()))
+    right = (b.t().contiguous(), b_scale.t().contiguous())
+    return InForm(functools.partial(module.fp8_gemm_nt, left, right, out, disable_ue8m0_cast=True), lambda found: out)
+
+
+def _quantised(x: Tensor, width: int, granularity: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """Where fp8 elements of rows of this width and their scales go."""
+    refuse_unless(granularity == "token" or (granularity == "block" and block_size in (64, 128)), "a scale a token, or a block")
+    rows, scales = x.numel() // x.shape[-1], 1 if granularity == "token" else width // block_size
+    return torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device), torch.empty(rows, scales, device=x.device)
 
 
 @peer("norm.rmsnorm_quantize_fp8", name="vLLM", setup=True, package="vllm")
-def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, granularity: str) -> Call:
-    refuse_unless(granularity == "token" and residual is None, "a scale a token, nothing added")
-    operators = _installed("vllm._custom_ops")
-    return functools.partial(operators.rms_norm_dynamic_per_token_quant, x, weight, eps, torch.float8_e4m3fn, None, None)
+def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, granularity: str, block_size: int) -> Call:
+    """It writes the sum over the residual, which is a copy here."""
+    out, scale = _quantised(x, x.shape[-1], granularity, block_size)
+    total = None if residual is None else residual.clone()
+    given, operators = (out, x, weight, scale, eps, None, total), _operators()
+    if granularity == "token":
+        call = functools.partial(operators.rms_norm_dynamic_per_token_quant, *given)
+    else:
+        call = functools.partial(operators.rms_norm_per_block_quant, *given, block_size, False)
+    return InForm(call, lambda found: (out, scale) if total is None else (out, scale, total))
+
+
+@peer("activation.silu_and_mul_quantize_fp8", name="vLLM", setup=True, package="vllm")
+def silu_quantised_in_blocks(x: Tensor, granularity: str, block_size: int) -> Call:
+    refuse_unless(granularity == "block", "a scale a block")
+    out, scale = _quantised(x, x.shape[-1] // 2, granularity, block_size)
+    call = functools.partial(_operators().silu_and_mul_per_block_quant, out, x, scale, block_size)
+    return InForm(call, lambda found: (out, scale))
 
 
 @peer("activation.silu_and_mul_quantize_fp8_with_scale", name="vLLM", setup=True, package="vllm")
 def silu_quantised(x: Tensor, scale: Tensor) -> Call:
-    _installed("vllm._custom_ops")
+    refuse_unless(scale.numel() == 1, "one scale")
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.float8_e4m3fn, device=x.device)
-    return InForm(lambda: torch.ops._C.silu_and_mul_quant(out, x, scale), lambda found: out)
+    return InForm(functools.partial(_operators().silu_and_mul_quant, out, x, scale), lambda found: out)
