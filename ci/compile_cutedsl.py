@@ -2,7 +2,8 @@
 
     python ci/compile_cutedsl.py --kernel decode --arch sm_90
 
-Fails on a program that does not compile, and on one that keeps anything in local memory: a stack, or registers that were spilled.
+Fails on a program that does not compile, on one that keeps anything in local memory (a stack, or registers that were spilled), and
+on one whose asynchronous products ptxas has serialised.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+
+import machine_code
 
 from tokenspeed_kernel_nvidia import warmup
 from tokenspeed_kernel_nvidia._programs import Program
@@ -39,6 +42,7 @@ class Compiled:
         shared_bytes: of a block, or None if the launch does not show it.
         code_bytes: of the kernel.
         seconds: how long it was compiled.
+        serialised: whether ptxas waits for each asynchronous product before the next one.
         error: why it could not be.
     """
 
@@ -48,6 +52,7 @@ class Compiled:
     shared_bytes: int | None = None
     code_bytes: int = 0
     seconds: float = 0.0
+    serialised: bool = False
     error: str = ""
 
     def __str__(self) -> str:
@@ -58,21 +63,10 @@ class Compiled:
         return f"{facts}  {self.seconds:5.1f} s  {self.name}"
 
 
-def _sections(image: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of the sections of a 64-bit ELF image."""
-    (table,) = struct.unpack_from("<Q", image, 0x28)
-    entry, count, names_at = struct.unpack_from("<HHH", image, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry * index) for index in range(count)]
-    names = headers[names_at][4]
-    for header in headers:
-        begin = names + header[0]
-        yield image[begin : image.index(b"\0", begin)].decode(), header[4], header[5]
-
-
 def _numbers(image: bytes) -> dict[int, int]:
     """The largest number of each attribute in .nv.info."""
     found: dict[int, int] = {}
-    for name, offset, size in _sections(image):
+    for name, offset, size in machine_code.sections(image):
         at, end = (offset, offset + size) if name == ".nv.info" else (0, 0)
         while at < end:
             form, attribute, length = struct.unpack_from("<BBH", image, at)
@@ -100,19 +94,20 @@ def _compile(program: Program[Any], config: Any) -> Compiled:
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            compiled = program.compile(config, f"--keep-cubin --dump-dir {folder}")
+            compiled = program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}")
         except Exception as error:  # reported with the others
             return Compiled(name, error=f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - begun
-        image = bytes(compiled.__cubin__)
+        image, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)
     numbers = _numbers(image)
     return Compiled(
         name,
         registers=numbers[_REGISTERS],
         local_bytes=max(numbers.get(_FRAME, 0), numbers.get(_STACK, 0)),
         shared_bytes=_shared_bytes(str(compiled.ir_module)),
-        code_bytes=sum(size for section, _, size in _sections(image) if section.startswith(".text.")),
+        code_bytes=sum(size for section, _, size in machine_code.sections(image) if section.startswith(".text.")),
         seconds=seconds,
+        serialised=machine_code.serialised(image, ptx),
     )
 
 
@@ -138,11 +133,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(result)
     broken = [result for result in results if result.error]
     local = [result for result in results if result.local_bytes]
+    serialised = [result for result in results if result.serialised]
     seconds = time.perf_counter() - begun
-    print(f"{len(results)} configurations in {seconds:.0f} s: {len(broken)} do not compile, {len(local)} use local memory")
+    print(
+        f"{len(results)} configurations in {seconds:.0f} s: {len(broken)} do not compile, {len(local)} use local memory, "
+        f"{len(serialised)} have serialised products"
+    )
     for result in local:
         print(f"  {result.local_bytes} B local: {result.name}")
-    return 1 if broken or local else 0
+    for result in serialised:
+        print(f"  serialised: {result.name}")
+    return 1 if broken or local or serialised else 0
 
 
 if __name__ == "__main__":

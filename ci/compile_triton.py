@@ -7,8 +7,8 @@ cases lend their shapes alone; their values are never drawn.
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
 Fails on a kernel that does not compile or wants more shared memory than there is, on operands that are overwritten while they are
-in use, on machine code that reads registers which nothing wrote, and on spills to local memory beyond
-``ci/spill_allowances.toml``.
+in use, on Hopper's products where they are serialised, on machine code that reads registers which nothing wrote, and on spills to
+local memory beyond ``ci/spill_allowances.toml``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import machine_code
 
 # The most shared memory (bytes) that a block may have.
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
@@ -234,9 +236,9 @@ class Recorder:
                 raise RuntimeError(f"{function.__name__} wants {compiled.metadata.shared} bytes of shared memory, of {limit}")
             if _overtaken(compiled.asm.get("ttgir", "")):
                 raise RuntimeError(f"{function.__name__} may overwrite operands in use: see wait_for_products in common_device.py")
-            faults = _unwritten(compiled)
-            if faults:
-                raise RuntimeError(f"{function.__name__} is not compiled right, registers are read that nothing wrote: {faults[0]}")
+            fault = _faults(compiled)
+            if fault:
+                raise RuntimeError(f"{function.__name__}: {fault}")
             return compiled
 
         @contextlib.contextmanager
@@ -319,64 +321,33 @@ def _overtaken(ttgir: str) -> bool:
     return bool(in_registers and unfinished) and "wgmma.wait_group" not in ttgir
 
 
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(\S+)\s*(.*?)\s*;", re.MULTILINE)
-_UNIFORM = re.compile(r"UR(\d+)")
+def _faults(compiled: Any) -> str:
+    """What is wrong with the machine code of a kernel with Hopper's asynchronous products; empty if nothing is."""
+    ptx = compiled.asm.get("ptx", "")
+    if "wgmma.mma_async" not in ptx:
+        return ""
+    if machine_code.serialised(compiled.asm["cubin"], ptx):
+        return "products are serialised by ptxas, which waits for each before the next: its -v says why"
+    # There are no life ranges of a program whose warps have different numbers of registers.
+    ranges = _tool(compiled, "nvdisasm", "-c", "--print-life-ranges", "--life-range-mode", "narrow", may_fail=True)
+    text = ranges or _tool(compiled, "nvdisasm", "-c")
+    unwritten = machine_code.unwritten_uniform_registers(machine_code.instructions(text))
+    unwritten += machine_code.unwritten_general_registers(ranges) if ranges else []
+    return f"not compiled right, registers are read that nothing wrote: {unwritten[0]}" if unwritten else ""
 
 
-def _unwritten(compiled: Any) -> list[str]:
-    """Instructions of a kernel with Hopper's asynchronous products that read a uniform register which no instruction before them
-    writes. ptxas of CUDA 12.8 makes them now and then where descriptors of shared memory do not change in a loop."""
-    if "wgmma.mma_async" not in compiled.asm.get("ptx", ""):
-        return []
-    text = _cuobjdump(compiled, "-sass")
-    return unwritten_uniform_registers(_INSTRUCTION.findall(text))
-
-
-def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list[str]:
-    """Those of some instructions of sm_90 (name, operands) that read a uniform register which none before them writes.
-
-    >>> unwritten_uniform_registers([("UMOV", "UR4, 0x400"), ("UIADD3", "UR6, UP0, UR6, 0x20, URZ")])
-    ['UIADD3 UR6, UP0, UR6, 0x20, URZ: UR6']
-    """
-    known: set[int] = set()
-    found = []
-    for name, text in instructions:
-        operands = [operand.strip() for operand in text.split(",")]
-        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX"))
-        target = next((i for i, operand in enumerate(operands[:2]) if writes and _UNIFORM.fullmatch(operand)), None)
-        reads: set[int] = set()
-        for i, operand in enumerate(operands):
-            for match in _UNIFORM.finditer(operand):
-                if i == target:
-                    continue
-                first, count = int(match[1]), 1
-                if "gdesc[" in operand:
-                    # Two descriptors of two registers; that of the left operand is not there if it lies in registers.
-                    left = 2 if "gdesc[" not in operands[1] else 0
-                    first, count = first + left, 4 - left
-                elif f"desc[{match[0]}]" in operand or (".64" in name and name.startswith("U")):
-                    count = 2
-                reads.update(range(first, first + count))
-        if reads - known:
-            found.append(f"{name} {text}: {', '.join(f'UR{n}' for n in sorted(reads - known))}")
-        known |= reads
-        if target is not None:
-            first = int(operands[target][2:])
-            known.update(range(first, first + (2 if ".64" in name or ".WIDE" in name else 1)))
-    return found
-
-
-def _cuobjdump(compiled: Any, option: str) -> str:
-    """What CUDA's tool, which comes with Triton, says of a kernel's machine code."""
+def _tool(compiled: Any, name: str, *options: str, may_fail: bool = False) -> str:
+    """What one of CUDA's tools, which come with Triton, says of a kernel's machine code; nothing if it fails, where it may."""
     import tempfile
 
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        return subprocess.run([tool, option, cubin.name], capture_output=True, text=True, check=True).stdout
+        done = subprocess.run([tool, *options, cubin.name], capture_output=True, text=True, check=not may_fail)
+        return done.stdout if done.returncode == 0 else ""
 
 
 def _resources(compiled: Any) -> tuple[int, int, int]:
@@ -386,7 +357,7 @@ def _resources(compiled: Any) -> tuple[int, int, int]:
         found = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
         stack = found["private_segment_fixed_size"] + 4 * found["vgpr_spill_count"]
         return found["vgpr_count"], stack, found["sgpr_spill_count"]
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _cuobjdump(compiled, "-res-usage")))
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _tool(compiled, "cuobjdump", "-res-usage")))
     return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"]), 0
 
 

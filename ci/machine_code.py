@@ -1,0 +1,116 @@
+"""What machine code for Hopper says of how it was compiled: faults of ptxas that no test of values finds for certain.
+
+A cubin is an ELF image of 64 bits, an instruction 16 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+from collections.abc import Iterator, Sequence
+
+_OPERATION = 0x1FF
+_PRODUCTS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA, whether their left operand lies in registers or not
+_WARPGROUP, _WAITS = 0x1C5, 1 << 47  # WARPGROUP.ARRIVE, and with this bit WARPGROUP.DEPBAR.LE gsb0, n
+_IN_PTX = re.compile(r"\bwgmma\.(mma_async|wait_group)\b")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(\S+)\s*(.*?)\s*;", re.MULTILINE)
+_UNIFORM = re.compile(r"UR(\d+)")
+# Of nvdisasm --print-life-ranges: where the columns of general registers begin, and an instruction with its table.
+_COLUMNS = re.compile(r"//\s\|(\s*# )0")
+_RANGES = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*//\s\|([^|]*)", re.MULTILINE)
+
+
+def sections(image: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of the sections of a 64-bit ELF image."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry, count, names_at = struct.unpack_from("<HHH", image, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry * index) for index in range(count)]
+    names = headers[names_at][4]
+    for header in headers:
+        begin = names + header[0]
+        yield image[begin : image.index(b"\0", begin)].decode(), header[4], header[5]
+
+
+def serialised(image: bytes, ptx: str) -> bool:
+    """Whether ptxas serialised the asynchronous products of a cubin that was made of this PTX: each is waited for before the next
+    begins, though the PTX lets several be under way. ptxas says so in a note of its option -v (C7510 to C7520, "Potential
+    Performance Loss"), which compilers that call it throw away."""
+    order = _IN_PTX.findall(ptx)
+    if not any(pair == ("mma_async", "mma_async") for pair in itertools.pairwise(order)):
+        return False
+    code = [image[offset : offset + size] for name, offset, size in sections(image) if name.startswith(".text.")]
+    kinds = [kind for part in code for kind in _products_and_waits(part)]
+    return bool(kinds) and all(kinds[i + 1 : i + 2] == ["wait for all"] for i, kind in enumerate(kinds) if kind == "product")
+
+
+def _products_and_waits(code: bytes) -> Iterator[str]:
+    for low, high in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]):
+        if low & _OPERATION in _PRODUCTS:
+            yield "product"
+        elif low & _OPERATION == _WARPGROUP and low & _WAITS:
+            yield "wait for all" if not high >> 8 & 0xFF else "wait for some"
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Name and operands of the instructions of a disassembly."""
+    return _INSTRUCTION.findall(text)
+
+
+def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list[str]:
+    """Those of some instructions of sm_90 (name, operands) that read a uniform register which none before them writes.
+
+    ptxas of CUDA 12.8 makes them now and then where descriptors of shared memory do not change in a loop.
+
+    >>> unwritten_uniform_registers([("UMOV", "UR4, 0x400"), ("UIADD3", "UR6, UP0, UR6, 0x20, URZ")])
+    ['UIADD3 UR6, UP0, UR6, 0x20, URZ: UR6']
+    """
+    known: set[int] = set()
+    found = []
+    for name, text in instructions:
+        operands = [operand.strip() for operand in text.split(",")]
+        writes = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX"))
+        target = next((i for i, operand in enumerate(operands[:2]) if writes and _UNIFORM.fullmatch(operand)), None)
+        reads: set[int] = set()
+        for i, operand in enumerate(operands):
+            for match in _UNIFORM.finditer(operand):
+                if i == target:
+                    continue
+                first, count = int(match[1]), 1
+                if "gdesc[" in operand:
+                    # Two descriptors of two registers; that of the left operand is not there if it lies in registers.
+                    left = 2 if "gdesc[" not in operands[1] else 0
+                    first, count = first + left, 4 - left
+                elif f"desc[{match[0]}]" in operand or (".64" in name and name.startswith("U")):
+                    count = 2
+                reads.update(range(first, first + count))
+        if reads - known:
+            found.append(f"{name} {text}: {', '.join(f'UR{n}' for n in sorted(reads - known))}")
+        known |= reads
+        if target is not None:
+            first = int(operands[target][2:])
+            known.update(range(first, first + (2 if ".64" in name or ".WIDE" in name else 1)))
+    return found
+
+
+def unwritten_general_registers(text: str) -> list[str]:
+    """Instructions that read a general register which none before them writes, of what nvdisasm prints with
+    ``--print-life-ranges --life-range-mode narrow``.
+
+    Ones that write part of a register, and so are said to read it, may be the first: halves are put together so. Accumulators of
+    products likewise, of which the first ignores them.
+
+    Raises:
+        ValueError: there are no life ranges in the text.
+    """
+    found, known = [], set()
+    header = _COLUMNS.search(text)
+    if header is None:
+        raise ValueError("the disassembly has no table of general registers")
+    for instruction, table in _RANGES.findall(text):
+        for register, mark in enumerate(table[len(header[1]) :]):
+            if mark in "^xv" and register not in known:
+                known.add(register)
+                if mark == "v":
+                    found.append(f"{instruction}: R{register}")
+    return found
