@@ -22,6 +22,7 @@ from tokenspeed_kernel_base.config import PREFIX
 from tokenspeed_kernel_base.discovery import DEVICE_SUFFIX
 
 PACKAGES = Path(__file__).parents[2]
+TOOLS = PACKAGES.parent / "tools"
 BASE, CORE = "tokenspeed_kernel_base", "tokenspeed_kernel"
 COMPILERS = frozenset({"triton", "cutlass", "cuda", "tvm_ffi", "flashinfer", "aiter"})
 HEAVY = sorted(
@@ -30,20 +31,26 @@ HEAVY = sorted(
 
 
 @cache
-def modules() -> dict[str, Path]:
-    """Every module of every package, by name."""
+def modules(folder: Path = PACKAGES) -> dict[str, Path]:
+    """Every module of every package of a folder, by name."""
     named = {}
-    for root in sorted(init.parent for init in PACKAGES.glob("*/src/*/__init__.py")):
+    for root in sorted(init.parent for init in folder.glob("*/src/*/__init__.py")):
         for path in sorted(root.rglob("*.py")):
             parts = [root.name, *path.relative_to(root).with_suffix("").parts]
             named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {**named, **{path.stem: path for path in PACKAGES.glob("*/src/*.py")}}
+    return {**named, **{path.stem: path for path in folder.glob("*/src/*.py")}}
+
+
+@cache
+def with_tools() -> dict[str, Path]:
+    """Every module of the repository, those of tools too."""
+    return {**modules(), **modules(TOOLS)}
 
 
 @cache
 def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
     """What a module imports: all, also inside functions, or only what is imported together with it."""
-    path = modules()[name]
+    path = with_tools()[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
 
@@ -58,7 +65,7 @@ def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
             elif isinstance(child, ast.ImportFrom):
                 relative = "." * child.level + (child.module or "")
                 base = importlib.util.resolve_name(relative, package) if child.level else str(child.module)
-                found.update(f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules() else base for alias in child.names)
+                found.update(f"{base}.{alias.name}" if f"{base}.{alias.name}" in with_tools() else base for alias in child.names)
             visit(child)
 
     visit(ast.parse(path.read_text()))
@@ -124,16 +131,16 @@ def _cycles() -> Iterator[str]:
         if name in path:
             yield " -> ".join((*path[path.index(name) :], name))
         elif name not in done:
-            for other in imports_of_ours(name):
+            for other in sorted(imports(name) & with_tools().keys()):
                 yield from visit(other, (*path, name))
             done.add(name)
 
-    for name in modules():
+    for name in with_tools():
         yield from visit(name, ())
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Imports inside functions count: a cycle that is put off is a cycle."""
+    """Those of tools have none either. Imports inside functions count: a cycle that is put off is a cycle."""
     cycles = [*_cycles()]
     assert not cycles, "import cycles; what both sides need belongs into a module that imports neither:\n" + "\n".join(cycles)
 
