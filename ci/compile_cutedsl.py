@@ -120,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--each", action="store_true", help="of each program the first configuration only")
     options = parser.parse_args(arguments)
-    selection = [(program, config) for program, config in warmup.select(options.kernel) if program.arch.startswith(options.arch)]
+    selection = [
+        (program, config) for program, config in warmup.select(options.kernel, every=True) if program.arch.startswith(options.arch)
+    ]
     if options.each:
         selection = [*{program.name: (program, config) for program, config in reversed(selection)}.values()]
     if not selection:

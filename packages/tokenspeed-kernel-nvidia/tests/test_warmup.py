@@ -68,6 +68,15 @@ def test_selecting_by_words(two: list[Any]) -> None:
     assert not warmup.select(["absent"])
 
 
+def test_what_only_calls_by_name_get_is_compiled_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(config: Any) -> Any: ...
+
+    made = _programs.program(arch="sm_90a", configs=lambda: ["usual", "seldom"], usual=lambda: ["usual"])(kernel)
+    monkeypatch.setattr(warmup, "programs", lambda: [made])
+    assert [config for _, config in warmup.select()] == ["usual"]
+    assert [config for _, config in warmup.select(every=True)] == ["usual", "seldom"]
+
+
 def test_the_list_says_what_is_to_do(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert warmup.main(["wide", "--arch", "sm_90a", "--jobs", "1"]) == 0
     assert "1 compiled, 0 kept before, 0 failed" in capsys.readouterr().out

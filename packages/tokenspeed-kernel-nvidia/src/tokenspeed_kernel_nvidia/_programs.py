@@ -64,16 +64,19 @@ _compiler = threading.RLock()
 _libraries: dict[Path, ctypes.CDLL] = {}
 
 
-def program(*, arch: str, configs: Callable[[], Sequence[ConfigT]]) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
+def program(
+    *, arch: str, configs: Callable[[], Sequence[ConfigT]], usual: Callable[[], Sequence[ConfigT]] | None = None
+) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
     """Makes a `Program` of a function from a configuration to a ``cute.jit`` function and its fake arguments, the stream last.
 
     Args:
         arch: what it is compiled for, as CuteDSL spells it: ``"sm_90a"``.
-        configs: gives all configurations that are served, for who compiles them ahead of time.
+        configs: gives all configurations that are served.
+        usual: gives those that calls get without asking for a kernel by name, for who compiles ahead of time; all if not given.
     """
 
     def declare(declaration: Declaration[ConfigT]) -> Program[ConfigT]:
-        return Program(declaration, arch, configs)
+        return Program(declaration, arch, configs, usual)
 
     return declare
 
@@ -85,12 +88,20 @@ class Program(Generic[ConfigT]):
         name: of the declaring module and function, without the package.
         arch: what it is compiled for.
         configs: gives all configurations that are served.
+        usual: gives those that calls get without asking for a kernel by name.
     """
 
-    def __init__(self, declaration: Declaration[ConfigT], arch: str, configs: Callable[[], Sequence[ConfigT]]) -> None:
+    def __init__(
+        self,
+        declaration: Declaration[ConfigT],
+        arch: str,
+        configs: Callable[[], Sequence[ConfigT]],
+        usual: Callable[[], Sequence[ConfigT]] | None = None,
+    ) -> None:
         self.name = f"{declaration.__module__.removeprefix(_PACKAGE + '.')}.{declaration.__name__}"
         self.arch = arch
         self.configs = configs
+        self.usual = usual or configs
         self.__doc__ = declaration.__doc__
         self._declaration = declaration
         self._loaded: dict[ConfigT, Launch] = {}

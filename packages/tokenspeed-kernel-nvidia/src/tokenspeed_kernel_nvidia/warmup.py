@@ -66,14 +66,15 @@ def describe(program: Program[Any], config: Any) -> str:
     return f"{program.name} {program.arch} {config}"
 
 
-def select(words: Sequence[str] = ()) -> list[tuple[Program[Any], Any]]:
+def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Program[Any], Any]]:
     """Configurations of programs.
 
     Args:
         words: all of them must occur in what `describe` says.
+        every: also those that only calls get which ask for a kernel by name.
     """
-    every = [(program, config) for program in programs() for config in program.configs()]
-    return [(program, config) for program, config in every if all(word in describe(program, config) for word in words)]
+    found = [(program, config) for program in programs() for config in (program.configs() if every else program.usual())]
+    return [(program, config) for program, config in found if all(word in describe(program, config) for word in words)]
 
 
 def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
@@ -149,9 +150,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="only configurations whose line in --list has all these words")
     parser.add_argument("--arch", help="only for this architecture, as sm_90a")
     parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="processes (default: the cores)")
+    parser.add_argument("--every", action="store_true", help="also what only calls get that ask for a kernel by its name")
     parser.add_argument("--list", action="store_true", help="say what there is, and compile nothing")
     options = parser.parse_args(arguments)
-    selection = [(program, config) for program, config in select(options.words) if options.arch in (None, program.arch)]
+    selection = [
+        (program, config) for program, config in select(options.words, every=options.every) if options.arch in (None, program.arch)
+    ]
     if not selection:
         parser.error("no configuration has all these words; --list shows them")
     if options.list:

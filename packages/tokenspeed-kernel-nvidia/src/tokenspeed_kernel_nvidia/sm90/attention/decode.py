@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -45,7 +45,32 @@ FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 
 
-@program(arch="sm_90a", configs=every_config)
+# What kernels are declared for that go before the portable one: widths, query heads a key head, formats, pages.
+_CHOSEN: list[tuple[tuple[int, int], tuple[int, int], frozenset[FormatSignature], tuple[int, ...]]] = []
+
+
+def usual_configs() -> list[Config]:
+    """Those of `every_config` that such kernels ask for."""
+    asked = {
+        config_of(DTYPES[q], widths, page_size, rows, work, fp8, capped, close)
+        for widths, (least, most), signatures, pages in _CHOSEN
+        for q, cache in {(signature.format_for("q").storage_dtype, signature.format_for("k_cache")) for signature in signatures}
+        for fp8 in (cache.storage_dtype != q,)
+        for rows in {_rows(ratio * new) for ratio in range(least, most + 1) for new in range(1, max(ROWS) // most + 1)}
+        for work in get_args(Work)
+        for page_size in pages
+        for capped in (False, True)
+        for close in (False, True)
+    }
+    return [config for config in every_config() if config in asked]
+
+
+def _rows(wanted: int) -> int:
+    """Query rows of the program that has room for so many."""
+    return next(rows for rows in ROWS if rows >= wanted)
+
+
+@program(arch="sm_90a", configs=every_config, usual=usual_configs)
 def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention import decode_device
 
@@ -67,7 +92,7 @@ def _program_of(
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
     """The program, groups, and floats of partial results."""
-    rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
+    rows = _rows(heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
     groups = max(1, config.resident * multiprocessors(device) * config.heads * config.abreast // kv_heads)
     return decode_program(config), groups, 2 * groups * kv_heads * config.rows * (widths[1] + 2) // config.abreast
@@ -153,6 +178,8 @@ def _register(
 
     Query heads a key head, times new tokens, must be at most the rows that programs are made for.
     """
+    if priority > Priority.PORTABLE:
+        _CHOSEN.append((widths, ratios, signatures, pages))
     register_kernel(
         "attention",
         "mha_decode_with_kvcache",
