@@ -110,7 +110,11 @@ def test_a_graph_stays_right_when_lengths_change(sm90: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got, _ = mla_extend.mla_extend_with_kvcache(**arguments)
-    for lengths, offsets in (([900, 70, 5000], [0, 100, 170, 200]), ([150, 70, 64], [0, 90, 100, 160]), ([99, 0, 3000], [0, 99, 99, 99])):
+    for lengths, offsets in (
+        ([900, 70, 5000], [0, 100, 170, 200]),
+        ([150, 70, 64], [0, 90, 100, 160]),
+        ([99, 0, 3000], [0, 99, 99, 99]),
+    ):
         arguments["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
         arguments["cu_seqlens_q"].copy_(torch.tensor(offsets, dtype=torch.int32))
         graph.replay()
@@ -162,8 +166,9 @@ def test_an_fp8_cache_on_the_emulator(
 def test_many_sequences_on_the_emulator() -> None:
     """More than a warp has lanes."""
     lengths, new = drawn(40)
+    lengths = [length % 130 for length in lengths]
     with emulated(4):
-        check(arguments_of([length % 130 for length in lengths], [min(n, length % 130) % 20 for length, n in zip(lengths, new)], 16))
+        check(arguments_of(lengths, [min(count % 20, length) for count, length in zip(new, lengths, strict=True)], 16))
 
 
 # -- what is launched ----------------------------------------------------------------------------------------------------------

@@ -65,8 +65,8 @@ class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
         stream: cuda.CUstream,
     ):
         self.launch(
-            *self.blocks_of(q, kv_cache), kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale,
-            q_scale, kv_scale, stream,
+            *self.blocks_of(q, kv_cache), kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups,
+            scale, q_scale, kv_scale, stream,
         )  # fmt: skip
 
     def blocks_of(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Blocks, Blocks]:
