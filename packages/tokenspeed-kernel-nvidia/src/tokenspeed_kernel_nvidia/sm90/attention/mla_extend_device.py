@@ -28,12 +28,12 @@ from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 
 
-def host(config: Config) -> Any:
+def host(config: Config | Fp8Config) -> Any:
     """The function that launches a program."""
     return MlaExtendFp8(config) if isinstance(config, Fp8Config) else MlaExtend(config)
 
 
-def fake_arguments(config: Config) -> tuple[Any, ...]:
+def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
     """Stand-ins for what `host` takes."""
     decode = mla_decode_fp8_device if isinstance(config, Fp8Config) else mla_decode_device
     tensors = decode.fake_arguments(config)[:5]
