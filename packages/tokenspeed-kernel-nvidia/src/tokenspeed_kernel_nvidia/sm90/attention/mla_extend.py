@@ -2,7 +2,7 @@
 
 A tile of 64 rows has half of a token's 128 heads, or the heads of some tokens, and is computed as `mla_decode` computes its tiles:
 keys and values are read once for it. Two CTAs that form a cluster have the other half of the heads, or the next tokens, and share
-what they load.
+what they load; for few new tokens see `mla_extend_config.Extending`.
 
 The grid is fixed. The blocks of all tiles, one after another, are cut into as many equal ranges as there are clusters, on the
 device, from cu_seqlens_q and cache_seqlens: a captured graph stays right and evenly loaded when these change. A cluster leaves at
@@ -30,14 +30,14 @@ from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import (
-    RANKS,
     Config,
     Fp8Config,
     every_config,
     every_fp8_config,
+    ranks_for,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.served import FP8
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
+from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -63,15 +63,15 @@ def mla_extend_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _programs_of(
-    dtype: torch.dtype, cache: torch.dtype, heads: int, device: int
+    dtype: torch.dtype, cache: torch.dtype, heads: int, ranks: int, device: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
     """The programs that compute and merge, groups, and bytes of partial results."""
-    config = Config(DTYPES.get(dtype, "bfloat16"), heads)
-    groups = max(1, multiprocessors(device) // RANKS)
-    if cache in DTYPES:
+    config = Config("bfloat16", heads, ranks)
+    groups = max(1, multiprocessors(device) // ranks)
+    if cache == torch.bfloat16:
         compute = mla_extend_program(config)
     else:
-        compute = mla_extend_fp8_program(Fp8Config(config.dtype, heads, dtype not in DTYPES))
+        compute = mla_extend_fp8_program(Fp8Config("bfloat16", heads, dtype == FP8, ranks=ranks))
     return compute, mla_extend_merge_program(config), groups, config.workspace_bytes(groups)
 
 
@@ -105,18 +105,18 @@ def mla_extend_with_kvcache(
     if tokens:
         if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
-        device = q.get_device()
-        launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, device)
-        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
-        lse_at = 0 if lse is None else lse.data_ptr()
         # New tokens of a sequence at most. Bounds are often loose, and numbers of units are made of this one.
         q_len = max(1, min(max_seqlen_q, tokens, max_seqlen_k if is_causal else tokens))
+        device = q.get_device()
+        launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, ranks_for(heads, q_len), device)
+        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
+        lse_at = 0 if lse is None else lse.data_ptr()
         scales = (0 if scale is None else scale.data_ptr() for scale in (q_scale, kv_scale))
         others = workspace.memory_at, lse_at, q_len, max_seqlen_k, int(is_causal), groups, softmax_scale * LOG2_E, *scales
-        if kv_cache.dtype not in DTYPES:
+        if kv_cache.dtype == FP8:
             kv_cache = kv_cache.view(torch.uint8)
-            if q.dtype not in DTYPES:
-                q = q.view(torch.uint8)
+        if q.dtype == FP8:
+            q = q.view(torch.uint8)
         rows = written
         try:
             launch(q, kv_cache, written, page_table, cache_seqlens, cu_seqlens_q, *others)
@@ -147,7 +147,7 @@ register_kernel(
     name="cutedsl_mla_extend_with_kvcache",
     solution="cutedsl",
     capability=CUTEDSL_HOPPER,
-    signatures=format_signatures(("q", "kv_cache"), "dense", DTYPES),
+    signatures=format_signatures(("q", "kv_cache"), "dense", {torch.bfloat16}),
     traits=_TRAITS,
     priority=Priority.SPECIALIZED,
     tags={"determinism"},

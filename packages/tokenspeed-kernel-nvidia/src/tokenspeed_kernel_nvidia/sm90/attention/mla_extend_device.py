@@ -77,7 +77,7 @@ class Extender(Tiles):
         sequence, first, tokens = self.place_of(call, unit)
         begin, _ = self.queries_of(call, sequence)
         own = self.tokens_before(call)
-        head = call.rank * ROWS if cutlass.const_expr(self.config.heads > ROWS) else Int32(0)
+        head = call.rank * ROWS if self.config.heads > ROWS else Int32(0)
         return begin + first + own, head, cutlass.max(cutlass.min(tokens - own, self.config.tokens_of_tile), 0)
 
     def tokens_before(self, call: Any) -> Int32:
