@@ -151,8 +151,11 @@ def test_on_the_emulator(
 
 @pytest.mark.parametrize(
     ("heads", "lengths", "new", "multiprocessors", "options"),
-    [(128, [130, 1], [2, 1], 2, FP8[0]), (16, [300, 66], [9, 5], 4, {"softmax_scale": 1.0, **FP8[1]})],
-    ids=FP8_NAMES,
+    [
+        (128, [130, 1], [2, 1], 2, FP8[0]),
+        (16, [300, 66], [9, 5], 4, {"softmax_scale": 1.0, **FP8[1]}),
+        (16, [200, 3], [3, 1], 2, FP8[0]),  # CTAs are alone
+    ],
 )
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], new: list[int], multiprocessors: int, options: dict[str, Any]
