@@ -204,6 +204,14 @@ def _() -> list[Case]:
         Case("fp8 cache without scale", paged([33, 18], [10, 18], **causal, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", "kv_scale"))),
         Case("deepseek-v3, 16 of its heads, 1 to 100 new", paged([200, 64, 65], [100, 64, 1], **sharded)),
+        Case(
+            "deepseek-v3, 16 of its heads, fp8 q and cache, lse",
+            paged([150, 64, 3], [20, 1, 3], **sharded, dtype=e4m3, scales=("q_scale", "kv_scale"), return_lse=True),
+        ),
+        Case(
+            "deepseek-v3, all seen, fp8 cache",
+            paged([130, 3], [2, 3], **{**deepseek_v3, "is_causal": False}, cache_dtype=e4m3, scales=("kv_scale",)),
+        ),
         Case("few new tokens of a long sequence, lse", paged([900, 3, 0, 64], [2, 3, 0, 7], **causal, return_lse=True)),
         Case("window of 20, lse", paged([100, 9, 40, 0], [30, 9, 1, 0], **causal, window_left=20, return_lse=True)),
         Case("window without causality", paged([60, 9], [30, 9], **tiny, is_causal=False, window_left=10)),
@@ -216,6 +224,11 @@ def _() -> list[Case]:
         Case("no sequences", paged([], [], **causal, return_lse=True)),
         Case("deepseek-v3 4 x 512 of 4096", paged([4096] * 4, [512] * 4, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 8 x 1024 of 8192", paged([8192] * 8, [1024] * 8, **sharded), large=True),
+        Case(
+            "deepseek-v3, 16 of its heads, 8 x 1024 of 8192, fp8 q and cache",
+            paged([8192] * 8, [1024] * 8, **sharded, dtype=e4m3, scales=("q_scale", "kv_scale")),
+            large=True,
+        ),
     ]
 
 

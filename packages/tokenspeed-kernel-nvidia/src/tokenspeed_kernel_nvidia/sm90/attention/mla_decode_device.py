@@ -68,13 +68,17 @@ class MlaDecode(Loader, Scorer, Valuer):
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        c = self.config
-        blocks = (
-            Blocks(make_tma(self.load_once, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), None),
-            Blocks(make_tma(self.load_shared, slots_first(kv_cache), (ROWS, PANEL)), None),
-        )
+        blocks = self.blocks_of(q, kv_cache)
         self.launch(
             *blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, None, None, stream
+        )
+
+    def blocks_of(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Blocks, Blocks]:
+        """Returns queries and cache as bulk copies see them."""
+        c = self.config
+        return (
+            Blocks(make_tma(self.load_once, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), None),
+            Blocks(make_tma(self.load_shared, slots_first(kv_cache), (ROWS, PANEL)), None),
         )
 
     @property
@@ -111,7 +115,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         self.kernel(
             q, kv, Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, self.make_qk_mmas(),
+            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, None, None, self.make_qk_mmas(),
             self.make_pv_mma(),
         ).launch(
             grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
@@ -137,6 +141,8 @@ class MlaDecode(Loader, Scorer, Valuer):
         scale: Float32,
         q_scale: Int64 | None,
         kv_scale: Int64 | None,
+        cu_seqlens_q: Int64 | None,
+        is_causal: Int32 | None,
         qk: Products,
         pv: cute.TiledMma,
     ):
@@ -146,7 +152,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
             page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
-            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale,
+            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale, cu_seqlens_q, is_causal,
         )  # fmt: skip
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:

@@ -64,18 +64,20 @@ class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
         kv_scale: Int64,
         stream: cuda.CUstream,
     ):
+        self.launch(
+            *self.blocks_of(q, kv_cache), kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups,
+            scale, q_scale, kv_scale, stream,
+        )  # fmt: skip
+
+    def blocks_of(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Blocks, Blocks]:
         c = self.config
         rows, packed = (c.heads_of_tile, c.tokens_of_tile), gqa_packed(q)
-        if cutlass.const_expr(c.fp8_queries):
+        if c.fp8_queries:
             queries = Blocks(make_tma(self.load_once, packed, (rows, PIECE)), make_tma(self.load_once, packed, (rows, ROPE)))
         else:
             queries = Blocks(make_tma(self.load_once, packed, (rows, PANEL)), None)
         cache = slots_first(kv_cache)
-        blocks = Blocks(make_tma(self.load_shared, cache, (ROWS, PIECE)), make_tma(self.load_shared, cache, (ROWS, ROPE)))
-        self.launch(
-            queries, blocks, kv_cache, out, page_table, cache_seqlens, partial, lse, q_len, max_seqlen_k, groups, scale, q_scale,
-            kv_scale, stream,
-        )  # fmt: skip
+        return queries, Blocks(make_tma(self.load_shared, cache, (ROWS, PIECE)), make_tma(self.load_shared, cache, (ROWS, ROPE)))
 
     def load_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
         load = Loader.load_queries if self.config.fp8_queries else MlaDecodeFp8.load_wide_queries
@@ -85,9 +87,9 @@ class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
     def load_wide_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
         """Loads the queries of a unit, of 16 bits each, as pieces of 64 columns. The stage of a rotary part stays as it is."""
         c = self.config
-        sequence, first, _ = self.place_of(call, unit)
+        token, head, _ = self.tile_of(call, unit)
         rows = (c.heads_of_tile, c.tokens_of_tile)
-        corner = (call.rank * ROWS, sequence * call.q_len + first)
+        corner = (head, token)
         self.acquire(call.ropes, rope_at, Int32(0))
         targets = self.wide.packed_boxes(call.storage.pieces, *rows, dtype=self.dtype)
         for piece in cutlass.range_constexpr(c.query_pieces):

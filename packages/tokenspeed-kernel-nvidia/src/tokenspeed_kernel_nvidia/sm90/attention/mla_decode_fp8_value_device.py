@@ -263,7 +263,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
     ):
         thread = self.thread_of_values()
         sums_at, values_at = self.piece(call, share.first_group, self.group_of(call) - share.first_group)
-        _, _, tokens = self.place_of(call, unit)
+        _, _, tokens = self.tile_of(call, unit)
         rows = tokens * self.config.heads_of_tile
         own = self.sums_of(call, half, thread & (ROWS - 1))
         store_if(self.has_row(thread, half) & ((thread & 127) < rows), sums_at + (thread & 127) * 8, [own[0], own[1]])

@@ -58,7 +58,7 @@ class Loader(Tiles):
                 at = self.load_block(call, kv, at, rope_at, page, slot, turn, start < length)
                 rope_at = advance(rope_at, self.config.stages)
                 turn ^= 1
-            unit += 1
+            unit = self.next_unit(call, unit)
             first += whole + call.plan[STARTING]
             begin = first
             length = self.length_of(call, unit)
@@ -121,9 +121,9 @@ class Loader(Tiles):
         Rows of tokens that the unit does not have are those of the next sequence, and nobody looks at what becomes of them.
         """
         c = self.config
-        sequence, first, _ = self.place_of(call, unit)
+        token, head, _ = self.tile_of(call, unit)
         rows = (c.heads_of_tile, c.tokens_of_tile)
-        corner = (call.rank * ROWS, sequence * call.q_len + first)
+        corner = (head, token)
         full = self.acquire(call.ropes, rope_at, Int32(self.ropes.row_bytes))
         target = self.ropes.packed_boxes(call.storage.ropes, *rows)[None, None, 0, 0, rope_at.stage]
         tma_load(q.ropes.atom, cute.domain_offset((corner, LATENT), q.ropes.tensor), (rows, ROPE), target, full)

@@ -51,6 +51,7 @@ class MergeCall:
     partial: Int64
     groups: Int32
     rank: Int32
+    cu_seqlens_q: Int64 | None = None
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,22 @@ class MlaMerge(Storer):
         records = cutlass.min(out.shape[0] // q_len * units, groups)
         shares = cutlass.max(cutlass.min(CTAS // (c.ranks * records), TILES), 4)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
-        self.kernel(units, q_len, to, lse, partial, groups, shares).launch(
+        self.kernel(units, q_len, to, lse, partial, groups, shares, None).launch(
             grid=(shares, c.ranks, records), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, units: Int32, q_len: Int32, out: Table, lse: Int64, partial: Int64, groups: Int32, shares: Int32):
+    def kernel(
+        self,
+        units: Int32,
+        q_len: Int32,
+        out: Table,
+        lse: Int64,
+        partial: Int64,
+        groups: Int32,
+        shares: Int32,
+        cu_seqlens_q: Int64 | None,
+    ):
         """Merges a CTA's share of the tiles of a unit.
 
         Where a unit has few partial results a warp merges all of a tile. Else warps merge some of them each, and the first one
@@ -103,13 +114,13 @@ class MlaMerge(Storer):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         shared = cutlass.utils.SmemAllocator().allocate_array(Float32, WARPS * 32 * NUMBERS)
-        call = MergeCall(units, q_len, out, lse, partial, groups, rank)
+        call = MergeCall(units, q_len, out, lse, partial, groups, rank, cu_seqlens_q)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         record = self.record(call, index)
         unit, group, pieces = record[0], record[1], record[2]
         if pieces > 1:
-            _, _, tokens = self.place_of(call, unit)
+            _, _, tokens = self.tile_of(call, unit)
             tiles = tokens * self.config.heads_of_tile // 16 * CHUNKS
             sums = Sums(*(cute.make_rmem_tensor(count, Float32) for count in (4, 2, 2)))
             if pieces <= BATCH:

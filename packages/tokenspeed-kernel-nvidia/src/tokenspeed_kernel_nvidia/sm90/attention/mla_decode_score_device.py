@@ -118,7 +118,7 @@ class Scorer(Tiles):
                 valid -= ROWS
             if const_expr(not c.at_once):
                 self.hand_over(call, last_filled(rope_at, c.stages))
-            unit += 1
+            unit = self.next_unit(call, unit)
 
     def operands(self, call: Call, mmas: Products, thread: Int32) -> Operands:
         kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)

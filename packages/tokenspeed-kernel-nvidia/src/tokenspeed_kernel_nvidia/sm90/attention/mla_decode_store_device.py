@@ -75,10 +75,10 @@ class Storer(Tiles):
     @cute.jit
     def row_of(self, call: Any, unit: Int32, row: Int32):
         """Returns where a row of a unit lies in the output, and whether there is one."""
-        sequence, first, tokens = self.place_of(call, unit)
+        first, first_head, tokens = self.tile_of(call, unit)
         token = row // self.config.heads_of_tile
-        head = call.rank * ROWS + row - token * self.config.heads_of_tile
-        place = Int64(sequence * call.q_len + first + token) * call.out.row + Int64(head) * call.out.column
+        head = first_head + row - token * self.config.heads_of_tile
+        place = Int64(first + token) * call.out.row + Int64(head) * call.out.column
         return call.out.address + place * 2, token < tokens
 
     @cute.jit
@@ -95,11 +95,11 @@ class Storer(Tiles):
     @cute.jit
     def lse_of(self, call: Any, unit: Int32, row: Int32, row_max: Float32, row_sum: Float32):
         """Returns where a row's log-sum-exp lies, and its value."""
-        sequence, first, _ = self.place_of(call, unit)
+        first, first_head, _ = self.tile_of(call, unit)
         token = row // self.config.heads_of_tile
-        head = call.rank * ROWS + row - token * self.config.heads_of_tile
+        head = first_head + row - token * self.config.heads_of_tile
         value = (row_max + cute.math.log2(row_sum)) * LN2
-        place = Int64(sequence * call.q_len + first + token) * self.config.heads + head
+        place = Int64(first + token) * self.config.heads + head
         return call.lse + place * 4, cutlass.select_(row_sum == 0.0, -Float32.inf, value)
 
     # -- what a warpgroup with values has --------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Storer(Tiles):
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
         # One of each unit, or of each group: see `record`.
-        of_unit = call.batch <= call.groups
+        of_unit = self.most_units(call) <= call.groups
         index = cutlass.select_(of_unit, unit, self.group_of(call))
         begins = share.first_group == self.group_of(call)
         self.write_record(call, begins & (of_unit | (share.pieces > 1)), index, unit, share.pieces)
@@ -155,7 +155,7 @@ class Storer(Tiles):
         thread = self.thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
         sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group)
-        _, _, tokens = self.place_of(call, unit)
+        _, _, tokens = self.tile_of(call, unit)
         if warp * 16 < tokens * self.config.heads_of_tile:  # else the unit has none of this warp's rows
             if half == 0 and lane & 3 == 0:
                 for r in cutlass.range_constexpr(2):

@@ -107,6 +107,7 @@ class Call:
         plan: see UNIT.
         storage: see `Tiles.storage`.
         q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None where neither is fp8.
+        cu_seqlens_q, is_causal: of `mla_extend_device`, and None else.
     """
 
     page_table: Table
@@ -127,6 +128,8 @@ class Call:
     storage: Any
     q_scale: Int64 | None = None
     kv_scale: Int64 | None = None
+    cu_seqlens_q: Int64 | None = None
+    is_causal: Int32 | None = None
 
     # Addresses in shared memory are computed where they are used, so that none takes a register in between.
 
@@ -213,6 +216,19 @@ class Tiles(Sharing):
         sequence = unit // call.units
         first = (unit - sequence * call.units) * self.config.tokens_of_tile
         return sequence, first, cutlass.min(call.q_len - first, self.config.tokens_of_tile)
+
+    @cute.jit
+    def tile_of(self, call: Call, unit: Int32):
+        """Returns the first token and the first head of this CTA's tile of a unit, and how many tokens it has."""
+        sequence, first, tokens = self.place_of(call, unit)
+        return sequence * call.q_len + first, call.rank * ROWS, tokens
+
+    def next_unit(self, call: Call, unit: Int32) -> Int32:
+        return unit + 1
+
+    def most_units(self, call: Call) -> Int32:
+        """Returns how many units there are at most."""
+        return call.batch
 
     @cute.jit
     def length_of(self, call: Call, unit: Int32):

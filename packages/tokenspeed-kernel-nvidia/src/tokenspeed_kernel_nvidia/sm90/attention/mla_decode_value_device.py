@@ -65,7 +65,7 @@ class Valuer(Storer):
         atom.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
         unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
-        self.write_record(call, call.batch > call.groups, call.group, Int32(0), Int32(0))
+        self.write_record(call, self.most_units(call) > call.groups, call.group, Int32(0), Int32(0))
         at, rope_at = first_to_read(), first_to_read()
         if half == 1:
             at = advance(at, c.pieces)
@@ -82,7 +82,7 @@ class Valuer(Storer):
             first += whole + call.plan[STARTING]
             begin = first
             self.write_unit(call, acc, row_max, row_sum, unit, half, share)
-            unit += 1
+            unit = self.next_unit(call, unit)
 
     def operands_of_values(self, call: Call, part: Any) -> ValueOperands:
         return ValueOperands(

@@ -1,0 +1,279 @@
+"""The device code of `mla_extend`: units of many new tokens, and how they follow from lengths.
+
+What loads, computes, stores and merges is `mla_decode_device`'s. A unit has the tokens that two CTAs take together, and its number
+is ``sequence * units + tile``, where ``units`` are as many as the longest sequence may have. Numbers that a sequence does not need
+are left out.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_device, mla_decode_fp8_device, mla_decode_merge_device
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LEAST_SHARE, ROWS, STARTING_BLOCKS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_device import MlaDecode
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_device import MlaDecodeFp8
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import CTAS, TILES, WARPS, MlaMerge
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import THREADS, Call, Table, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import Config, Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
+
+
+def host(config: Config | Fp8Config) -> Any:
+    """The function that launches a program."""
+    return MlaExtendFp8(config) if isinstance(config, Fp8Config) else MlaExtend(config)
+
+
+def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes."""
+    decode = mla_decode_fp8_device if isinstance(config, Fp8Config) else mla_decode_device
+    tensors = decode.fake_arguments(config)[:5]
+    scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
+    return *tensors, arguments.ints(arguments.size()), *scalars, arguments.stream()
+
+
+def merge_host(config: Config) -> Any:
+    """The function that launches the program that merges partial results."""
+    return MlaExtendMerge(config)
+
+
+def fake_merge_arguments(config: Config) -> tuple[Any, ...]:
+    """Stand-ins for what `merge_host` takes."""
+    out, *numbers, stream = mla_decode_merge_device.fake_arguments(config)
+    return out, arguments.ints(arguments.size()), *numbers, stream
+
+
+class Extender(Tiles):
+    """Which tokens a unit has, and what they see.
+
+    Of a call `q_len` is how many new tokens a sequence has at most, and `batch` counts sequences.
+    """
+
+    @cute.jit
+    def queries_of(self, call: Any, sequence: Int32):
+        """Returns the first of a sequence's new tokens, and how many there are."""
+        at = call.cu_seqlens_q + Int64(sequence) * 4
+        begin = load_int(at, False)
+        return begin, cutlass.max(cutlass.min(load_int(at + 4, False) - begin, call.q_len), 0)
+
+    @cute.jit
+    def place_of(self, call: Any, unit: Int32):
+        sequence = unit // call.units
+        first = (unit - sequence * call.units) * self.config.tokens_of_unit
+        _, count = self.queries_of(call, sequence)
+        return sequence, first, cutlass.min(count - first, self.config.tokens_of_unit)
+
+    @cute.jit
+    def tile_of(self, call: Any, unit: Int32):
+        sequence, first, tokens = self.place_of(call, unit)
+        begin, _ = self.queries_of(call, sequence)
+        own = self.tokens_before(call)
+        head = call.rank * ROWS if self.config.heads > ROWS else Int32(0)
+        return begin + first + own, head, cutlass.max(cutlass.min(tokens - own, self.config.tokens_of_tile), 0)
+
+    def tokens_before(self, call: Any) -> Int32:
+        """Returns how many tokens of a unit other CTAs have before those of this one."""
+        return call.rank * self.config.tokens_of_tile if self.config.heads <= ROWS else Int32(0)
+
+    @cute.jit
+    def next_unit(self, call: Call, unit: Int32) -> Int32:
+        sequence, after = unit // call.units, unit + 1
+        _, count = self.queries_of(call, sequence)
+        if (after - sequence * call.units) * self.config.tokens_of_unit >= count:
+            sequence += 1
+            is_empty = Boolean(True)
+            while is_empty and sequence < call.batch:
+                _, count = self.queries_of(call, sequence)
+                is_empty = count == 0
+                if is_empty:
+                    sequence += 1
+            after = sequence * call.units
+        return after
+
+    def most_units(self, call: Call) -> Int32:
+        """Returns that they are more than groups, though they need not be: lengths alone say how many there are."""
+        return call.groups + 1
+
+    @cute.jit
+    def length_of(self, call: Call, unit: Int32):
+        sequence = cutlass.min(unit // call.units, call.batch - 1)
+        first = (unit - unit // call.units * call.units) * self.config.tokens_of_unit
+        length, before, count = self.lengths_of(call, sequence)
+        end = before + cutlass.min(first + self.config.tokens_of_unit, count)
+        return cutlass.select_(call.is_causal != 0, end, length)
+
+    @cute.jit
+    def lengths_of(self, call: Call, sequence: Int32):
+        """Returns a sequence's tokens in the cache, those before its new ones, and how many of these there are."""
+        length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
+        length = cutlass.max(length, 0)
+        _, count = self.queries_of(call, sequence)
+        return length, cutlass.max(length - count, 0), count
+
+    # -- division of the work --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def share_of(self, call: Call, total: Int32, blocks: Int32):
+        """Returns how many numbers a group has. Those before a unit's blocks are counted with the sequence's."""
+        return cutlass.max((total + call.groups - 1) // call.groups, LEAST_SHARE + STARTING_BLOCKS), Int32(0)
+
+    @cute.jit
+    def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
+        """A lane's next sequences: what their units count. Returns how much that is together."""
+        some = Int32(0)
+        for each in cutlass.range_constexpr(at_once):
+            sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
+            length, before, count = self.lengths_of(call, cutlass.min(sequence, call.batch - 1))
+            tiles = (count + (self.config.tokens_of_unit - 1)) // self.config.tokens_of_unit
+            numbers = self.numbers_of(call, length, before, count, tiles)
+            lengths[each] = length
+            counts[each] = cutlass.select_(sequence < call.batch, numbers, Int32(0))
+            some += counts[each]
+        return some
+
+    @cute.jit
+    def numbers_of(self, call: Call, length: Int32, before: Int32, count: Int32, units: Int32):
+        """Returns what a sequence's first units count: their blocks, and `STARTING_BLOCKS` each.
+
+        Unit i of those that have all their tokens T ends at ``before + (i + 1) * T``, and so has the integer part of
+        ``(before + 63 + (i + 1) * T) / 64`` blocks. As T divides 64 this is that of ``(n + i) / (64 / T)``.
+
+        Args:
+            length, before, count: see `lengths_of`.
+        """
+        tokens = self.config.tokens_of_unit
+        all_units = (count + (tokens - 1)) // tokens
+        whole = cutlass.min(units, all_units - 1)
+        start = (before + (ROWS - 1 + tokens)) // tokens
+        blocks = self.sum_of_parts(start + whole) - self.sum_of_parts(start)
+        blocks += cutlass.select_(units == all_units, (before + count + (ROWS - 1)) // ROWS, Int32(0))
+        alike = units * cutlass.max((length + (ROWS - 1)) // ROWS, 1)
+        numbers = cutlass.select_(call.is_causal != 0, blocks, alike) + units * STARTING_BLOCKS
+        return cutlass.select_(units > 0, numbers, Int32(0))
+
+    @cute.jit
+    def sum_of_parts(self, end: Int32):
+        """Returns the sum of the integer parts of ``n / (64 / T)``, for all n from 0 to ``end - 1``."""
+        each = ROWS // self.config.tokens_of_unit
+        parts = end // each
+        return parts * (parts - 1) // 2 * each + (end - parts * each) * parts
+
+    @cute.jit
+    def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
+        """`Sharing.divide` among sequences, and then their units."""
+        sequence, _, offset, left, share, _ = Sharing.divide(self, call, at_once)
+        lane = cute.arch.lane_idx()
+        length, before, count = self.lengths_of(call, sequence)
+        first = Int32(0)
+        width = (count + (self.config.tokens_of_unit - 1)) // self.config.tokens_of_unit
+        while width > 1:
+            step = (width + 31) // 32
+            skipped = lane * step
+            numbers = self.numbers_of(call, length, before, count, first + cutlass.min(skipped, width))
+            found = cute.arch.popc(ballot((skipped < width) & (numbers <= offset))) - 1
+            first += found * step
+            width = cutlass.min(width - found * step, step)
+        offset -= self.numbers_of(call, length, before, count, first)
+        unit = sequence * call.units + first
+        return unit, self.length_of(call, unit), offset, left, share, Int32(STARTING_BLOCKS)
+
+    # -- masks -----------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Any, rope_at: Any):
+        if valid < ROWS + (self.config.tokens_of_unit - 1):
+            self.hide(call, scores, unit, valid)
+            self.clear_beyond(call, end, valid)
+
+    @cute.jit
+    def hide(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32):
+        c = self.config
+        thread = self.thread_of_scores()
+        row = (thread >> 5) * 16 + ((thread & 31) >> 2)
+        limit = valid
+        if cutlass.const_expr(c.tokens_of_unit > 1):
+            _, _, tokens = self.place_of(call, unit)
+            # What the first token of this CTA's tile sees.
+            limit = cutlass.select_(call.is_causal != 0, valid - (tokens - 1) + self.tokens_before(call), valid)
+        for r in cutlass.range_constexpr(2):
+            seen = limit
+            if cutlass.const_expr(c.tokens_of_tile > 1):
+                seen = limit + cutlass.select_(call.is_causal != 0, (row + 8 * r) // c.heads_of_tile, Int32(0))
+            masks.hide_from(scores, r, seen - (thread & 3) * 2)
+
+    # -- the launch ------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv_cache: cute.Tensor,
+        out: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        partial: Int64,
+        lse: Int64,
+        q_len: Int32,
+        max_seqlen_k: Int32,
+        is_causal: Int32,
+        groups: Int32,
+        scale: Float32,
+        q_scale: Int64,
+        kv_scale: Int64,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        self.kernel(
+            *self.blocks_of(q, kv_cache), Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]),
+            cache_seqlens.iterator.toint(), cache_seqlens.shape[0], units_of(c, q_len), q_len, max_seqlen_k,
+            Table(out.iterator.toint(), out.stride[0], out.stride[1]), lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1),
+            scale, q_scale, kv_scale, cu_seqlens_q.iterator.toint(), is_causal, self.make_qk_mmas(), self.make_pv_mma(),
+        ).launch(
+            grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+
+def units_of(config: Config, q_len: Int32) -> Int32:
+    """Returns how many numbers of units a sequence has."""
+    return (q_len + (config.tokens_of_unit - 1)) // config.tokens_of_unit
+
+
+class MlaExtend(Extender, MlaDecode):
+    """The kernel of one configuration."""
+
+
+class MlaExtendFp8(Extender, MlaDecodeFp8):
+    """The kernel of one configuration, for an e4m3 cache."""
+
+
+class MlaExtendMerge(Extender, MlaMerge):
+    """The kernel that merges partial results."""
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        cu_seqlens_q: cute.Tensor,
+        partial: Int64,
+        lse: Int64,
+        q_len: Int32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        shares = cutlass.max(cutlass.min(CTAS // (c.ranks * groups), TILES), 4)
+        to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
+        self.kernel(units_of(c, q_len), q_len, to, lse, partial, groups, shares, cu_seqlens_q.iterator.toint()).launch(
+            grid=(shares, c.ranks, groups), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
+        )
