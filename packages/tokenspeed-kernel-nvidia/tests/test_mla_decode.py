@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
 
 from . import launched
@@ -136,6 +136,18 @@ def test_on_the_emulator(
         check(arguments_of(lengths, heads, **options))
 
 
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30], ids=str)
+def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -> None:
+    """They are of float16, which has neither the smallest nor the largest of these values."""
+    arguments = arguments_of([700], 128)
+    arguments["q"].zero_()  # so that scores are none of these
+    arguments["kv_cache"].mul_(magnitude)
+    wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
+    with emulated(8):
+        got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    torch.testing.assert_close(got.float() / magnitude, wanted.float() / magnitude, rtol=0.01, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "multiprocessors", "options"),
     [(128, [130, 1], 2, FP8[0]), (16, [300, 2], 1, {"new": 3, "softmax_scale": 1.0, **FP8[1]})],
@@ -174,20 +186,25 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], h
     assert config in computes.configs()
     assert same in merges.configs()
     assert (config.heads, handed[9], others[4]) == (heads, groups, groups)
+    assert same == config
+    assert config.narrow == (heads == 128)
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype", "narrow"),
+    ("options", "dtype", "fp8_queries"),
     [(FP8[0], "bfloat16", True), (FP8[1], "bfloat16", False), ({**FP8[1], "dtype": torch.float16}, "float16", False)],
 )
-def test_an_fp8_cache_has_a_program_of_its_own(launches: list[Launched], options: dict[str, Any], dtype: str, narrow: bool) -> None:
-    arguments = arguments_of([70, 3], 64, **options)
+def test_an_fp8_cache_has_a_program_of_its_own(
+    launches: list[Launched], options: dict[str, Any], dtype: str, fp8_queries: bool
+) -> None:
+    arguments = arguments_of([70, 3], 128, **options)
     got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
     (computes, config, handed), (merges, same, _) = launches
     assert (computes, merges) == (mla_decode.mla_decode_fp8_program, mla_decode.mla_merge_program)
     assert config in computes.configs()
     assert same in merges.configs()
-    assert (config, str(got.dtype)) == (Fp8Config(dtype, 64, narrow), f"torch.{dtype}")
+    assert (config, str(got.dtype)) == (Fp8Config(dtype, 128, fp8_queries), f"torch.{dtype}")
+    assert same == Config(dtype, 128)  # with partial results of float32, which the program adds sums in
     assert handed[1].dtype == torch.uint8
     scales = [arguments[name] for name in ("q_scale", "kv_scale")]
     assert handed[-2:] == tuple(0 if scale is None else scale.data_ptr() for scale in scales)

@@ -34,7 +34,9 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
     ROPE,
     ROWS,
     Config,
+    config_of,
     every_config,
+    every_merge_config,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config, every_fp8_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
@@ -55,7 +57,7 @@ def mla_decode_fp8_program(config: Fp8Config) -> tuple[Any, tuple[Any, ...]]:
     return mla_decode_fp8_device.host(config), mla_decode_fp8_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch="sm_90a", configs=every_merge_config)
 def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_merge_device
 
@@ -67,12 +69,13 @@ def _programs_of(
     dtype: torch.dtype, cache: torch.dtype, heads: int, device: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
     """The programs that compute and merge, groups, and bytes of partial results."""
-    config = Config(DTYPES.get(dtype, "bfloat16"), heads)
-    groups = max(1, multiprocessors(device) // config.ranks)
     if cache in DTYPES:
+        config = config_of(DTYPES[dtype], heads)
         compute = mla_decode_program(config)
     else:
+        config = Config(DTYPES.get(dtype, "bfloat16"), heads)
         compute = mla_decode_fp8_program(Fp8Config(config.dtype, heads, dtype not in DTYPES))
+    groups = max(1, multiprocessors(device) // config.ranks)
     return compute, mla_merge_program(config), groups, config.workspace_bytes(groups)
 
 

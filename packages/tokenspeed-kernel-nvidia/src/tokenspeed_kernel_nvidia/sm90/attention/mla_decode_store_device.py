@@ -11,16 +11,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, RECORD_BYTES, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, SHARE, VALUES, Call, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack, store_floats, store_if, store_words
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    EXPONENT,
+    any_lane,
+    bits_of,
+    float_of,
+    opt_barrier,
+    pack,
+    quad_max,
+    scale_row,
+    store_floats,
+    store_if,
+    store_words,
+)
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
 
 RECORD = RECORD_BYTES // 4  # numbers of a unit's record
-CHUNK = 8  # columns whose values lie together in a partial result
-CHUNKS = LATENT // CHUNK
+CHUNK = 8  # columns whose values lie together in a partial result of float32
+# The exponent, as float32 has it, of the smallest largest value that is scaled to float16's range. A row's sum, which is scaled
+# like its values, is of less than 2^32: it gets no larger than 2^127 then.
+LEAST_OF_PARTIAL = 127 - 80
+
+
+def largest_of(acc: list, r: int) -> Float32:
+    """Returns the largest absolute value of a thread's row."""
+    best = Float32(0.0)
+    for own in acc:
+        for each in range(cute.size(own) // 4):
+            for c in range(2):
+                best = cute.arch.fmax(best, cute.math.absf(own[4 * each + 2 * r + c]))
+    return best
 
 
 @dataclass(frozen=True)
@@ -51,15 +75,20 @@ class Storer(Tiles):
         slot = (first_group + piece) * 2 + cutlass.select_(piece == 0, Int32(1), Int32(0))
         at = (slot * self.config.ranks + call.rank) * ROWS
         rows = call.groups * (2 * self.config.ranks * ROWS)
-        return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
+        row_bytes = self.config.row_bytes
+        return call.partial + Int64(rows) * row_bytes + Int64(at) * self.config.sums_bytes, call.partial + Int64(at) * row_bytes
 
     def place_of_values(self, warp: Int32, chunk: Int32) -> Int32:
-        """Returns where a partial result holds a warp's 16 rows of `CHUNK` columns. Each lane stores 16 bytes there.
+        """Returns where a partial result holds a warp's 16 rows of `Config.chunk` columns. Each lane stores 16 bytes there.
 
         A lane has the columns ``lane % 4 * 2`` and ``lane % 4 * 2 + 1``: two values of row ``lane // 4``, then two of row
-        ``lane // 4 + 8``.
+        ``lane // 4 + 8``. Narrow ones follow of the columns that are 8 further.
         """
-        return (warp * CHUNKS + chunk) * (32 * 16)
+        return (warp * (LATENT // self.config.chunk) + chunk) * (32 * 16)
+
+    def place_of_row_sums(self, row: Int32, half: Int32) -> Int32:
+        """Returns where a partial result holds a row's maximum and sum, as the warpgroup of some columns has scaled them."""
+        return row * self.config.sums_bytes + (half * 8 if self.config.narrow else 0)
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
@@ -69,7 +98,8 @@ class Storer(Tiles):
         begins, if others go on with that.
         """
         rows = call.groups * (2 * self.config.ranks * ROWS)
-        place = call.partial + Int64(rows) * (LATENT * 4 + 8) + Int64(index) * (RECORD * 4)
+        partial_bytes = self.config.row_bytes + self.config.sums_bytes
+        place = call.partial + Int64(rows) * partial_bytes + Int64(index) * (RECORD * 4)
         return cute.make_ptr(Int32, place, cute.AddressSpace.gmem)
 
     @cute.jit
@@ -129,11 +159,21 @@ class Storer(Tiles):
     @cute.jit
     def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
         """Stores what a warpgroup has of a unit: output where that is all, a partial result else."""
+        if const_expr(self.config.narrow):  # before, so that what it takes is no longer in registers when values are scaled
+            self.write_record_of(call, unit, share)
         if share.pieces > 1:
-            self.write_partial(call, acc, row_max, row_sum, unit, half, share)
+            if const_expr(self.config.narrow):
+                self.write_narrow(call, acc, row_max, row_sum, unit, half, share)
+            else:
+                self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
-        # One of each unit, or of each group: see `record`.
+        if const_expr(not self.config.narrow):
+            self.write_record_of(call, unit, share)
+
+    @cute.jit
+    def write_record_of(self, call: Call, unit: Int32, share: Share):
+        """Says who has blocks of a unit, once for each unit or each group: see `record`."""
         of_unit = self.most_units(call) <= call.groups
         index = cutlass.select_(of_unit, unit, self.group_of(call))
         begins = share.first_group == self.group_of(call)
@@ -165,6 +205,37 @@ class Storer(Tiles):
                 for each in cutlass.range_constexpr(PIECE // CHUNK):
                     at = values_at + (own * READERS * (PIECE // CHUNK) + each) * (32 * 16)
                     store_floats("global", at, [acc[own][4 * each + place] for place in range(4)])
+
+    @cute.jit
+    def write_narrow(
+        self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share
+    ):
+        """Stores a partial result in float16.
+
+        A row's values, its sum and 2 to the power of its maximum have a common scale: what is merged does not depend on it. It is a
+        power of 2 that makes the largest value one from 2^14 to 2^15, as far as the sum stays in float32's range.
+        """
+        _, _, tokens = self.tile_of(call, unit)
+        rows = tokens * self.config.heads_of_tile
+        for r in cutlass.range_constexpr(2):
+            exponent = cutlass.max(bits_of(quad_max(largest_of(acc, r))) >> 23, LEAST_OF_PARTIAL)
+            factor = float_of((EXPONENT + 127 - exponent) << 23)
+            for own in cutlass.range_constexpr(len(acc)):
+                scale_row(acc[own], r, factor)
+            thread = self.thread_of_values()  # anew, so that addresses take no registers before
+            row = self.row_of_values(thread) + 8 * r
+            to, _ = self.piece(call, share.first_group, call.group - share.first_group)
+            to += self.place_of_row_sums(row, half)
+            store_if((row < rows) & (thread & 3 == 0), to, [row_max[r] + Float32(exponent - EXPONENT), row_sum[r] * factor])
+        thread = self.thread_of_values()
+        lane, warp = thread & 31, (thread >> 5) & 3
+        if warp * 16 < rows:  # else the unit has none of this warp's rows
+            _, values_at = self.piece(call, share.first_group, call.group - share.first_group)
+            values_at += self.place_of_values(warp, half * (PIECE // 16)) + lane * 16
+            for own in cutlass.range_constexpr(len(acc)):
+                for each in cutlass.range_constexpr(PIECE // 16):
+                    words = [pack(cutlass.Float16, acc[own][at], acc[own][at + 1]) for at in range(8 * each, 8 * each + 8, 2)]
+                    store_words(values_at + (own * READERS * (PIECE // 16) + each) * (32 * 16), words)
 
     def exchange(self, words: list, thread: Int32) -> list:
         """Exchanges words between four lanes that have four each. Each gets all words of its number, in order of lanes."""

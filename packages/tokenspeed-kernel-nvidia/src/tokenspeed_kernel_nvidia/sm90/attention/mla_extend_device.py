@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_device, mla_decod
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LEAST_SHARE, ROWS, STARTING_BLOCKS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_device import MlaDecode
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_device import MlaDecodeFp8
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import CTAS, TILES, WARPS, MlaMerge
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import WARPS, MlaMerge
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import THREADS, Call, Table, Tiles
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import Config, Fp8Config
 from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
@@ -272,7 +272,7 @@ class MlaExtendMerge(Extender, MlaMerge):
         stream: cuda.CUstream,
     ):
         c = self.config
-        shares = cutlass.max(cutlass.min(CTAS // (c.ranks * groups), TILES), 4)
+        shares = self.ctas_of_unit(groups)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
         self.kernel(units_of(c, q_len), q_len, to, lse, partial, groups, shares, cu_seqlens_q.iterator.toint()).launch(
             grid=(shares, c.ranks, groups), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
