@@ -276,29 +276,33 @@ class Config:
 
 def every_config() -> list[Config]:
     """All that is served."""
-    return [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
-        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
-        for fp8_cache in ((False,) if fp8 else (False, True))
-        for windowed in (False, True)
-        for head_dim in HEAD_DIMS
-        for gqa_ratio in GQA_RATIOS
-        for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
-    ] + [
-        Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
-        for dtype in DTYPES.values()
-        for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
-        for capped in (False, True)
-        if capped or v_head_dim
-        for windowed in (False, True)
-        for gqa_ratio in GQA_RATIOS
-        for page_size in (0, *PAGE_SIZES)
-        for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
-    ] + [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
-        for dtype in DTYPES.values()
-        for head_dim, v_head_dim in FP8_CACHE_WIDTHS
-        for windowed in (False, True)
-        for gqa_ratio in GQA_RATIOS
-        for page_size in PAGE_SIZES
-    ]
+    return (
+        [
+            Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
+            for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+            for fp8_cache in ((False,) if fp8 else (False, True))
+            for windowed in (False, True)
+            for head_dim in HEAD_DIMS
+            for gqa_ratio in GQA_RATIOS
+            for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
+        ]
+        + [
+            Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
+            for dtype in DTYPES.values()
+            for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
+            for capped in (False, True)
+            if capped or v_head_dim
+            for windowed in (False, True)
+            for gqa_ratio in GQA_RATIOS
+            for page_size in (0, *PAGE_SIZES)
+            for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
+        ]
+        + [
+            Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
+            for dtype in DTYPES.values()
+            for head_dim, v_head_dim in FP8_CACHE_WIDTHS
+            for windowed in (False, True)
+            for gqa_ratio in GQA_RATIOS
+            for page_size in PAGE_SIZES
+        ]
+    )
