@@ -220,6 +220,8 @@ for _k_dim, _v_dim in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTH
             tags={"determinism"},
         )(_launcher)
 
+# 8 x 1024 tokens of 8192 on an H200: gemma's 16 and 8 heads 2044 us, portable 3048 (a bfloat16 cache 1536); qwen3-next's 16 and 2
+# 2036, 2845; in a window of 1024 357, 506.
 for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
     register_kernel(
         "attention",
