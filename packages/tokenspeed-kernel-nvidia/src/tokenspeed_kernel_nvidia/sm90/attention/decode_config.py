@@ -175,7 +175,7 @@ def config_of(
     if close and paired(head_dim, v_head_dim, page_size, rows, work, fp8):
         return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
     if fp8 and rows == 8 and head_dim > 128:
-        # Two CTAs a multiprocessor, which have the registers. 64 x 4096 of 2 key heads of 256: 76.2 us, and 81.9 with queries as the
+        # Two CTAs a multiprocessor have the registers. 64 x 4096 of 2 key heads of 256: 76.2 us, and 81.9 with queries as the
         # left operands; 32 x 4096 of 8: 132.6, 133.0; of 192/128: 91.7, 91.4. But 80.1, 79.3 at 96, and 82.6, 82.4 at 80.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, turned=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
