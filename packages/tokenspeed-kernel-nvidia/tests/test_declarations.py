@@ -58,6 +58,7 @@ SERVED = [
     ("mha_decode_with_kvcache", "gemma-2 in a window, logit cap 50", "cutedsl_mha_decode_with_kvcache_256"),
     ("mha_decode_with_kvcache", "head_dim 192 over v_head_dim 128, float16", "cutedsl_mha_decode_with_kvcache_192_128"),
     ("mha_decode_with_kvcache", "head_dim 96, lse", "cutedsl_mha_decode_with_kvcache_96"),
+    ("mha_decode_with_kvcache", "head_dim 256, fp8 cache, a window of 30, lse", "cutedsl_mha_decode_with_kvcache_fp8_cache_256"),
     ("mha_prefill", "window, cap, sinks and lse together", "cutedsl_mha_prefill_window_64"),
     ("mha_prefill", "fp8, a scale each, head_dim 128, lse", "cutedsl_mha_prefill_128"),
     ("mha_prefill", "window of 150", "cutedsl_mha_prefill_any_window_64"),
@@ -75,6 +76,11 @@ SERVED = [
     ("mha_extend_with_kvcache", "head_dim 80, a key head for each head", "cutedsl_mha_extend_with_kvcache_80"),
     ("mha_extend_with_kvcache", "head_dim 128, logit cap 50", "cutedsl_mha_extend_with_kvcache_capped_128"),
     ("mha_extend_with_kvcache", "head_dim 256 in a window of 30", "cutedsl_mha_extend_with_kvcache_256"),
+    (
+        "mha_extend_with_kvcache",
+        "fp8 cache in a window of 30, head_dim 256",
+        "cutedsl_mha_extend_with_kvcache_fp8_cache_256",
+    ),
     ("mla_prefill", "deepseek-v3, 8 of its heads, chunks of 100 to 300 before them", "cutedsl_mla_prefill"),
 ]
 

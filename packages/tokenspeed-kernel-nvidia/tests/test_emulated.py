@@ -98,13 +98,15 @@ def test_late_copies_and_products(kernel: str, name: str) -> None:
     assert emulator.launches
 
 
-def test_decode_with_two_key_heads_abreast(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cases have so few keys that their heads are taken one by one."""
     monkeypatch.setattr(decode, "LITTLE", 0)
     monkeypatch.setattr(decode, "WHOLE", 64)
-    assert decode.config_of("bfloat16", (64, 64), 64, 8, "much", fp8=True, close=True).abreast == 2
+    config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)
+    assert (config.abreast, config.turned) == ((2, False) if head_dim == 64 else (1, True))
     kv_lens, e4m3 = [90, 0, 130], torch.float8_e4m3fn
-    made = oracle.paged([2] * 3, kv_lens, 12, 4, 64, 64, torch.float32, torch.device("cpu"))
+    made = oracle.paged([2] * 3, kv_lens, 12, 4, head_dim, 64, torch.float32, torch.device("cpu"))
     k_scale, v_scale = torch.tensor([0.5, 1.0, 1.5, 0.7]), torch.tensor([1.2, 0.9, 0.6, 1.0])
     case = replace(made, q=made.q.bfloat16(), k_cache=made.k_cache.to(e4m3), v_cache=made.v_cache.to(e4m3))
     meant = replace(case, k_cache=case.k_cache.float() * k_scale.view(-1, 1), v_cache=case.v_cache.float() * v_scale.view(-1, 1))

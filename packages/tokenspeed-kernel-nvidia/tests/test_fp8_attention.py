@@ -60,12 +60,19 @@ def _paged(
 # -- without a GPU -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"fp8": True}, {"fp8_cache": True, "page_size": 16}], ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        *((head_dim, {"fp8": True}) for head_dim in HEAD_DIMS),
+        *((head_dim, {"fp8_cache": True, "page_size": 16}) for head_dim in HEAD_DIMS),
+        (256, {"fp8_cache": True, "page_size": 16, "v_head_dim": 256}),
+    ],
+    ids=str,
+)
 def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> None:
     config = Config("bfloat16", head_dim, 8, **options)
     rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n
-    out = 2 * head_dim * config.block_m
+    out = 0 if config.stores_from_registers else 2 * head_dim * config.block_m
     assert config.bytes * head_dim * rows + config.raw_stages * config.raw_bytes + out + 2048 <= SHARED_MEMORY
     warpgroups = config.block_m // 64
     assert 128 * (warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS
@@ -196,6 +203,23 @@ def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, 
         return_lse=True, out=out, **scales,
     )  # fmt: skip
     oracle.check(got, wide.wanted(Options(is_causal=is_causal)), **(ROUGH if q_dtype == E4M3 else {}))
+
+
+@pytest.mark.parametrize("window_left", [-1, 0, 100])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("gqa_ratio", [1, 8, 16])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_wide_heads(sm90: torch.device, dtype: torch.dtype, gqa_ratio: int, page_size: int, window_left: int) -> None:
+    q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
+    case, wide, scales = _paged(sm90, q_lens, kv_lens, (2 * gqa_ratio, 2, 256), page_size, dtype)
+    freed = case.freed(window_left) if window_left >= 0 else case
+    sinks = torch.linspace(-2.0, 3.0, 2 * gqa_ratio, device=sm90)
+    out = torch.full(case.q.shape, math.nan, dtype=dtype, device=sm90)
+    got = prefill.mha_extend_with_kvcache(
+        freed.q, freed.cu_seqlens_q, None, freed.k_cache, freed.v_cache, freed.page_table, freed.cache_seqlens, 128, 640, True,
+        window_left=window_left, sinks=sinks, return_lse=True, out=out, **scales,
+    )  # fmt: skip
+    oracle.check(got, wide.wanted(Options(window_left, sinks=sinks)))
 
 
 @pytest.mark.parametrize("window_left", [0, 1, 100, 127, 128, 500])

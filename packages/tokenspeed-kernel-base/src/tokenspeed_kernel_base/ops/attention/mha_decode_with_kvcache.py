@@ -205,6 +205,10 @@ def _() -> list[Case]:
         Case("head_dim 192 over v_head_dim 128, float16", paged([40, 9], None, 4, 1, 192, 128, dtype=torch.float16)),
         Case("fp8 q, a scale a kv head, float32 lse", paged([70, 3], **gqa, dtype=e5m2, **each, return_lse=True)),
         Case("pages of one token, three new ones", paged([70, 9, 0], **gqa, page_size=1, max_seqlen_q=3, return_lse=True)),
+        Case(
+            "head_dim 256, fp8 cache, a window of 30, lse",
+            paged([40, 3], None, 16, 2, 256, cache_dtype=e4m3, scales=both, window_left=29, return_lse=True),
+        ),
         Case("pages of one token, fp8 cache, head_dim 128", paged([40, 3], None, 8, 2, 128, page_size=1, cache_dtype=e4m3)),
         Case("gemma-2 in a window, logit cap 50", paged([50, 7], None, 4, 2, 256, window_left=30, logit_cap=50.0, sinks=True)),
         Case("head_dim 96, lse", paged([33, 1], None, 3, 3, 96, return_lse=True)),

@@ -220,6 +220,10 @@ def _() -> list[Case]:
         Case(
             "fp8 cache in a window of 40, head_dim 128", paged([90], [33], **causal, head_dim=128, cache_dtype=e4m3, window_left=39)
         ),
+        Case(
+            "fp8 cache in a window of 30, head_dim 256",
+            paged([40, 17], [9, 17], 4, 2, 256, cache_dtype=e4m3, scales=both, window_left=29, is_causal=True),
+        ),
         Case("fp8 e5m2 cache, a scale a kv head", paged([33], [10], **causal, cache_dtype=e5m2, scales=both, scale_per_head=True)),
         Case("gpt-oss-120b sliding layer, 1 to 140 new", paged([200, 129, 140], [1, 60, 140], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, pages of 64", paged([200, 64, 65], [80, 64, 1], **gpt_oss, page_size=64)),
@@ -246,6 +250,11 @@ def _() -> list[Case]:
             large=True,
         ),
         Case("llama-70b 8 x 1024 of 8192, fp8 cache", paged(long, stretch, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
+        Case(
+            "qwen3-next 8 x 1024 of 8192, fp8 cache",
+            paged(long, stretch, 16, 2, 256, page_size=64, cache_dtype=e4m3, scales=both, is_causal=True),
+            large=True,
+        ),
     ]
 
 

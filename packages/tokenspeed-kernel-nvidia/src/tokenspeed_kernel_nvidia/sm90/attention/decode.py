@@ -45,18 +45,18 @@ FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 
 
-# What kernels are declared for that go before the portable one: widths, query heads a key head, formats, pages.
-_CHOSEN: list[tuple[tuple[int, int], tuple[int, int], frozenset[FormatSignature], tuple[int, ...]]] = []
+# What kernels are declared for that go before the portable one: widths, query heads a key head, new tokens, formats, pages.
+_CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSignature], tuple[int, ...]]] = []
 
 
 def usual_configs() -> list[Config]:
     """Those of `every_config` that such kernels ask for."""
     asked = {
         config_of(DTYPES[q], widths, page_size, rows, work, fp8, capped, close)
-        for widths, (least, most), signatures, pages in _CHOSEN
+        for widths, (least, most), tokens, signatures, pages in _CHOSEN
         for q, cache in {(signature.format_for("q").storage_dtype, signature.format_for("k_cache")) for signature in signatures}
         for fp8 in (cache.storage_dtype != q,)
-        for rows in {_rows(ratio * new) for ratio in range(least, most + 1) for new in range(1, max(ROWS) // most + 1)}
+        for rows in {_rows(ratio * new) for ratio in range(least, most + 1) for new in range(1, tokens + 1)}
         for work in get_args(Work)
         for page_size in pages
         for capped in (False, True)
@@ -173,13 +173,15 @@ def _register(
     signatures: frozenset[FormatSignature],
     pages: tuple[int, ...],
     priority: int,
+    rows: int = max(ROWS),
 ) -> None:
     """Declares what is served of heads of some widths.
 
-    Query heads a key head, times new tokens, must be at most the rows that programs are made for.
+    Query heads a key head, times new tokens, must be at most ``rows``, and that at most the rows that programs are made for.
     """
+    tokens = rows // ratios[1]
     if priority > Priority.PORTABLE:
-        _CHOSEN.append((widths, ratios, signatures, pages))
+        _CHOSEN.append((widths, ratios, tokens, signatures, pages))
     register_kernel(
         "attention",
         "mha_decode_with_kvcache",
@@ -191,7 +193,7 @@ def _register(
             widths[0],
             v_head_dim=widths[1],
             gqa_ratio=between(*ratios),
-            new_tokens=at_most(max(ROWS) // ratios[1]),
+            new_tokens=at_most(tokens),
             page_size=set(pages),
             sliding_window=any,
             multi_query=any,
@@ -209,10 +211,15 @@ for _widths in WIDTHS:
     if _usual:
         _register("", _widths, (1, 8), _EVERY, PAGE_SIZES, Priority.SPECIALIZED)
         _register("wide_", _widths, (9, 16), _EVERY, PAGE_SIZES, Priority.SPECIALIZED)
-    elif _widths[0] != 80:
-        _register("", _widths, (1, 16), PAGED, PAGE_SIZES, Priority.SPECIALIZED)
-    # On an H200 the portable kernel is quicker, or nothing has been measured. 16 x 2048 of 32 heads of 80: 118 us, portable 98.5;
-    # pages of one token: 32 x 4096 of 8 key heads of 128 160, 137; 64 x 8192 of 8 of 64 in fp8 174, 146, but in bfloat16 261, 265;
-    # 64 x 4096 of 2 of 256 in fp8 81.0, 79.2.
+    else:
+        if _widths[0] != 80:
+            _register("", _widths, (1, 16), PAGED, PAGE_SIZES, Priority.SPECIALIZED)
+        # Microseconds on an H200, beside the portable kernel: 64 x 4096 of 2 key heads of 256 76.2, 79.9; 32 x 4096 of 8 of 256
+        # 132.6, 138.5; 16 x 2048 of 32 of 96 79.3, 83.5; of 80 82.4, 120.4; 32 x 4096 of 192/128 91.7, 103.9. With more than
+        # eight query rows nothing has been measured.
+        _register("fp8_cache_", _widths, (1, 8), PAGED_FP8, PAGE_SIZES, Priority.SPECIALIZED, 8)
+    # On an H200 the portable kernel is quicker, or nothing has been measured. 16 x 2048 of 32 heads of 80 in 16 bits: 118 us,
+    # portable 98.5; pages of one token: 32 x 4096 of 8 key heads of 128 163, 140; 64 x 8192 of 8 of 64 in fp8 175, 150, but in
+    # bfloat16 261, 265; 64 x 4096 of 2 of 256 in fp8 92.2, 81.3.
     _register("any_cache_", _widths, (1, 16), _EVERY, (1,) if _usual else (1, *PAGE_SIZES), Priority.PORTABLE - 1)
 _register("gathered_", (64, 64), (1, 16), PAGED, (1,), Priority.SPECIALIZED)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Merger, Sums
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call, Panels
+from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
+from tokenspeed_kernel_nvidia.sm90.attention.decode_turned_device import Turned
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     any_lane,
@@ -27,10 +28,8 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
 
-LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 
-
-class Consumers(Merger):
+class Consumers(Turned):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -40,8 +39,8 @@ class Consumers(Merger):
         queries = cute.make_rmem_tensor((self.tiles, self.k_width // 16, 4), Uint32)
         sums = Sums(
             cute.make_rmem_tensor((self.tiles, self.v_width // 8, 2 * self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, 2 if self.config.turned else self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, 2 if self.config.turned else self.used), Float32),
             cute.make_rmem_tensor((self.abreast,), Float32),
         )
         if const_expr(self.heads > 1):
@@ -72,7 +71,10 @@ class Consumers(Merger):
             turn = (opt_barrier(thread) // 32 % self.parts - done % self.parts + self.parts) % self.parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
-            self.share_sums(call, sums)
+            if const_expr(self.config.turned):
+                self.share_turned(call, sums)
+            else:
+                self.share_sums(call, sums)
             self.merge_warps(call)
 
     @cute.jit
@@ -122,6 +124,8 @@ class Consumers(Merger):
             for column in cutlass.range_constexpr(self.v_width // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
                     sums.acc[tile, column, each] = Float32(0.0)
+        if const_expr(self.config.turned):
+            self.begin_turned(sums)
 
         if const_expr(self.fp8):
             self.bring_to_float16(call, first_kv_head, queries, sums)
@@ -201,6 +205,24 @@ class Consumers(Merger):
         # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
         if start < begin or start + self.block > length:
             self.clear_values(values_at, start, length, begin)
+        if const_expr(self.config.turned):
+            self.attend_turned(call, tile_at, values_at, start, length, queries, sums)
+        else:
+            self.attend_rows(call, tile_at, values_at, start, length, first_row, queries, sums)
+
+    @cute.jit
+    def attend_rows(
+        self,
+        call: Call,
+        tile_at: Int32,
+        values_at: Int32,
+        start: Int32,
+        length: Int32,
+        first_row: Int32,
+        queries: cute.Tensor,
+        sums: Sums,
+    ):
+        """The rest of `attend`, with queries as the left operands."""
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(self.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(self.config.capped):
             self.cap_scores(call, scores, sums)
@@ -266,12 +288,6 @@ class Consumers(Merger):
                 for each in cutlass.range_constexpr(4):
                     scores[tile, key, each] = products[tile][each]
         return scores
-
-    @cute.jit
-    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, piece: Int32):
-        """Where 16 bytes of one of 8 rows lie, of the pieces of 16 bytes that rows begin with."""
-        turned = panels.turned(lane_row)
-        return lane_row * panels.row_bytes + (piece ^ turned) * 16
 
     @cute.jit
     def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):

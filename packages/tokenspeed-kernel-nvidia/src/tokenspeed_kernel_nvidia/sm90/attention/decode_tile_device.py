@@ -18,6 +18,7 @@ THREADS = 32 * (CONSUMERS + 1)
 # Where a CTA is, in shared memory: its sequence, the tile there, tiles (or sequences, undivided) that are left, tiles that are
 # done. And the tiles of a group, and what a counter was.
 SEQUENCE, OFFSET, LEFT, DONE, SHARE, BEFORE = range(6)
+LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
 PLANNED = 1  # the named barrier that says that it has been written
 
 
@@ -208,6 +209,12 @@ class Tiles:
         begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
         first = begin // self.block
         return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
+
+    @cute.jit
+    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, piece: Int32):
+        """Where 16 bytes of one of 8 rows lie, of the pieces of 16 bytes that rows begin with."""
+        turned = panels.turned(lane_row)
+        return lane_row * panels.row_bytes + (piece ^ turned) * 16
 
     def has(self, r: int, column: int, width: int) -> bool:
         """Whether a column of a tile's rows is of the key head of a lane's ``r``-th row. ``width``: columns of a head."""

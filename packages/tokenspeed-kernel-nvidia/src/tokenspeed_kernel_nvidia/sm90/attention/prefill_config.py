@@ -41,6 +41,8 @@ TILES = {
     (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
     (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
 }
+# Of those, the ones that are served from fp8 caches too: others fill no panel of shared memory.
+FP8_CACHE_WIDTHS = ((256, 256),)
 
 
 @dataclass(frozen=True)
@@ -209,8 +211,15 @@ class Config:
     @property
     def raw_stages(self) -> int:
         """Blocks on their way to be converted: of fp8 values, and of an fp8 cache's keys too; none of others, but an array has a
-        size."""
-        return 3 if self.converts else 1
+        size. With head_dim 256 there is room for two."""
+        if not self.converts:
+            return 1
+        return 2 if self.tile else 3
+
+    @property
+    def raw_panel(self) -> int:
+        """Columns of such a block that lie side by side in shared memory."""
+        return min(self.head_dim, 128)
 
     @property
     def raw_bytes(self) -> int:
@@ -267,22 +276,33 @@ class Config:
 
 def every_config() -> list[Config]:
     """All that is served."""
-    return [
-        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
-        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
-        for fp8_cache in ((False,) if fp8 else (False, True))
-        for windowed in (False, True)
-        for head_dim in HEAD_DIMS
-        for gqa_ratio in GQA_RATIOS
-        for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
-    ] + [
-        Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
-        for dtype in DTYPES.values()
-        for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
-        for capped in (False, True)
-        if capped or v_head_dim
-        for windowed in (False, True)
-        for gqa_ratio in GQA_RATIOS
-        for page_size in (0, *PAGE_SIZES)
-        for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
-    ]
+    return (
+        [
+            Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
+            for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+            for fp8_cache in ((False,) if fp8 else (False, True))
+            for windowed in (False, True)
+            for head_dim in HEAD_DIMS
+            for gqa_ratio in GQA_RATIOS
+            for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
+        ]
+        + [
+            Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
+            for dtype in DTYPES.values()
+            for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
+            for capped in (False, True)
+            if capped or v_head_dim
+            for windowed in (False, True)
+            for gqa_ratio in GQA_RATIOS
+            for page_size in (0, *PAGE_SIZES)
+            for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
+        ]
+        + [
+            Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
+            for dtype in DTYPES.values()
+            for head_dim, v_head_dim in FP8_CACHE_WIDTHS
+            for windowed in (False, True)
+            for gqa_ratio in GQA_RATIOS
+            for page_size in PAGE_SIZES
+        ]
+    )

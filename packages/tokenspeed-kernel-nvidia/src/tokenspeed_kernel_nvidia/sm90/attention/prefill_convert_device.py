@@ -41,6 +41,7 @@ class Converters(Tiles):
     def convert(self, shared: Shared, warp: Int32, causal: Int32, window_left: Int32):
         """Converts what is loaded for all tiles of the CTA, in the order in which it is loaded."""
         c = self.config
+        # Where warpgroups have queries of their own, those of the first one say which tile is next.
         q_at, raw_at, k_at, v_at = first_to_read(), first_to_read(), first_to_fill(), first_to_fill()
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists
@@ -68,7 +69,7 @@ class Converters(Tiles):
                     self.turn_block(shared, raw_at, v_at, warp)
                     self.hand_over(shared, shared.v_pipe, raw_at, v_at)
                     raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
-            q_at = advance(q_at, c.q_stages)
+            q_at = self.next_q(q_at)
             shared.q_pipe.wait(q_at)
             working = shared.record(q_at).exists
 
@@ -84,9 +85,11 @@ class Converters(Tiles):
         shared.raw_pipe.wait(raw_at)
         if valid < c.block_n:
             block_at = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
-            at = valid * c.head_dim + (warp * 32 + cute.arch.lane_idx()) * 16
-            while at < c.raw_bytes:
-                store_floats("shared", block_at + at, [Float32(0.0)] * 4)
+            panel_bytes = c.block_n * c.raw_panel
+            at = valid * c.raw_panel + (warp * 32 + cute.arch.lane_idx()) * 16
+            while at < panel_bytes:
+                for panel in cutlass.range_constexpr(self.raw_ring.panels):
+                    store_floats("shared", block_at + panel * panel_bytes + at, [Float32(0.0)] * 4)
                 at += CONVERTERS * 32 * 16
             cute.arch.barrier(barrier_id=CONVERTED, number_of_threads=CONVERTERS * 32)
         shared.v_pipe.acquire(v_at)
@@ -102,18 +105,19 @@ class Converters(Tiles):
 
     @cute.jit
     def widen_block(self, shared: Shared, memory, raw_at: Cursor, at: Cursor, warp: Int32):
-        """Converts a block to 16 bits, 16 numbers of a key at a time."""
+        """Converts a block to 16 bits, 16 numbers of a key at a time: of its first panel, then of the next one."""
         c = self.config
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
         target = memory.data_ptr().toint() + at.stage * c.kv_bytes
-        pieces = c.head_dim // 16  # of a key
+        pieces = c.raw_panel // 16  # of a key
         keys = 32 // pieces  # that a warp converts at a time: eight, or four
-        steps = c.block_n // keys
+        of_panel = c.block_n // keys
+        steps = self.raw_ring.panels * of_panel
         lane = opt_barrier(cute.arch.lane_idx())
         # Places follow from a lane's first key: all else would be computed one thing after another, and loads would wait for it.
         row, piece = lane // pieces, lane % pieces
         turned = row if const_expr(keys == 4) else row // 2  # what the swizzle exchanges pieces by
-        source += row * c.head_dim + (piece ^ turned) * 16
+        source += row * c.raw_panel + (piece ^ turned) * 16
         # Lanes of the second panel begin with their other half: otherwise two at a time would want the same banks.
         late = piece // 4
         target += late * (c.block_n * 128) + row * 128 + ((piece % 4 * 2 + late) ^ row) * 16
@@ -125,8 +129,11 @@ class Converters(Tiles):
                 # A warp without a last step does another warp's: the same bytes once more.
                 step = cutlass.min((group * together + index) * CONVERTERS + warp, steps - 1)
                 other = step % 2 * 64 if const_expr(keys == 4) else 0  # every second time it is the last four of eight keys
-                words = load_words("shared", (source ^ other) + step * (keys * c.head_dim), 4)
-                loaded.append((words, (target ^ other) + step * (keys * 128)))
+                words = load_words("shared", (source ^ other) + step * (keys * c.raw_panel), 4)
+                to = (target ^ other) + step * (keys * 128)
+                if const_expr(self.raw_ring.panels > 1):  # each becomes two
+                    to += step // of_panel * (c.block_n * 128)
+                loaded.append((words, to))
             for words, to in loaded:
                 for half in cutlass.range_constexpr(2):
                     if const_expr(keys == 4):

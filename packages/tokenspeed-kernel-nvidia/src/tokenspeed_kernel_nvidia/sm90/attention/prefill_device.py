@@ -331,7 +331,7 @@ class Prefill(Converters, Consumers):
                             k_at = advance(k_at, c.kv_stages)
                     if const_expr(c.splits_q):
                         if i == 0:  # there is room for these keys before there is any for queries
-                            self.load_split_q(shared, q, q_at, (t_start, t_q_len, t_kv_len, position, kv_head))
+                            self.load_split_q(shared, q, q_at, (t_start, t_q_len, t_kv_len, position, kv_head, *of_tile))
                     if i > 0:
                         if const_expr(c.converts):
                             raw_at = self.load_raw(shared, v, raw_at, end - i, keys, sequences.page_table)
@@ -379,7 +379,7 @@ class Prefill(Converters, Consumers):
             numbers: those of the tile's record, which is written too.
         """
         c = self.config
-        t_start, _, _, position, kv_head = numbers
+        t_start, _, _, position, kv_head, *_ = numbers
         box = ((c.gqa_ratio, c.q_positions), c.panel)
         tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.q_positions, c.warpgroups)
         for wg in cutlass.range_constexpr(c.warpgroups):

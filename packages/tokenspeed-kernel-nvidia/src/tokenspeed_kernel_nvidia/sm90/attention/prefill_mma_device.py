@@ -356,14 +356,19 @@ class Consumers(Queries):
 
     def next_queries(self, q_at: Cursor) -> Cursor:
         """Returns the place of the next tile's queries, as `consume` keeps it: see `queries_at`."""
-        return Cursor(q_at.stage + 1, q_at.phase) if self.config.converts else self.next_q(q_at)
+        return Cursor(q_at.stage + 1, q_at.phase) if self.counts_tiles else self.next_q(q_at)
 
     def queries_at(self, q_at: Cursor) -> Cursor:
         """Returns where a tile's queries are.
 
-        Where other warps convert, `consume` counts tiles in ``q_at.stage``: that takes one register instead of two.
+        Where `consume` counts tiles, it does so in ``q_at.stage``.
         """
-        return nth_to_read(q_at.stage, self.config.q_stages) if self.config.converts else q_at
+        return nth_to_read(q_at.stage, self.config.q_stages) if self.counts_tiles else q_at
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether `consume` counts tiles, and does not keep a place: that takes one register instead of two where warps convert."""
+        return self.config.converts and not self.config.splits_q
 
     @cute.jit
     def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
@@ -379,7 +384,10 @@ class Consumers(Queries):
         if const_expr(self.config.converts):
             scale *= shared.record(q_at).qk_scale
         if const_expr(self.config.fp8_cache and self.dtype is not cutlass.Float16):
-            scale *= self.bring_to_float16(shared, q_at, wg)
+            if const_expr(self.config.head_dim == 256):
+                scale *= self.bring_panels_to_float16(shared, q_at, wg)
+            else:
+                scale *= self.bring_to_float16(shared, q_at, wg)
         return scale
 
     @cute.jit

@@ -75,3 +75,32 @@ class Queries(Tiles):
         cute.arch.fence_view_async_shared()
         self.sync_warps(wg)
         return inverse
+
+    @cute.jit
+    def bring_panels_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
+        """`bring_to_float16` where a lane has two panels of a row, more than its registers hold: they are read twice."""
+        c = self.config
+        thread, _ = self.place(wg)
+        row = wg * 64 + thread % 128 // 2
+        half = thread % 2
+        record = shared.record(q_at)
+        is_row = record.position + row // c.gqa_ratio < record.q_len
+        panel_bytes = c.block_m * 128
+        at = shared.storage.q.data_ptr().toint() + row * 128 + half * (2 * panel_bytes)
+        # A lane's neighbour reads the same columns of other panels: it begins half a row further.
+        places = [at + panel * panel_bytes + (row + 4 * half + i) % 8 * 16 for panel in range(2) for i in range(8)]
+        highest = Uint32(0)
+        for i in cutlass.range_constexpr(len(places)):
+            loaded = load_words("shared", places[i], 4)
+            for word in loaded:
+                highest = cutlass.max(highest, cutlass.max((word << 16) & 0x7FFFFFFF, word & 0x7FFFFFFF))
+        if not is_row:
+            highest = Uint32(0)
+        factor, inverse = registers.factors_of_float16(Int32(highest))
+        for i in cutlass.range_constexpr(len(places)):
+            words = [cutlass.select_(is_row, word, Uint32(0)) for word in load_words("shared", places[i], 4)]
+            halves = [registers.widened(self.dtype, word) for word in words]
+            store_words_shared(places[i], [registers.pack(self.mma_dtype, low * factor, high * factor) for low, high in halves])
+        cute.arch.fence_view_async_shared()
+        self.sync_warps(wg)
+        return inverse

@@ -53,6 +53,30 @@ def quad_sum(x: Float32) -> Float32:
 
 
 @cute.jit
+def column_max(x: Float32) -> Float32:
+    """The maximum over the eight lanes that hold one column: those with the same number modulo 4."""
+    for power in cutlass.range_constexpr(2, 5):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
+    return x
+
+
+@cute.jit
+def column_sum(x: Float32) -> Float32:
+    """The sum over the eight lanes that hold one column."""
+    for power in cutlass.range_constexpr(2, 5):
+        x += cute.arch.shuffle_sync_bfly(x, offset=1 << power)
+    return x
+
+
+@cute.jit
+def transpose_matrix(word: Uint32, lane: Int32) -> Uint32:
+    """Transposes an 8 x 8 matrix of 16-bit numbers, of which a lane ``4 g + t`` has row g's columns 2 t and 2 t + 1."""
+    column = lane // 4
+    low, high = (cute.arch.shuffle_sync(word, offset=lane % 4 * 8 + row * 4 + column // 2) for row in range(2))
+    return permute_bytes(low, high, cutlass.select_(column % 2 == 0, Int32(0x5410), Int32(0x7632)))
+
+
+@cute.jit
 def any_lane(condition: Boolean) -> Boolean:
     return cute.arch.vote_any_sync(condition)
 
