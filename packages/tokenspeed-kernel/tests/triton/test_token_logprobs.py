@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import token_logprobs
-from tokenspeed_kernel.triton.sampling._rows import groups_of
+from tokenspeed_kernel.triton.sampling.token_logprobs import cut_of
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
@@ -48,7 +48,7 @@ def test_fewer_groups_than_tokens_wanted(vocab: int) -> None:
 
 def test_groups_are_larger_in_a_large_vocabulary() -> None:
     logits = normal(1, 300_000).to(DEVICE)
-    assert groups_of(logits).size > groups_of(logits[:, :200_000]).size
+    assert cut_of(1, 300_000, 1000).group > cut_of(1, 200_000, 1000).group
     agree(logits, 20)
 
 

@@ -51,7 +51,6 @@ def merge_token_logprobs(
     if lse_out is None:
         lse_out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        # At least two: Triton 3.6 sorts nothing down to one.
         entries, early = next_power_of_2(max(parts * top_k, 2)), may_overlap(lse.device)
         device_code.merge_token_logprobs_kernel[(rows,)](
             token_logits,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._online_softmax_device import LN_2, LOG2_E
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, token_of
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, largest_pairs, packed, sort_key, token_of
 
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
 
@@ -75,7 +75,7 @@ def merge_token_logprobs_kernel(
         token = tl.load(top_tokens + of_part * top_tokens_part_stride + of_place * top_tokens_place_stride, mask=held, other=0)
         pair = tl.where(held, packed(sort_key(x), token), _NO_PAIR)
         # Sorted only as far as it is wanted. No two pairs are equal but those of entries that are not there, which come last.
-        pair = tl.topk(pair, TOP_K_PADDED)
+        pair = largest_pairs(pair, TOP_K_PADDED)
         place = tl.arange(0, TOP_K_PADDED)
         wanted = place < top_k
         best = _less(from_sort_key((pair >> 32).to(tl.int32)), total)
