@@ -26,9 +26,11 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Groups' maxima are merged into so many, at least as many as top_k, before the search for the largest. Lanes that reach its result
-# are as many as top_k, so this also bounds how many groups a row may have to list. So many groups are looked at at a time.
-_LANES, _CHUNK = 512, 4096
+# Groups' maxima are merged into so many before the search for the largest, and into more where that is less than four times top_k.
+# As many of these as are wanted reach the search's result, which bounds how many groups a row may have to list.
+_LANES = 256
+# Groups that are looked at at once; at least four times the largest top_k.
+_CHUNK = 2048
 _SPAN_WARPS, _ROW_WARPS = 8, 4
 # Tokens of the listed groups that are sorted at once.
 _TILE = 1024
@@ -100,7 +102,8 @@ def token_logprobs(
     temperature = dense(temperature)
     parts = torch.empty(rows, spans, 2, dtype=torch.float32, device=device)
     maxima = torch.empty(rows, spans, cut.span // cut.group, dtype=torch.int32, device=device) if top_k else None
-    most_groups = min(groups, top_k * cdiv(groups, _LANES))
+    lanes = max(_LANES, 4 * next_power_of_2(top_k))
+    most_groups = min(groups, top_k * cdiv(groups, lanes))
     scratch = torch.empty(rows, most_groups + top_k, dtype=torch.int32, device=device) if top_k else None
     row = (logits, *logits.stride(), vocab)
     early = may_overlap(device)
@@ -129,7 +132,7 @@ def token_logprobs(
         groups,
         NORMALIZE=normalize,
         SPANS=next_power_of_2(spans),
-        LANES=_LANES,
+        LANES=lanes,
         CHUNK=_CHUNK,
         TILE=min(_TILE, max(next_power_of_2(top_k), 2) * cut.group),
         K=max(next_power_of_2(top_k), 2),
