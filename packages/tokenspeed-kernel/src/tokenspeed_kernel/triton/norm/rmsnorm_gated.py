@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense, launch_options, may_overlap
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, dense, launch_options, may_overlap
 from tokenspeed_kernel.triton.norm.rmsnorm import tile_for
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -49,18 +49,14 @@ def rmsnorm_gated(
     if x.numel():
         source, gates = _as_heads(x), _as_heads(gate)
         tokens, heads, hidden = source.shape
-        rows = tokens * heads
-        if all(part.stride(0) == heads * part.stride(1) for part in (source, gates)):
-            # A head is a row like any other: the kernel is compiled without dividing by their number.
-            source, gates, heads = source.view(rows, 1, hidden), gates.view(rows, 1, hidden), 1
         tile = tile_for(hidden)
         early = may_overlap(x.device)
-        device_code.rmsnorm_gated_kernel[(cdiv(rows, tile.rows),)](
+        device_code.rmsnorm_gated_kernel[(-(-tokens * heads // tile.rows),)](
             source,
             gates,
             dense(weight),
             result,
-            rows,
+            tokens * heads,
             heads,
             hidden,
             eps,

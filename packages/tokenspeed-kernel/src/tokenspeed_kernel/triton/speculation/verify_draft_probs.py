@@ -1,8 +1,7 @@
-"""Speculative sampling: the walk, the sums of what is left of the last node's row, and the draw from it.
+"""Speculative sampling in three launches: the walk, the sums of what is left of the last node's row, and the draw from it.
 
-The walk looks up two probabilities a child, for which one program a sequence is enough. The last row, which every sequence reads,
-is cut into spans for many programs. A walk needs the sum of a whole row, too, where a rejected child has siblings. So in trees it
-stops there, twice, until the programs that add up the last row have added up this one.
+The walk looks up two probabilities a child, and reads whole rows only where a rejected child has siblings. One program a sequence
+is enough for that; the last row, which every sequence reads, is cut into spans for many programs.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, for_architecture, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, for_architecture, next_power_of_2
 from tokenspeed_kernel.triton.sampling._rows import spans_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.speculation.trees import made_paths
@@ -25,8 +24,6 @@ device_code = DeviceModule(__name__ + "_device")
 _BLOCKS = {"cpu": 4096, "any": 1024}
 # A program of the walk is alone on its multiprocessor.
 _WALK_BLOCK, _WALK_WARPS = 4096, 16
-# How often all programs add up the rows that walks of trees have come to, before the walks add up by themselves.
-_SUMS_BETWEEN = 2
 
 
 @register_kernel(
@@ -67,46 +64,32 @@ def verify_draft_probs(
     sums = torch.empty((batch, spans.count), dtype=torch.int64, device=device)
     block = for_architecture(_BLOCKS, device)
     probs = (target_probs, draft_probs, *target_probs.stride()[:2], *draft_probs.stride()[:2], draft_probs.shape[1], vocab)
-    early = may_overlap(device)
     # Fused multiply-add would round other than the definition does.
-    shared = {"EARLY": early, "enable_fp_fusion": False, **launch_options(early)}
+    exact = {"enable_fp_fusion": False}
+    device_code.walk_kernel[(batch,)](
+        *probs,
+        draft_tokens,
+        *draft_tokens.stride(),
+        parents,
+        *((0, 0) if parents is None else parents.stride()),
+        seed,
+        offset,
+        tokens,
+        *tokens.stride(),
+        path,
+        *path.stride(),
+        counts,
+        counts.stride(0),
+        factors,
+        nodes,
+        NODES=next_power_of_2(nodes),
+        BLOCK=_WALK_BLOCK,
+        num_warps=_WALK_WARPS,
+        **exact,
+    )
     last = (path, *path.stride(), counts, counts.stride(0), factors, sums, spans.count, spans.length)
-    # In a chain no rejected child has siblings.
-    sums_between = 0 if parents is None else _SUMS_BETWEEN
-    state = torch.empty((batch, 3), dtype=torch.int32, device=device) if sums_between else counts
-    for walk in range(sums_between + 1):
-        adds_up = walk == sums_between > 0
-        device_code.walk_kernel[(batch,)](
-            *probs,
-            draft_tokens,
-            *draft_tokens.stride(),
-            parents,
-            *((0, 0) if parents is None else parents.stride()),
-            seed,
-            offset,
-            tokens,
-            *tokens.stride(),
-            path,
-            *path.stride(),
-            counts,
-            counts.stride(0),
-            factors,
-            state,
-            sums,
-            spans.count,
-            nodes,
-            NODES=next_power_of_2(nodes),
-            SPANS=spans.block,
-            BLOCK=_WALK_BLOCK if adds_up else 32,
-            FIRST=walk == 0,
-            LAST=walk == sums_between,
-            num_warps=_WALK_WARPS if adds_up else 1,
-            **shared,
-        )
-        device_code.sum_spans_kernel[(batch * spans.count,)](
-            *probs, *last, state, BLOCK=block, FIRST=walk == 0, num_warps=4, **shared
-        )
+    device_code.sum_spans_kernel[(batch * spans.count,)](*probs, *last, BLOCK=block, num_warps=4, **exact)
     device_code.draw_kernel[(batch,)](
-        *probs, *last, seed, offset, tokens, *tokens.stride(), SPANS=spans.block, BLOCK=block, num_warps=4, **shared
+        *probs, *last, seed, offset, tokens, *tokens.stride(), SPANS=spans.block, BLOCK=block, num_warps=4, **exact
     )
     return tokens, path, counts

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.speculation._trees_device import load_parents
 from tokenspeed_kernel_base.ops.speculation import verify_draft_probs as definition
 
@@ -66,8 +65,8 @@ def _units(r):
 def _sum_left(rows, begin, end, a, b, BLOCK: tl.constexpr):
     """The sum of what is left of tokens from begin to end, in units."""
     sums = tl.zeros([BLOCK], tl.int64)
-    for first in range(begin, end, BLOCK):
-        at = first + tl.arange(0, BLOCK)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
         sums += _units(_left(rows, at, at < end, a, b))
     return tl.sum(sums, axis=0)
 
@@ -99,23 +98,11 @@ def walk_kernel(
     counts,
     counts_stride,
     factors,  # float64 [batch, 2]: a and b of the last node
-    state,  # int32 [batch, 3]: the child to look at next, NODES where there is none; whether for that a sum is wanted; see `idle`
-    sums,  # int64 [batch, spans]
-    spans,
     nodes,
     NODES: tl.constexpr,
-    SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """The walk of one sequence: everything but the last token.
-
-    It stops where it needs the sum of a row, unless it is the LAST, which adds up by itself. One that is not the FIRST goes on
-    where the one before has stopped, with what `sum_spans_kernel` has added up.
-    """
-    start(EARLY)
+    """The walk of one sequence: everything but the last token."""
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * tokens_in_stride_b + at * tokens_in_stride_n, mask=at < nodes, other=-1)
@@ -123,69 +110,47 @@ def walk_kernel(
     parent = load_parents(parents, sequence, parents_stride_b, parents_stride_n, nodes, NODES)
     parent = tl.where((drafted >= 0) & (parent < inner), parent, -1)
     key, position = tl.load(seed + sequence), tl.load(offset + sequence)
-    known = tl.zeros([], tl.int64)
-    if FIRST:
-        tl.store(path + sequence * path_stride_b, 0)
-        length = at.to(tl.int32) * 0
-        length = tl.max(length, axis=0) + 1
-        node = length - 1
-        a = node.to(tl.float64) + 1.0
-        b = a - 1.0
-        rejected = node  # whether a child of this node was, after which r was not divided by its sum
-        child = tl.min(tl.where(parent == node, at, NODES), axis=0)
-        idle = node  # whether the walk had ended before, so that its last row has been added up
-    else:
-        length = tl.load(counts + sequence * counts_stride)
-        node = tl.load(path + sequence * path_stride_b + (length - 1) * path_stride_n)
-        a, b = tl.load(factors + sequence * 2), tl.load(factors + sequence * 2 + 1)
-        child, rejected = tl.load(state + sequence * 3), tl.load(state + sequence * 3 + 1)
-        idle = (child >= NODES).to(tl.int32)
-        step = tl.arange(0, SPANS)
-        known = tl.sum(tl.load(sums + sequence * spans + step, mask=step < spans, other=0), axis=0)
-    summed = rejected  # whether the sum is known
-    waiting = rejected * 0
-    while (child < NODES) & (waiting == 0):
+    tl.store(path + sequence * path_stride_b, 0)
+    length = at.to(tl.int32) * 0
+    length = tl.max(length, axis=0) + 1
+    node = length - 1
+    a = node.to(tl.float64) + 1.0
+    b = a - 1.0
+    rejected = node  # whether a child of this node was, after which r was not divided by its sum
+    child = tl.min(tl.where(parent == node, at, NODES), axis=0)
+    while child < NODES:
         rows = _rows_of(
             target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node
         )
-        waiting = tl.where((rejected != 0) & (summed == 0), 1, 0) if not LAST else waiting
-        if waiting == 0:
-            if rejected != 0:
-                if LAST and summed == 0:
-                    known = _sum_left(rows, 0, vocab, a, b, BLOCK)
-                total = known.to(tl.float64) * _UNIT
-                if total > 0.0:
-                    a = a / total
-                    b = b / total
-                else:
-                    a = a * 0.0 + 1.0
-                    b = b * 0.0
-            token = tl.sum(tl.where(at == child, drafted, 0), axis=0)
-            r = _left(rows, token, token >= 0, a, b)
-            q = tl.load(rows.draft + token).to(tl.float64)
-            if _uniform(key, position, child) * q < r:
-                tl.store(tokens + sequence * tokens_stride_b + (length - 1) * tokens_stride_n, token)
-                tl.store(path + sequence * path_stride_b + length * path_stride_n, child)
-                length += 1
-                node = child
+        if rejected != 0:
+            total = _sum_left(rows, 0, vocab, a, b, BLOCK).to(tl.float64) * _UNIT
+            if total > 0.0:
+                a = a / total
+                b = b / total
+            else:
                 a = a * 0.0 + 1.0
                 b = b * 0.0
-                rejected = rejected * 0
-            else:
-                b += 1.0
-                rejected = rejected * 0 + 1
-            summed = summed * 0
-            child = tl.min(tl.where((parent == node) & (at > child), at, NODES), axis=0)
+        token = tl.sum(tl.where(at == child, drafted, 0), axis=0)
+        r = _left(rows, token, token >= 0, a, b)
+        q = tl.load(rows.draft + token).to(tl.float64)
+        if _uniform(key, position, child) * q < r:
+            tl.store(tokens + sequence * tokens_stride_b + (length - 1) * tokens_stride_n, token)
+            tl.store(path + sequence * path_stride_b + length * path_stride_n, child)
+            length += 1
+            node = child
+            a = a * 0.0 + 1.0
+            b = b * 0.0
+            rejected = rejected * 0
+        else:
+            b += 1.0
+            rejected = rejected * 0 + 1
+        child = tl.min(tl.where((parent == node) & (at > child), at, NODES), axis=0)
     unused = (at >= length) & (at < nodes)
     tl.store(tokens + sequence * tokens_stride_b + at * tokens_stride_n, tl.full([NODES], -1, tl.int32), mask=unused)
     tl.store(path + sequence * path_stride_b + at * path_stride_n, tl.full([NODES], -1, tl.int32), mask=unused)
     tl.store(counts + sequence * counts_stride, length)
     tl.store(factors + sequence * 2, a)
     tl.store(factors + sequence * 2 + 1, b)
-    if not (FIRST and LAST):
-        tl.store(state + sequence * 3, child)
-        tl.store(state + sequence * 3 + 1, waiting)
-        tl.store(state + sequence * 3 + 2, idle)
 
 
 @triton.jit
@@ -207,26 +172,20 @@ def sum_spans_kernel(
     sums,  # int64 [batch, spans]
     spans,
     length,
-    state,  # of `walk_kernel`
     BLOCK: tl.constexpr,
-    FIRST: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """What is left of one span of the row that a sequence's walk has come to."""
-    start(EARLY)
+    """What is left of one span of a sequence's last row."""
     sequence = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
-    idle = 0 if FIRST else tl.load(state + sequence * 3 + 2)
-    if idle == 0:
-        last = tl.load(counts + sequence * counts_stride) - 1
-        node = tl.load(path + sequence * path_stride_b + last * path_stride_n)
-        rows = _rows_of(
-            target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node
-        )
-        a, b = tl.load(factors + sequence * 2), tl.load(factors + sequence * 2 + 1)
-        begin = span * length
-        total = _sum_left(rows, begin, tl.minimum(begin + length, vocab), a, b, BLOCK)
-        tl.store(sums + sequence * spans + span, total)
+    last = tl.load(counts + sequence * counts_stride) - 1
+    node = tl.load(path + sequence * path_stride_b + last * path_stride_n)
+    rows = _rows_of(
+        target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node
+    )
+    a, b = tl.load(factors + sequence * 2), tl.load(factors + sequence * 2 + 1)
+    begin = span * length
+    total = _sum_left(rows, begin, tl.minimum(begin + length, vocab), a, b, BLOCK)
+    tl.store(sums + sequence * spans + span, total)
 
 
 @triton.jit
@@ -255,10 +214,8 @@ def draw_kernel(
     tokens_stride_n,
     SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """The last token of a sequence."""
-    start(EARLY)
     sequence = tl.program_id(0).to(tl.int64)
     last = tl.load(counts + sequence * counts_stride) - 1
     node = tl.load(path + sequence * path_stride_b + last * path_stride_n)
