@@ -31,7 +31,9 @@ device_code = DeviceModule(__name__ + "_device")
 _LANES = 256
 # Groups that are looked at at once; at least four times the largest top_k.
 _CHUNK = 2048
-_SPAN_WARPS, _ROW_WARPS = 8, 4
+# On an H200, 1024 rows of 128256 bfloat16 logits with 5 top tokens take 113.3 us with 4 warps a span, and 122.9 us with 8; with 8
+# of these, 130.4 us with 8 warps a row.
+_SPAN_WARPS, _ROW_WARPS = 4, 4
 # Tokens of the listed groups that are sorted at once.
 _TILE = 1024
 # Tokens a program takes of a row, and programs a multiprocessor below which it takes fewer.
