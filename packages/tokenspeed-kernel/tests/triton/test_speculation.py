@@ -54,6 +54,20 @@ def test_random_numbers_of_any_seed_and_offset(seed: int, offset: int) -> None:
     _same(tk.verify_draft_probs, arguments)
 
 
+def test_many_children_of_a_node_are_rejected() -> None:
+    """Five drafts that the target cannot emit and one that it can: the row is added up before each but the first, and at the end."""
+    arguments = sampling._inputs(8, 9, 2500, warmth=1.0)(Draw(DEVICE))
+    arguments["parents"][:] = torch.tensor([-1, 0, 0, 0, 0, 0, 0, 6, 6], device=DEVICE)
+    arguments["draft_tokens"][:, 1:6] = torch.arange(5, device=DEVICE)
+    target = arguments["target_probs"]
+    target[..., :5] = 0
+    target /= target.sum(-1, keepdim=True)
+    _, path, _ = tk.verify_draft_probs(**arguments, solution="triton")
+    assert not torch.isin(path, torch.arange(1, 6, device=DEVICE)).any()
+    assert (path[:, 1] == 6).any()
+    _same(tk.verify_draft_probs, arguments)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 33, 64])
 @pytest.mark.parametrize(("branching", "depth"), [(1, 1), (1, 70), (4, 3), (12, 9)])
 def test_trees_of_any_shape(branching: int, depth: int, nodes: int) -> None:

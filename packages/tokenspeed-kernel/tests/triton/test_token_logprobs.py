@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import token_logprobs
-from tokenspeed_kernel.triton.sampling._rows import groups_of
+from tokenspeed_kernel.triton.sampling.token_logprobs import _LANES, cut_of
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
@@ -48,8 +48,22 @@ def test_fewer_groups_than_tokens_wanted(vocab: int) -> None:
 
 def test_groups_are_larger_in_a_large_vocabulary() -> None:
     logits = normal(1, 300_000).to(DEVICE)
-    assert groups_of(logits).size > groups_of(logits[:, :200_000]).size
+    assert cut_of(1, 300_000, 1000).group > cut_of(1, 200_000, 1000).group
     agree(logits, 20)
+
+
+@pytest.mark.parametrize("top_k", [1, 20])
+def test_largest_logits_in_groups_that_share_a_lane(top_k: int) -> None:
+    """Of one lane all that is wanted, in one row above all else, and in another tied with a group of another lane."""
+    logits = normal(2, 70_000)
+    size = cut_of(2, 70_000, 1).group
+    sharing = torch.arange(3, 70_000 // size, _LANES)
+    assert len(sharing) > 8  # more than one chunk of groups
+    tokens = (sharing[:, None] * size + torch.tensor([0, 5, size - 1])).flatten()
+    logits[0, tokens] = 100 + normal(1, len(tokens))[0]
+    logits[1, tokens] = 100.0
+    logits[1, 4 * size : 4 * size + 2] = 100.0
+    agree(logits.to(DEVICE), top_k)
 
 
 def test_large_logits_keep_their_differences() -> None:

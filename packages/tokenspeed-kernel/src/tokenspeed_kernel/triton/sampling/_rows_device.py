@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
 PARTS = tl.constexpr(16)
 """Into how many parts a range of keys is divided at once, to find the one that holds a key."""
 
@@ -32,6 +34,37 @@ def packed(key, token):
 def token_of(pair):
     """int64 token of what is `packed`."""
     return 0x7FFFFFFF - (pair & 0x7FFFFFFF)
+
+
+@triton.jit
+def largest_pairs(pairs, K: tl.constexpr):
+    """The K largest of `packed` pairs ``[N]``, largest first. K and N are powers of two, K at least 2: Triton 3.6 cannot do 1."""
+    if _INTERPRETED:  # which takes seconds for a sorting network
+        at = tl.arange(0, pairs.shape[0])
+        above = (pairs[None, :] > pairs[:, None]) | ((pairs[None, :] == pairs[:, None]) & (at[None, :] < at[:, None]))
+        place = tl.sum(above.to(tl.int32), axis=1)
+        return tl.sum(tl.where(place[:, None] == tl.arange(0, K)[None, :], pairs[:, None], 0), axis=0)
+    return tl.topk(pairs, K)
+
+
+@triton.jit
+def larger_pairs(one, other):
+    """The largest of two results of `largest_pairs`, as many as each has and as it gives them."""
+    return largest_pairs(tl.reshape(tl.join(one, other), [2 * one.shape[0]]), one.shape[0])
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_key(x):
+    """int32 ``[N]``: `sort_key` of the largest of each row of float32 ``[N, M]``, NaN above all numbers."""
+    if _INTERPRETED:  # which takes seconds for a function of its own
+        return tl.max(sort_key(x), axis=1)
+    # Of the largest alone, as a key takes several instructions.
+    return sort_key(tl.reduce(x, 1, _larger))
 
 
 @triton.jit

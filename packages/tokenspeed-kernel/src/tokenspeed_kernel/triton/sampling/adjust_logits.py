@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense, launch_options, may_overlap
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -47,6 +47,7 @@ def adjust_logits(
         out.copy_(logits)
     blocks = cdiv(listed, _BLOCK)
     if rows * blocks:
+        early = may_overlap(logits.device)
         device_code.adjust_logits_kernel[(rows * blocks,)](
             out,
             *out.stride(),
@@ -61,7 +62,9 @@ def adjust_logits(
             blocks,
             BLOCK=_BLOCK,
             INTERPRETED=abilities(logits.device).interpreted,
+            EARLY=early,
             # The definition rounds after every multiplication.
             enable_fp_fusion=False,
+            **launch_options(early),
         )
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 
@@ -24,8 +25,10 @@ def adjust_logits_kernel(
     blocks,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Changes the logits of one block of a row's listed tokens. Biases, counts and penalties may be None."""
+    start(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     entry = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     within = entry < listed

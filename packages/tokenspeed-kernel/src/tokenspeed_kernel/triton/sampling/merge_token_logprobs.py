@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -14,6 +14,10 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
+# Entries change places within a warp without a barrier; a thread holds a few. On an H200, 256 rows of 1024 entries, of which 64 are
+# wanted, take 14.3 us with 128 entries a warp, 21.0 us with 256 and 23.8 us with 512.
+_ENTRIES_A_WARP, _MOST_WARPS = 128, 8
+
 
 @register_kernel(
     "sampling",
@@ -21,7 +25,7 @@ device_code = DeviceModule(__name__ + "_device")
     solution="triton",
     capability=TRITON,
     signatures=format_signatures("token_logits", "dense", (torch.float32,)),
-    # All of a row's entries are compared with each other.
+    # All of a row's entries are sorted in registers.
     traits={"entries": at_most(4096)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
@@ -48,7 +52,7 @@ def merge_token_logprobs(
     if lse_out is None:
         lse_out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows:
-        entries = next_power_of_2(parts * top_k)
+        entries, early = next_power_of_2(max(parts * top_k, 2)), may_overlap(lse.device)
         device_code.merge_token_logprobs_kernel[(rows,)](
             token_logits,
             *token_logits.stride(),
@@ -70,6 +74,9 @@ def merge_token_logprobs(
             top_k,
             PARTS=next_power_of_2(parts),
             ENTRIES=entries,
-            num_warps=max(1, min(8, entries // 128)),
+            TOP_K_PADDED=next_power_of_2(max(top_k, 2)),
+            EARLY=early,
+            num_warps=max(1, min(_MOST_WARPS, entries // _ENTRIES_A_WARP)),
+            **launch_options(early),
         )
     return token_out, top_out, top_tokens_out, lse_out

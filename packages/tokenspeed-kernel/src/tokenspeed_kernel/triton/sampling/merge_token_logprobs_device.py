@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._online_softmax_device import LN_2, LOG2_E
-from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, token_of
+from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, largest_pairs, packed, sort_key, token_of
 
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
 
@@ -46,7 +47,10 @@ def merge_token_logprobs_kernel(
     top_k,
     PARTS: tl.constexpr,
     ENTRIES: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS).to(tl.int64)
     own = tl.load(lse + part * lse_part_stride + row * lse_row_stride, mask=part < parts, other=float("-inf"))
@@ -70,14 +74,10 @@ def merge_token_logprobs_kernel(
         x = tl.load(top_logits + of_part * top_logits_part_stride + of_place * top_logits_place_stride, mask=held, other=0.0)
         token = tl.load(top_tokens + of_part * top_tokens_part_stride + of_place * top_tokens_place_stride, mask=held, other=0)
         pair = tl.where(held, packed(sort_key(x), token), _NO_PAIR)
-        # Comparing with all others gives every token's place: no sorting.
-        place = tl.zeros([ENTRIES], tl.int32)
-        for other in range(parts * top_k):
-            part_of, place_of = tl.cast(other // top_k, tl.int64), other % top_k
-            other_x = tl.load(top_logits + part_of * top_logits_part_stride + place_of * top_logits_place_stride)
-            other_token = tl.load(top_tokens + part_of * top_tokens_part_stride + place_of * top_tokens_place_stride)
-            place += (packed(sort_key(other_x), other_token) > pair).to(tl.int32)
-        wanted = held & (place < top_k)
+        # Sorted only as far as it is wanted. No two pairs are equal but those of entries that are not there, which come last.
+        pair = largest_pairs(pair, TOP_K_PADDED)
+        place = tl.arange(0, TOP_K_PADDED)
+        wanted = place < top_k
         best = _less(from_sort_key((pair >> 32).to(tl.int32)), total)
         tl.store(top_out + row * top_out_row_stride + place * top_out_place_stride, best, mask=wanted)
         at = top_tokens_out + row * top_tokens_out_row_stride + place * top_tokens_out_place_stride

@@ -6,12 +6,20 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._online_softmax_device import LN_2, LOG2_E
-from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of, token_of
+from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.sampling._rows_device import (
+    from_sort_key,
+    larger_pairs,
+    largest_key,
+    largest_pairs,
+    packed,
+    sort_key,
+    threshold_of,
+    token_of,
+)
 
 _NO_KEY = tl.constexpr(-0x80000000)
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
-# Less than any token's, more than that of a group without tokens.
-_LEAST_PAIR = tl.constexpr(-0x7FFFFFFF00000000)
 _LARGEST_SCALE = tl.constexpr(3.0e38)
 
 
@@ -42,34 +50,28 @@ def logit_parts_kernel(
     parts,
     maxima,
     spans,
-    length,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
     TOP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Of a span the largest logit and the sum of exponentials of what the others are less than it, and the best of its groups.
+    """Of a span the largest logit and the sum of exponentials of what the others are less than it, and the largest of its groups.
 
-    parts: float32 [rows, spans, 2]. maxima: int64 [rows, spans, BLOCK // RUN], `packed`; a group consists of one run of RUN tokens
-    in each block of a span.
+    parts: float32 [rows, spans, 2]. maxima: int32 [rows, spans, SPAN // GROUP], `sort_key`; a group is GROUP neighbouring tokens.
     """
+    start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
-    ids = span * length + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    live = ids < vocab
-    x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
-    key = tl.where(live, sort_key(x), _NO_KEY)
-    best = tl.max(key, axis=0)
+    ids = span * SPAN + tl.arange(0, SPAN)
+    x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    best = largest_key(tl.reshape(x, [SPAN // GROUP, GROUP]))
     largest = from_sort_key(tl.max(best, axis=0))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.sum(tl.exp2((x - shift) * _scale_of(_inverse_of(temperature, row))), axis=0), axis=0)
+    total = tl.sum(tl.exp2((x - shift) * _scale_of(_inverse_of(temperature, row))), axis=0)
     tl.store(parts + (row * spans + span) * 2, largest)
     tl.store(parts + (row * spans + span) * 2 + 1, total)
     if TOP:
-        GROUPS: tl.constexpr = BLOCK // RUN
-        pair = tl.max(packed(key, ids), axis=0)
-        pair = tl.max(tl.reshape(pair, [GROUPS, RUN]), axis=1)
-        tl.store(maxima + (row * spans + span) * GROUPS + tl.arange(0, GROUPS), pair)
+        tl.store(maxima + (row * spans + span) * (SPAN // GROUP) + tl.arange(0, SPAN // GROUP), best)
 
 
 @triton.jit
@@ -84,6 +86,41 @@ def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.constexpr):
+    """Lists the groups above a threshold, and the first top_k of those at it. Returns how many they are."""
+    above, tied = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for begin in range(0, count, CHUNK):
+        group = begin + tl.arange(0, CHUNK)
+        key = tl.load(maxima + group, mask=group < count, other=_NO_KEY)
+        is_above, is_tied = key > threshold, (key == threshold) & (group < count)
+        # Both are counted at once: at most CHUNK of each.
+        ones = is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16)
+        ends = tl.cumsum(ones, axis=0) - ones
+        tl.store(listed + above + (ends & 0xFFFF), group, mask=is_above)
+        at = tied + (ends >> 16)
+        tl.store(ties + at, group, mask=is_tied & (at < top_k))
+        here = tl.sum(ones, axis=0)
+        above += here & 0xFFFF
+        tied += here >> 16
+    return above, tied
+
+
+@triton.jit
+def _best_of_groups(
+    logits, vocab_stride, vocab, listed, ties, above, reaching, begin, GROUP: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
+):
+    """The best K of TILE tokens of the listed groups, `packed`, best first; the least pairs where there are fewer."""
+    index = begin + tl.arange(0, TILE)
+    entry = index // GROUP
+    group = tl.load(listed + entry, mask=entry < above, other=0)
+    group = tl.where(entry < above, group, tl.load(ties + (entry - above), mask=(entry >= above) & (entry < reaching), other=0))
+    ids = group * GROUP + index % GROUP
+    within = (entry < reaching) & (ids < vocab)
+    x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=within, other=float("-inf")).to(tl.float32)
+    return largest_pairs(tl.where(within, packed(sort_key(x), ids), _NO_PAIR), K)
+
+
+@triton.jit
 def token_logprobs_kernel(
     logits,
     row_stride,
@@ -95,7 +132,7 @@ def token_logprobs_kernel(
     parts,
     maxima,
     scratch,
-    capacity,
+    most_groups,
     token_out,
     token_stride,
     top_out,
@@ -109,18 +146,20 @@ def token_logprobs_kernel(
     top_k,
     first_token,
     spans,
-    length,
-    groups,
-    most_groups,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    RUN: tl.constexpr,
+    count,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
     TOP: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SPANS: tl.constexpr,
     LANES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """scratch: int64 [rows, capacity]: most_groups groups, then tokens."""
+    """``count``: groups of a row. scratch: int32 [rows, most_groups + top_k]: groups above the threshold, and those at it."""
+    start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     inverse = _inverse_of(temperature, row)
@@ -144,61 +183,28 @@ def token_logprobs_kernel(
     tl.store(token_out + row * token_stride, given)
 
     if TOP:
-        maxima += row * groups
-        scratch += row * capacity
-        listed = scratch + most_groups
-        lane = tl.arange(0, LANES)
-        pairs = tl.full([LANES], _NO_PAIR, tl.int64)
-        for start in range(0, groups, LANES):
-            pairs = tl.maximum(pairs, tl.load(maxima + start + lane, mask=start + lane < groups, other=_NO_PAIR))
-        keys = (pairs >> 32).to(tl.int32)
-        live = keys != _NO_KEY
-        threshold, number = threshold_of(keys, live, top_k, 0)
-        reached = threshold << 32
-        if number < top_k:
-            # Every group is needed whole.
-            reached = tl.full([], _LEAST_PAIR, tl.int64)
-        if number > top_k:
-            # Some are equal to the threshold: of these, those of the first tokens.
-            tied = live & (keys == threshold)
-            above = tl.sum((live & (keys > threshold)).to(tl.int32), axis=0)
-            nearest, _ = threshold_of(tl.where(tied, (pairs & 0x7FFFFFFF).to(tl.int32), -1), tied, top_k - above, 0)
-            reached += nearest
-
-        reaching = tl.zeros([], tl.int32)
-        for start in range(0, groups, LANES):
-            best = tl.load(maxima + start + lane, mask=start + lane < groups, other=_NO_PAIR)
-            reaches = best >= reached
-            at = reaching + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
-            tl.store(scratch + at, (start + lane).to(tl.int64), mask=reaches)
-            reaching += tl.sum(reaches.to(tl.int32), axis=0)
+        maxima += row * spans * (SPAN // GROUP)
+        listed = scratch + row * (most_groups + top_k)
+        ties = listed + most_groups
+        # Every so many groups share a lane, so that there is less to search. As many lanes as are wanted reach the threshold, so as
+        # many groups do, too.
+        fold = tl.arange(0, CHUNK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+        keys = tl.full([LANES], _NO_KEY, tl.int32)
+        for begin in range(0, count, CHUNK):
+            keys = tl.maximum(keys, tl.max(tl.load(maxima + begin + fold, mask=begin + fold < count, other=_NO_KEY), axis=0))
+        threshold, _ = threshold_of(keys, keys != _NO_KEY, top_k, 0)
+        above, tied = _groups_reaching(maxima, count, threshold.to(tl.int32), listed, ties, top_k, CHUNK)
+        # Each of those at the threshold holds a token that is worth it, and the first ones hold the first of these.
+        reaching = above + tl.minimum(tied, tl.maximum(top_k - above, 0))
         tl.debug_barrier()  # other threads read what these have stored
 
-        SIZE: tl.constexpr = BLOCKS * RUN
-        GROUPS: tl.constexpr = BLOCK // RUN
-        count = tl.zeros([], tl.int32)
-        for start in range(0, reaching * SIZE, LANES):
-            index = start + lane
-            group = tl.load(scratch + index // SIZE, mask=index < reaching * SIZE, other=0).to(tl.int32)
-            member = index % SIZE
-            ids = (group // GROUPS) * length + (member // RUN) * BLOCK + (group % GROUPS) * RUN + member % RUN
-            within = (index < reaching * SIZE) & (ids < vocab)
-            member_x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=within, other=float("-inf")).to(tl.float32)
-            member_pair = packed(sort_key(member_x), ids)
-            found = within & (member_pair >= reached)
-            at = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
-            tl.store(listed + at, member_pair, mask=found)
-            count += tl.sum(found.to(tl.int32), axis=0)
-        tl.debug_barrier()
-
-        # Comparing with all others gives every token's place: no sorting.
-        for start in range(0, count, LANES):
-            pair = tl.load(listed + start + lane, mask=start + lane < count, other=_NO_PAIR)
-            place = tl.zeros([LANES], tl.int32)
-            for other in range(count):
-                place += (tl.load(listed + other) > pair).to(tl.int32)
-            wanted = (start + lane < count) & (place < top_k)
-            top = _given(from_sort_key((pair >> 32).to(tl.int32)), largest, inverse, lse, log_total, NORMALIZE)
-            tl.store(top_out + row * top_row_stride + place * top_place_stride, top, mask=wanted)
-            top_token = (token_of(pair) + first_token).to(tl.int32)
-            tl.store(top_tokens_out + row * top_tokens_row_stride + place * top_tokens_place_stride, top_token, mask=wanted)
+        best = _best_of_groups(logits, vocab_stride, vocab, listed, ties, above, reaching, 0, GROUP, TILE, K)
+        for begin in range(TILE, reaching * GROUP, TILE):
+            more = _best_of_groups(logits, vocab_stride, vocab, listed, ties, above, reaching, begin, GROUP, TILE, K)
+            best = larger_pairs(best, more)
+        place = tl.arange(0, K)
+        wanted = place < top_k
+        top = _given(from_sort_key((best >> 32).to(tl.int32)), largest, inverse, lse, log_total, NORMALIZE)
+        tl.store(top_out + row * top_row_stride + place * top_place_stride, top, mask=wanted)
+        top_token = (token_of(best) + first_token).to(tl.int32)
+        tl.store(top_tokens_out + row * top_tokens_row_stride + place * top_tokens_place_stride, top_token, mask=wanted)

@@ -1,11 +1,11 @@
-"""Building draft trees: a program ranks the candidates of a sequence, and follows the parents of those that stay."""
+"""Building draft trees: a program looks for the best candidates of a sequence, and follows the parents of those that stay."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, for_architecture, next_power_of_2
+from tokenspeed_kernel.triton.common import TRITON, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -14,8 +14,6 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Pairs of candidates that are compared at a time.
-_PAIRS = {"cpu": 1 << 20, "any": 8192}
 _WARPS = 8
 
 
@@ -47,7 +45,7 @@ def build_draft_tree(
     masks = torch.empty(batch, nodes, dtype=torch.int64, device=device) if tree_mask_out is None else tree_mask_out
     depths = torch.empty(batch, nodes, dtype=torch.int32, device=device) if depths_out is None else depths_out
     if batch:
-        block = next_power_of_2(max(candidates, 16))
+        block, early = next_power_of_2(max(candidates, 16)), may_overlap(device)
         places = torch.empty(batch, block + nodes, dtype=torch.int32, device=device)
         device_code.build_draft_tree_kernel[(batch,)](
             tokens,
@@ -70,8 +68,9 @@ def build_draft_tree(
             candidates,
             nodes,
             CANDIDATES=block,
-            AT_ONCE=min(block, max(1, for_architecture(_PAIRS, device) // block)),
             NODES=next_power_of_2(nodes),
+            EARLY=early,
             num_warps=_WARPS,
+            **launch_options(early),
         )
     return draft, tree, masks, depths

@@ -5,17 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import bits_of
-from tokenspeed_kernel.triton.sampling._rows_device import sort_key
+from tokenspeed_kernel.triton.common_device import bits_of, start
+from tokenspeed_kernel.triton.sampling._rows_device import at_index, largest_pairs, packed, sort_key
 
 _NO_KEY = tl.constexpr(-0x7F800001)  # of -inf
-
-
-@triton.jit
-def _keys(scores, at, stride, candidates):
-    """int32 that sort like scores; that of -inf for those that are not there."""
-    score = tl.load(scores + at * stride, mask=at < candidates, other=float("-inf"))
-    return tl.where(score == score, sort_key(score), _NO_KEY)
 
 
 @triton.jit
@@ -54,22 +47,24 @@ def build_draft_tree_kernel(
     candidates,
     nodes,
     CANDIDATES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     NODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One sequence."""
+    start(EARLY)
     sequence = tl.program_id(0).to(tl.int64)
     scores += sequence * scores_stride_b
     places += sequence * (CANDIDATES + nodes)
     at = tl.arange(0, CANDIDATES)
-    key = _keys(scores, at, scores_stride_c, candidates)
-    rank = tl.zeros([CANDIDATES], tl.int32)
-    for start in range(0, candidates, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        other_key = _keys(scores, other, scores_stride_c, candidates)
-        above = (other_key[:, None] > key[None, :]) | ((other_key[:, None] == key[None, :]) & (other[:, None] < at[None, :]))
-        rank += tl.sum(above.to(tl.int32), axis=0)
-    kept = (rank < nodes - 1) & (key > _NO_KEY)
+    score = tl.load(scores + at * scores_stride_c, mask=at < candidates, other=float("-inf"))
+    key = tl.where(score == score, sort_key(score), _NO_KEY)
+    # Of equal scores the earlier, so that no two are the same.
+    pair = packed(key, at)
+    kept = key > _NO_KEY
+    if NODES == 1:
+        kept = kept & (at < 0)
+    elif NODES <= CANDIDATES:  # else all of them may stay
+        kept = kept & (pair >= at_index(largest_pairs(pair, NODES), nodes - 2))
     node = tl.cumsum(kept.to(tl.int32), 0)
     tl.store(places + at, tl.where(kept, node, -1))
     step = tl.arange(0, NODES)
