@@ -55,7 +55,7 @@ def test_random_numbers_of_any_seed_and_offset(seed: int, offset: int) -> None:
 
 
 def test_many_children_of_a_node_are_rejected() -> None:
-    """Five drafts that the target cannot emit and one that it can: the row is added up before each but the first, and at the end."""
+    """Five drafts that the target cannot emit, then one that it can: the row is added up before each but the first, and last."""
     arguments = sampling._inputs(8, 9, 2500, warmth=1.0)(Draw(DEVICE))
     arguments["parents"][:] = torch.tensor([-1, 0, 0, 0, 0, 0, 0, 6, 6], device=DEVICE)
     arguments["draft_tokens"][:, 1:6] = torch.arange(5, device=DEVICE)
