@@ -10,6 +10,8 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 PARTS = tl.constexpr(16)
 """Into how many parts a range of keys is divided at once, to find the one that holds a key."""
 
+_TAKEN = tl.constexpr(-(2**63))  # below any pair
+
 
 @triton.jit
 def sort_key(x):
@@ -41,9 +43,14 @@ def largest_pairs(pairs, K: tl.constexpr):
     """The K largest of `packed` pairs ``[N]``, largest first. K and N are powers of two, K at least 2: Triton 3.6 cannot do 1."""
     if _INTERPRETED:  # which takes seconds for a sorting network
         at = tl.arange(0, pairs.shape[0])
-        above = (pairs[None, :] > pairs[:, None]) | ((pairs[None, :] == pairs[:, None]) & (at[None, :] < at[:, None]))
-        place = tl.sum(above.to(tl.int32), axis=1)
-        return tl.sum(tl.where(place[:, None] == tl.arange(0, K)[None, :], pairs[:, None], 0), axis=0)
+        place = tl.arange(0, K)
+        largest = tl.zeros([K], pairs.dtype)
+        for i in tl.static_range(K):
+            pair = tl.max(pairs, axis=0)
+            largest = tl.where(place == i, pair, largest)
+            first = tl.min(tl.where(pairs == pair, at, pairs.shape[0]), axis=0)
+            pairs = tl.where(at == first, _TAKEN, pairs)
+        return largest
     return tl.topk(pairs, K)
 
 
