@@ -193,29 +193,38 @@ def attend(
         if q.dtype not in DTYPES:
             q = q.view(torch.uint8)
             if given is None or not is_aligned(given):
-                out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+                out = torch.empty((tokens, heads, v_head_dim), dtype=torch.bfloat16, device=q.device)
         out = deliver(launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others), given)
     elif out is None:
         out = q.new_empty(tokens, heads, v_head_dim, dtype=output_dtype(q))
     return out if lse is None else (out, lse)
 
 
-_FORMS: tuple[tuple[Callable[..., Any], frozenset[FormatSignature], dict[str, Any]], ...] = (
-    (mha_prefill, RAGGED, {}),
-    (mha_extend_with_kvcache, PAGED, {"page_size": set(PAGE_SIZES), "is_causal": {True}}),
+_PAGES = {"page_size": set(PAGE_SIZES)}
+_CAUSAL, _NOT_CAUSAL = {"is_causal": {True}, "sliding_window": any, **_PAGES}, {"is_causal": {False}, **_PAGES}
+_CAPPED, _SCALED = {"logit_cap": any}, {"scaled": any}  # fp8 scores have no cap
+_FORMS: tuple[tuple[Callable[..., Any], str, frozenset[FormatSignature], dict[str, Any]], ...] = (
+    (mha_prefill, "", RAGGED, {"sliding_window": any, **_CAPPED}),
+    (mha_prefill, "_fp8", RAGGED_FP8, {"sliding_window": any, **_SCALED}),
+    (mha_extend_with_kvcache, "", PAGED, {**_CAUSAL, **_CAPPED}),
+    (mha_extend_with_kvcache, "_not_causal", PAGED, {**_NOT_CAUSAL, **_CAPPED}),
+    (mha_extend_with_kvcache, "_fp8", PAGED_ALL_FP8, {**_CAUSAL, **_SCALED}),
+    (mha_extend_with_kvcache, "_fp8_not_causal", PAGED_ALL_FP8, {**_NOT_CAUSAL, **_SCALED}),
 )
 for _k_dim, _v_dim in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
-    # At 64 and 128 these are for capped scores only, and leave short windows to those of `window`.
-    _capped = _k_dim in HEAD_DIMS
-    for _launcher, _formats, _traits in _FORMS:
+    for _launcher, _form, _formats, _traits in _FORMS:
+        # At 64 and 128 these are for capped scores only, and leave short windows to those of `window`.
+        _capped = _k_dim in HEAD_DIMS
+        if _capped and "logit_cap" not in _traits:
+            continue
         register_kernel(
             "attention",
             _launcher.__name__,
-            name=f"cutedsl_{_launcher.__name__}{'_capped' * _capped}_{_k_dim}{f'_{_v_dim}' * (_k_dim != _v_dim)}",
+            name=f"cutedsl_{_launcher.__name__}{_form}{'_capped' * _capped}_{_k_dim}{f'_{_v_dim}' * (_k_dim != _v_dim)}",
             solution="cutedsl",
             capability=CUTEDSL_HOPPER,
             signatures=_formats,
-            traits=traits(_k_dim, _v_dim, sliding_window=any, logit_cap={True} if _capped else any, **_traits),
+            traits=traits(_k_dim, _v_dim, **{**_traits, **({"logit_cap": {True}} if _capped else {})}),
             priority=Priority.SPECIALIZED - _capped,
             tags={"determinism"},
         )(_launcher)
