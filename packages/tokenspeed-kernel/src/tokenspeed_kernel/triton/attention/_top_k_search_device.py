@@ -29,7 +29,13 @@ def keys_at(scores, at, length, key_stride):
 @triton.jit
 def _unsigned(key):
     """uint32 that sorts like a key: differences of two are uint32 too."""
-    return (key.to(tl.int32) ^ NO_KEY).to(tl.uint32, bitcast=True)
+    return (key.to(tl.int64) - NO_KEY).to(tl.uint32)
+
+
+@triton.jit
+def _as_key(number):
+    """int32, the key that `_unsigned` made a number of."""
+    return number.to(tl.int32, bitcast=True) ^ NO_KEY
 
 
 @triton.jit
@@ -39,11 +45,11 @@ def _third(low, high, i):
 
 
 @triton.jit
-def _reaching_thirds(numbers, low, high):
-    """How many of fewer than 2^15 numbers reach the second, and how many the last third of those from low to high: int32."""
+def _reaching_thirds(keys, low, high):
+    """How many of fewer than 2^15 keys reach the second, and how many the last third of the numbers from low to high: int32."""
     # Both counts in one sum of 32 bits, which a warp takes at once.
-    reaching = (numbers >= _third(low, high, 1)).to(tl.int32)
-    reaching += tl.where(numbers >= _third(low, high, 2), 1 << 16, 0)
+    reaching = (keys >= _as_key(_third(low, high, 1))).to(tl.int32)
+    reaching += tl.where(keys >= _as_key(_third(low, high, 2)), 1 << 16, 0)
     total = tl.sum(reaching, axis=0)
     return total & 0xFFFF, total >> 16
 
@@ -55,12 +61,6 @@ def _third_that_holds(low, high, second, last, wanted):
     held = (second >= wanted).to(tl.uint32) + (last >= wanted).to(tl.uint32)
     end = tl.where(held == 2, high, tl.maximum(_third(low, high, held + 1) - 1, low))
     return _third(low, high, held), end, held
-
-
-@triton.jit
-def _as_key(number):
-    """int64, the key that `_unsigned` made a number of."""
-    return (number.to(tl.int32, bitcast=True) ^ NO_KEY).to(tl.int64)
 
 
 @triton.jit
@@ -76,15 +76,14 @@ def wanted_key(keys, low, wanted, spare):
     Returns:
         int64.
     """
-    numbers = _unsigned(keys)
     first = _unsigned(low)
     end = _unsigned(tl.max(keys, axis=0))
-    count = tl.sum((numbers >= first).to(tl.int32), axis=0)
+    count = tl.sum((keys >= low).to(tl.int32), axis=0)
     while (first < end) & (count > wanted + spare):
-        second, last = _reaching_thirds(numbers, first, end)
+        second, last = _reaching_thirds(keys, first, end)
         first, end, held = _third_that_holds(first, end, second, last, wanted)
         count = tl.where(held == 0, count, tl.where(held == 1, second, last))
-    return _as_key(first)
+    return _as_key(first).to(tl.int64)
 
 
 @triton.jit
@@ -141,11 +140,11 @@ def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr
     last = length * 0
     for start in range(0, length, BLOCK):
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
-        of_block = _reaching_thirds(_unsigned(keys), _unsigned(low), _unsigned(high))
+        of_block = _reaching_thirds(keys, _unsigned(low), _unsigned(high))
         second += of_block[0]
         last += of_block[1]
     first, end, _ = _third_that_holds(_unsigned(low), _unsigned(high), second, last, top_k)
-    return _as_key(first), _as_key(end)
+    return _as_key(first).to(tl.int64), _as_key(end).to(tl.int64)
 
 
 @triton.jit

@@ -8,7 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.common import (
+    FLOATS,
+    TRITON,
+    cdiv,
+    dense,
+    launch_options,
+    may_overlap,
+    multiprocessors,
+    next_power_of_2,
+)
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -19,12 +28,11 @@ device_code = DeviceModule(__name__ + "_device")
 
 # Two rows are held, the gate's beside x's: half of what `rmsnorm` keeps in registers.
 _LONGEST_ROW, _MOST_ELEMENTS_A_WARP = 16384, 1024
-
-
 # 8 elements a thread, two loads of 16 bytes: of more, the assembler puts the loads of gates behind the sums of squares, to save
-# registers, and a program waits for them one after the other.
-_ELEMENTS_A_WARP, _ELEMENTS = 256, 1024
-_MOST_WARPS = 8
+# registers, and a program waits for them one after the other. 2048 rows of 128, on an H100: 2.0 us, and 3.7 with 32 a thread.
+_ELEMENTS_A_WARP, _ELEMENTS, _MOST_WARPS = 256, 1024, 8
+# Elements a multiprocessor from which on programs are four times as large: 262144 rows of 128 took 67.9 us for 70.1.
+_MANY, _TOGETHER = 65536, 4
 
 
 class Tile(NamedTuple):
@@ -36,16 +44,18 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def tile_for(hidden: int) -> Tile:
-    """The tile for rows of this length."""
+def tile_for(hidden: int, many: bool) -> Tile:
+    """The tile for rows of this length, few or many. What a thread has of a row is the same for both."""
     block = next_power_of_2(hidden)
-    rows = max(1, _ELEMENTS // block)
-    warps = min(rows * block // _ELEMENTS_A_WARP, _MOST_WARPS)
-    return Tile(rows, block, max(warps, block // _MOST_ELEMENTS_A_WARP))
+    together = max(1, _ELEMENTS // block)
+    warps = min(together * block // _ELEMENTS_A_WARP, _MOST_WARPS)
+    if together > 1 and many:
+        together, warps = together * _TOGETHER, warps * _TOGETHER
+    return Tile(together, block, max(warps, block // _MOST_ELEMENTS_A_WARP))
 
 
 def _as_heads(x: Tensor) -> Tensor:
-    """``[..., hidden]`` as ``[tokens, heads, hidden]``, so that heads of a slice are a view; one head where heads lie like tokens."""
+    """``[..., hidden]`` as ``[tokens, heads, hidden]``, so that heads of a slice are a view."""
     heads = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     return heads if heads.stride(2) == 1 else heads.contiguous()
 
@@ -82,7 +92,7 @@ def rmsnorm_gated(
         if heads > 1 and _like_tokens(source) and _like_tokens(gates):
             source, gates = (a.as_strided((tokens * heads, 1, hidden), (a.stride(1), 0, 1)) for a in (source, gates))
             tokens, heads = tokens * heads, 1
-        tile = tile_for(hidden)
+        tile = tile_for(hidden, heads == 1 and tokens * hidden >= _MANY * multiprocessors(x.device))
         rows = tile.rows if heads == 1 else min(tile.rows, next_power_of_2(heads))
         early = may_overlap(x.device)
         grid = (cdiv(tokens, rows),) if heads == 1 else (tokens, cdiv(heads, rows))
