@@ -27,29 +27,40 @@ def keys_at(scores, at, length, key_stride):
 
 
 @triton.jit
-def _quarter(low, high, i):
-    """The first key of a quarter of the keys from low to high, or high: int64."""
-    return tl.minimum(low + i * ((high - low) // 4 + 1), high)
+def _unsigned(key):
+    """uint32 that sorts like a key: differences of two are uint32 too."""
+    return (key.to(tl.int64) - NO_KEY).to(tl.uint32)
 
 
 @triton.jit
-def _reaching_quarters(keys, low, high):
-    """How many keys reach the second, the third and the last quarter of the keys from low to high: int32."""
-    # Three counts in one sum.
-    reaching = (keys >= _quarter(low, high, 1).to(tl.int32)).to(tl.int64)
-    reaching += tl.where(keys >= _quarter(low, high, 2).to(tl.int32), 1 << 20, 0).to(tl.int64)
-    reaching += (keys >= _quarter(low, high, 3).to(tl.int32)).to(tl.int64) << 40
+def _as_key(number):
+    """int32, the key that `_unsigned` made a number of."""
+    return number.to(tl.int32, bitcast=True) ^ NO_KEY
+
+
+@triton.jit
+def _third(low, high, i):
+    """The first of a third of the numbers from low to high, or high: uint32."""
+    return low + tl.minimum(i * ((high - low) // 3 + 1), high - low)
+
+
+@triton.jit
+def _reaching_thirds(keys, low, high):
+    """How many of fewer than 2^15 keys reach the second, and how many the last third of the numbers from low to high: int32."""
+    # Both counts in one sum of 32 bits, which a warp takes at once.
+    reaching = (keys >= _as_key(_third(low, high, 1))).to(tl.int32)
+    reaching += tl.where(keys >= _as_key(_third(low, high, 2)), 1 << 16, 0)
     total = tl.sum(reaching, axis=0)
-    return (total & 0xFFFFF).to(tl.int32), ((total >> 20) & 0xFFFFF).to(tl.int32), (total >> 40).to(tl.int32)
+    return total & 0xFFFF, total >> 16
 
 
 @triton.jit
-def _quarter_that_holds(low, high, second, third, last, wanted):
-    """Low and high of the quarter that holds the largest key which ``wanted`` reach, where so many reach three of the quarters; and
-    which it is, 0 to 3."""
-    held = (second >= wanted).to(tl.int32) + (third >= wanted).to(tl.int32) + (last >= wanted).to(tl.int32)
-    end = tl.where(held == 3, high, tl.maximum(_quarter(low, high, held + 1) - 1, low))
-    return _quarter(low, high, held), end, held
+def _third_that_holds(low, high, second, last, wanted):
+    """Low and high of the third that holds the largest number which ``wanted`` reach, where so many reach two of the thirds; and
+    which it is, 0 to 2."""
+    held = (second >= wanted).to(tl.uint32) + (last >= wanted).to(tl.uint32)
+    end = tl.where(held == 2, high, tl.maximum(_third(low, high, held + 1) - 1, low))
+    return _third(low, high, held), end, held
 
 
 @triton.jit
@@ -59,19 +70,20 @@ def wanted_key(keys, low, wanted, spare):
     Like `threshold_of`, for so many keys that comparing each with all parts of the range at once takes too many registers.
 
     Args:
-        keys: int32, fewer than 2^20.
+        keys: int32, fewer than 2^15.
         low: int64, a key that at least ``wanted`` reach.
 
     Returns:
         int64.
     """
-    high = tl.max(keys, axis=0).to(tl.int64)
-    number = tl.sum((keys >= low).to(tl.int32), axis=0)
-    while (low < high) & (number > wanted + spare):
-        second, third, last = _reaching_quarters(keys, low, high)
-        low, high, held = _quarter_that_holds(low, high, second, third, last, wanted)
-        number = tl.where(held == 0, number, tl.where(held == 1, second, tl.where(held == 2, third, last)))
-    return low
+    first = _unsigned(low)
+    end = _unsigned(tl.max(keys, axis=0))
+    count = tl.sum((keys >= low).to(tl.int32), axis=0)
+    while (first < end) & (count > wanted + spare):
+        second, last = _reaching_thirds(keys, first, end)
+        first, end, held = _third_that_holds(first, end, second, last, wanted)
+        count = tl.where(held == 0, count, tl.where(held == 1, second, last))
+    return _as_key(first).to(tl.int64)
 
 
 @triton.jit
@@ -122,19 +134,17 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
 
 @triton.jit
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """The quarter of a range of keys that holds the threshold, if the range does."""
+    """The third of a range of keys that holds the threshold, if the range does."""
     BLOCK: tl.constexpr = SEARCH.lanes // 4
     second = length * 0
-    third = length * 0
     last = length * 0
     for start in range(0, length, BLOCK):
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
-        of_block = _reaching_quarters(keys, low, high)
+        of_block = _reaching_thirds(keys, _unsigned(low), _unsigned(high))
         second += of_block[0]
-        third += of_block[1]
-        last += of_block[2]
-    low, high, _ = _quarter_that_holds(low, high, second, third, last, top_k)
-    return low, high
+        last += of_block[1]
+    first, end, _ = _third_that_holds(_unsigned(low), _unsigned(high), second, last, top_k)
+    return _as_key(first).to(tl.int64), _as_key(end).to(tl.int64)
 
 
 @triton.jit
