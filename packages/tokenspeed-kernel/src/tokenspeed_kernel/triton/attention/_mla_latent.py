@@ -29,6 +29,7 @@ from tokenspeed_kernel.triton.common import (
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import GROUP
 
 device_code = DeviceModule(__name__ + "_device")
 
@@ -46,6 +47,18 @@ class Shape(NamedTuple):
     windowed: bool
     has_cap: bool
     sparse: bool = False
+
+
+class Groups(NamedTuple):
+    """A cache whose rotary parts, and scales of each ``group`` latents, lie apart: the strides of both, by page, slot and number."""
+
+    group: int
+    rope_page: int
+    rope_slot: int
+    rope_dim: int
+    scale_page: int
+    scale_slot: int
+    scale_group: int
 
 
 class Tile(NamedTuple):
@@ -138,6 +151,8 @@ def attend_latent(
     tile: Tile | None = None,
     tree_mask: Tensor | None = None,
     sparse: bool = False,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says.
 
@@ -175,9 +190,14 @@ def attend_latent(
     multiplier, cap_log2 = score_factors(softmax_scale, logit_cap)
     q, q_fp8 = fp8_operand(q)
     kv_cache, fp8 = fp8_operand(kv_cache)
+    groups = None
+    if kv_scale_cache is not None and rope_cache is not None:
+        groups = Groups(GROUP, *rope_cache.stride(), *kv_scale_cache.stride())
     device_code.attend_latent_kernel[((batch if units is None else units.shape[0]) * tiles,)](
         q,
         kv_cache,
+        kv_scale_cache,
+        rope_cache,
         page_table,
         cache_seqlens,
         cu_seqlens_q,
@@ -201,6 +221,7 @@ def attend_latent(
         multiplier,
         cap_log2,
         SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, window_left >= 0, logit_cap > 0, sparse),
+        GROUPS=groups,
         FORMATS=Formats(common_device.DTYPES[dtype], q_fp8, fp8),
         TILE=Program(
             block_m=tile.block_m,
