@@ -160,9 +160,7 @@ def _(
     rope_cache: Tensor | None,
 ) -> None:
     scales = q_scale, kv_scale, kv_scale_cache
-    _checks.check_latent_cache(
-        check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, *scales, rope_cache
-    )
+    _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, *scales, rope_cache)
     _checks.check_new_tokens(check, q, cache_seqlens, max_seqlen_q)
     _checks.check_options(check, softmax_scale, logit_cap, window_left)
     _checks.check_tree(check, tree_mask, window_left)
@@ -231,7 +229,11 @@ def _() -> list[Case]:
         ),
         Case("a scale for each 128, window of 20, logit cap 5", paged([130, 64, 9], **grouped, window_left=20, logit_cap=5.0)),
         Case("deepseek-v3.2, 16 of its heads, a scale for each 128", paged([1, 63, 64, 65, 300], **sharded, grouped=True)),
-        Case("deepseek-v3.2, 16 of its heads, 64 x 8192, a scale for each 128", paged([8192] * 64, **sharded, grouped=True), large=True),
+        Case(
+            "deepseek-v3.2, 16 of its heads, 64 x 8192, a scale for each 128",
+            paged([8192] * 64, **sharded, grouped=True),
+            large=True,
+        ),
         Case("deepseek-v3.2 128 x 4096, a scale for each 128", paged([4096] * 128, **deepseek_v3, grouped=True), large=True),
         Case(
             "deepseek-v3, 16 of its heads, 32 x 8192, trees of 8",

@@ -47,7 +47,7 @@ def mla_sparse_with_kvcache(
     and decode are the same: a token knows its slots, and nothing of the sequence that it belongs to. Nothing is causal here: what
     is chosen already is. Accumulates in float32 (float64 where q is) and rounds the output once.
 
-    The cache is one of two kinds. Either kv_cache holds a token's latent and behind it the rotary part, alike in dtype and scale. Or
+    The cache is of one of two kinds. Either kv_cache holds a token's latent, and the rotary part behind it in the same dtype. Or
     it is as DeepSeek-V3.2 is served, 656 bytes a token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse decoding reads): latents
     in e4m3, of which each 128 have a scale in kv_scale_cache, and the rotary parts, not quantised, in rope_cache. A latent is then
     ``code * scale``; kernels may round that to q's dtype. `mla_cache_views` makes these three of pages of bytes.
@@ -251,7 +251,7 @@ def _() -> list[Case]:
     }
     sharded: dict[str, Any] = {**deepseek_v3, "heads": 16}
     one_group: dict[str, Any] = {**tiny, "grouped": True, "kv_lora_rank": 128, "rope_dim": 16}
-    three_groups: dict[str, Any] = {**tiny, "grouped": True, "kv_lora_rank": 384, "rope_dim": 8, "dtype": torch.float16}
+    three_groups: dict[str, Any] = {**tiny, "grouped": True, "kv_lora_rank": 384, "rope_dim": 10, "dtype": torch.float16}
     grouped: dict[str, Any] = {**deepseek_v3, "grouped": True}
     fp8: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn, "scales": ("kv_scale",)}
     both_fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scales": ("q_scale", "kv_scale")}

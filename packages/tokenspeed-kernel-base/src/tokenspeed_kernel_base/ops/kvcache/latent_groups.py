@@ -88,7 +88,12 @@ def mla_cache_views(
 
 
 def check_latent_groups(
-    check: Checker, kv_cache: Tensor, kv_scale: Tensor | None, kv_scale_cache: Tensor | None, rope_cache: Tensor | None, like: Tensor
+    check: Checker,
+    kv_cache: Tensor,
+    kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+    like: Tensor,
 ) -> None:
     """Checks a cache with a scale for each 128 latents, and rotary parts of the dtype of ``like``. Call it when ``kv_lora_rank``
     and ``rope_dim`` are bound, and one of the tensors is given that no other cache has."""
@@ -106,12 +111,12 @@ def check_latent_groups(
 def quantize_groups(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Latents ``[tokens, kv_lora_rank]`` in e4m3, and their scales, float32 ``[tokens, kv_lora_rank / 128]``. All operations are in
     float32 and correctly rounded."""
-    groups = latent.float().unflatten(-1, (-1, GROUP))
+    groups = latent.float().view(*latent.shape[:-1], -1, GROUP)
     scale = divide(groups.abs().amax(-1), FP8_MAX[E4M3]).clamp(min=SMALLEST_NORMAL)
     return encode_fp8(groups / scale.unsqueeze(-1), E4M3).flatten(-2), scale
 
 
 def whole_tokens(latents: Tensor, scales: Tensor, rope: Tensor) -> Tensor:
     """Latents that have their scales, float32 ``[..., kv_lora_rank]``, and the rotary parts behind them."""
-    scaled = latents.float().unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)
+    scaled = latents.float().view(*scales.shape, GROUP) * scales.unsqueeze(-1)
     return torch.cat((scaled.flatten(-2), rope.float()), dim=-1)

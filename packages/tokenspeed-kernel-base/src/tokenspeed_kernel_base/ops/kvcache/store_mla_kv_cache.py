@@ -235,7 +235,10 @@ def _() -> list[Case]:
         Case("no tokens", _inputs(0, 2, 4, 16, 4, fused=False)),
         Case("the whole cache", _inputs(64, 4, 16, 32, 8, torch.float32)),
         Case("deepseek-v3.2 decode 9, a scale for each 128, padded by 2", _groups(9, 3, 64, padding=2)),
-        Case("a scale for each 128, float16, page size 1, int32 slots", _groups(7, 9, 1, 384, 6, torch.float16, slot_dtype=torch.int32)),
+        Case(
+            "a scale for each 128, float16, page size 1, int32 slots",
+            _groups(7, 9, 1, 384, 6, torch.float16, slot_dtype=torch.int32),
+        ),
         Case("a scale for each 128, NaN, infinity, zeros and tiny numbers", _groups(6, 2, 4, 256, 4, unusual=True)),
         Case("a scale for each 128, float16, NaN and others", _groups(6, 2, 4, 128, 4, torch.float16, unusual=True)),
         Case("a scale for each 128, no rotary part, every token is padding", _groups(4, 2, 4, 128, 0, padding=4)),
