@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),
-    scales=("q_scale", "kv_scale", "kv_scale_cache"),
+    scales=("q_scale", "kv_scale"),
 )
 def mla_decode_with_kvcache(
     q: Tensor,

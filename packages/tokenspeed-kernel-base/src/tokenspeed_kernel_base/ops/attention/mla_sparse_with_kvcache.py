@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     formats=("q", "kv_cache", "rope_cache"),
     varying=("tokens",),
     capacity=("pages",),
-    scales=("q_scale", "kv_scale", "kv_scale_cache"),
+    scales=("q_scale", "kv_scale"),
 )
 def mla_sparse_with_kvcache(
     q: Tensor,
@@ -330,6 +330,8 @@ def _(
     made = {"indices": draw_chosen(draw, [pages * page_size] * tokens, top_k)}
     lengths = draw.tensor(chosen, torch.int32)
     made["indices"] = torch.where(torch.arange(top_k, device=draw.device) < lengths.unsqueeze(1), made["indices"], -1)
+    if kv_scale_cache is not None:
+        made["kv_scale_cache"] = draw.uniform(*kv_scale_cache.shape, low=0.5, high=1.5)
     return made if topk_length is None else {**made, "topk_length": lengths}
 
 

@@ -111,7 +111,7 @@ def check_latent_groups(
 def quantize_groups(latent: Tensor) -> tuple[Tensor, Tensor]:
     """Latents ``[tokens, kv_lora_rank]`` in e4m3, and their scales, float32 ``[tokens, kv_lora_rank / 128]``. All operations are in
     float32 and correctly rounded."""
-    groups = latent.float().view(*latent.shape[:-1], -1, GROUP)
+    groups = latent.float().reshape(*latent.shape[:-1], latent.shape[-1] // GROUP, GROUP)
     scale = divide(groups.abs().amax(-1), FP8_MAX[E4M3]).clamp(min=SMALLEST_NORMAL)
     return encode_fp8(groups / scale.unsqueeze(-1), E4M3).flatten(-2), scale
 

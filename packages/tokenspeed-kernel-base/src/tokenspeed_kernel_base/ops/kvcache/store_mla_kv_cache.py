@@ -148,6 +148,26 @@ def _() -> None:
     return None
 
 
+def _tokens(
+    draw: Draw,
+    tokens: int,
+    slots: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    padding: int,
+    slot_dtype: torch.dtype,
+    fused: bool,
+) -> dict[str, Any]:
+    """Latents, rotary parts, and distinct slots for all but the last ``padding``."""
+    slot_mapping = draw.permutation(slots, slot_dtype)[:tokens].clone()
+    slot_mapping[tokens - padding :] = -1
+    both = draw.normal(tokens, rank + rope, dtype=dtype)
+    parts = both[:, :rank], both[:, rank:]
+    latent, k_rope = parts if fused else (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return {"latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping}
+
+
 @recipe
 def _inputs(
     tokens: int,
@@ -168,17 +188,8 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
-        slots[tokens - padding :] = -1
-        both = draw.normal(tokens, kv_lora_rank + rope_dim, dtype=dtype)
-        parts = both[:, :kv_lora_rank], both[:, kv_lora_rank:]
-        latent, k_rope = parts if fused else (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        arguments = {
-            "latent": latent,
-            "k_rope": k_rope,
-            "kv_cache": draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype),
-            "slot_mapping": slots,
-        }
+        arguments = _tokens(draw, tokens, pages * page_size, kv_lora_rank, rope_dim, dtype, padding, slot_dtype, fused)
+        arguments["kv_cache"] = draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype)
         if scaled:
             arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
         return arguments
@@ -196,19 +207,20 @@ def _groups(
     dtype: torch.dtype = torch.bfloat16,
     padding: int = 0,
     slot_dtype: torch.dtype = torch.int64,
+    fused: bool = True,
     unusual: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
     """The same for a cache in pages of bytes, with groups of very different sizes.
 
-    ``unusual``: the first tokens hold NaN, an infinity, zeros, and numbers so small that the scale is the least one.
+    ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and tiny numbers.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        arguments = _inputs(tokens, pages, page_size, kv_lora_rank, rope_dim, dtype, padding=padding, slot_dtype=slot_dtype)(draw)
+        arguments = _tokens(draw, tokens, pages * page_size, kv_lora_rank, rope_dim, dtype, padding, slot_dtype, fused)
+        latent = arguments["latent"]
         sizes = draw.normal(tokens, kv_lora_rank // 128, scale=2.0).exp().repeat_interleave(128, dim=1)
-        arguments["latent"].copy_(arguments["latent"].float() * sizes)
+        latent.copy_(latent.float() * sizes)
         if unusual:
-            latent = arguments["latent"]
             latent[0, 3], latent[1, 5], latent[2], latent[3] = torch.nan, torch.inf, 0.0, torch.finfo(dtype).smallest_normal / 4
         packed = draw.integers(0, 120, pages, page_size, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8)
         return {**arguments, **mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)._asdict()}
@@ -242,7 +254,7 @@ def _() -> list[Case]:
         Case("a scale for each 128, NaN, infinity, zeros and tiny numbers", _groups(6, 2, 4, 256, 4, unusual=True)),
         Case("a scale for each 128, float16, NaN and others", _groups(6, 2, 4, 128, 4, torch.float16, unusual=True)),
         Case("a scale for each 128, no rotary part, every token is padding", _groups(4, 2, 4, 128, 0, padding=4)),
-        Case("a scale for each 128, no tokens", _groups(0, 2, 4, 128, 4)),
+        Case("a scale for each 128, no tokens", _groups(0, 2, 4, 128, 4, fused=False)),
         Case("deepseek-v3 decode 128", _inputs(128, 2048, *deepseek_v3), large=True),
         Case("deepseek-v3 prefill 16384", _inputs(16384, 2048, *deepseek_v3), large=True),
         Case("deepseek-v3 prefill 16384, fp8 cache", _inputs(16384, 2048, *deepseek_v3, cache_dtype=fp8, scaled=True), large=True),
