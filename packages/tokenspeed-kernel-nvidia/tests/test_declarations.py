@@ -81,7 +81,14 @@ SERVED = [
         "fp8 cache in a window of 30, head_dim 256",
         "cutedsl_mha_extend_with_kvcache_fp8_cache_256",
     ),
+    ("mha_prefill", "fp8, head_dim 96", "cutedsl_mha_prefill_fp8_96"),
+    ("mha_extend_with_kvcache", "head_dim 80, not causal", "cutedsl_mha_extend_with_kvcache_not_causal_80"),
+    ("mha_extend_with_kvcache", "head_dim 96, fp8 q and cache, not causal", "cutedsl_mha_extend_with_kvcache_not_causal_96"),
+    ("mha_extend_with_kvcache", "head_dim 192, v_head_dim 128, fp8 q and cache", "cutedsl_mha_extend_with_kvcache_fp8_192_128"),
     ("mla_prefill", "deepseek-v3, 8 of its heads, chunks of 100 to 300 before them", "cutedsl_mla_prefill"),
+    ("mla_prefill", "deepseek-v3, 4 of its heads, in a window of 40, keys of their own", "cutedsl_mla_prefill_window"),
+    ("mla_prefill", "deepseek-v3, 4 of its heads, fp8, a scale a head, lse", "cutedsl_mla_prefill_fp8"),
+    ("mla_prefill", "deepseek-v3, 4 of its heads, fp8 in a window of 40", "cutedsl_mla_prefill_fp8_window"),
 ]
 
 
@@ -98,8 +105,10 @@ LEFT = [
     ("mha_prefill", "five query heads a key head, head_dim 80", {}),
     ("mha_prefill", "v_head_dim 96 under head_dim 160", {}),
     ("mha_prefill", "fp8 without scales", {"logit_cap": 30.0}),
-    ("mha_extend_with_kvcache", "head_dim 96", {"is_causal": False}),
-    ("mla_prefill", "deepseek-v3, 8 of its heads, 1 to 300 tokens", {"window_left": 9}),
+    ("mha_extend_with_kvcache", "head_dim 96, fp8 q and cache", {"logit_cap": 30.0}),
+    ("mha_extend_with_kvcache", "head_dim 128, logit cap 50", {"is_causal": False}),
+    ("mla_prefill", "deepseek-v3, 8 of its heads, 1 to 300 tokens", {"window_left": 9, "is_causal": False}),
+    ("mla_prefill", "deepseek-v3, 4 of its heads, fp8, a scale a head, lse", {"logit_cap": 30.0}),
     ("mla_prefill", "logit cap 30, float16", {}),
     ("mha_prefill", "window of 1000, five query heads a key head", {}),
     ("mha_decode_with_kvcache", "fp8 q and cache, a scale each", {}),

@@ -53,9 +53,11 @@ def test_each_kernel_takes_some_case() -> None:
 
 
 # Kernels of prefill and extend that differ in widths and caps from those that run always: their programs take long to compile.
-WIDTHS = re.compile(r"cutedsl_mla_prefill|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|192_128|256|96|80)")
-# Of those, one whose warpgroups have queries of their own, and one whose columns are fewer than those in shared memory.
-SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80")
+WIDTHS = re.compile(
+    r"cutedsl_mla_prefill\w*|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|((fp8|not_causal)_)?(192_128|256|96|80))"
+)
+# Of those, one whose warpgroups have queries of their own, one whose columns are fewer than those in shared memory, and one of fp8.
+SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cutedsl_mla_prefill_fp8")
 
 
 def _parameters() -> list[Any]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS, config_of
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_TILES, Config
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
 
 from . import oracle
@@ -79,6 +80,18 @@ def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> 
     assert config.consumer_registers % 8 == config.producer_registers % 8 == 0
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("widths", FP8_TILES, ids=str)
+def test_a_cta_of_other_widths_fits_a_multiprocessor(widths: tuple[int, int], page_size: int) -> None:
+    config = Config("bfloat16", widths[0], 8, page_size, fp8=True, v_head_dim=widths[1])
+    assert config.k_columns >= widths[0]
+    assert config.raw_columns >= config.v_columns >= widths[1]
+    loaded = config.q_stages * config.block_m * config.k_columns + config.kv_stages * config.kv_bytes
+    assert loaded + config.kv_stages * config.v_bytes + config.raw_stages * config.raw_bytes + 2048 <= SHARED_MEMORY
+    assert 128 * (config.warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS
+    assert config.block_n in (64, 128)  # bytes of a row of transposed values
+
+
 @pytest.mark.parametrize("rows", [8, 64])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
@@ -89,7 +102,13 @@ def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
-    "config", [Config("bfloat16", 128, 8, fp8=True), Config("bfloat16", 64, 8, page_size=256, fp8_cache=True)], ids=str
+    "config",
+    [
+        Config("bfloat16", 128, 8, fp8=True),
+        Config("bfloat16", 64, 8, page_size=256, fp8_cache=True),
+        Config("bfloat16", 192, 1, fp8=True, v_head_dim=128, own_kv=True),
+    ],
+    ids=str,
 )
 def test_prefill_compiles_without_a_gpu(config: Config) -> None:
     prefill.prefill_program.compile(config)
@@ -187,6 +206,52 @@ def test_whole_sequences(sm90: torch.device, shape: tuple[int, int, int], length
     assert got[0] is out
     wide = [_wide(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
     oracle.check(got, oracle.attend_ragged(*wide, lengths, Options(sinks=sinks)), **ROUGH)
+
+
+@pytest.mark.parametrize("window_left", [-1, 100])
+@pytest.mark.parametrize("lengths", [[1], [1000], [3, 0, 130, 700, 1, 24, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (16, 1)], ids=str)
+@pytest.mark.parametrize("widths", FP8_TILES, ids=str)
+def test_whole_sequences_of_other_widths(
+    sm90: torch.device, widths: tuple[int, int], heads: tuple[int, int], lengths: list[int], window_left: int
+) -> None:
+    q, k, v = (x.to(E4M3) for x in oracle.ragged(lengths, *heads, widths[0], torch.float32, sm90, seed=sum(lengths)))
+    v = v[..., : widths[1]].contiguous()
+    scales = [_scale(sm90, heads[1], sum(lengths) + at) for at in range(3)]
+    out = torch.full((*q.shape[:2], widths[1]), math.nan, dtype=BF16, device=sm90)
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=window_left, return_lse=True, out=out, **named)
+    wide = [_wide(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
+    oracle.check(got, oracle.attend_ragged(*wide, lengths, Options(window_left)), **ROUGH)
+
+
+@pytest.mark.parametrize("seen", [{"is_causal": True}, {"is_causal": False}, {"is_causal": True, "window_left": 100}], ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("widths", FP8_TILES, ids=str)
+def test_extensions_of_other_widths(sm90: torch.device, widths: tuple[int, int], page_size: int, seen: dict[str, Any]) -> None:
+    q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
+    case, wide, scales = _paged(sm90, q_lens, kv_lens, (4, 2, widths[0]), page_size, E4M3, widths[1])
+    out = torch.full((*case.q.shape[:2], widths[1]), math.nan, dtype=BF16, device=sm90)
+    got = prefill.mha_extend_with_kvcache(
+        case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 128, 640,
+        return_lse=True, out=out, **seen, **scales,
+    )  # fmt: skip
+    oracle.check(got, wide.wanted(Options(**seen)), **ROUGH)
+
+
+@pytest.mark.parametrize("seen", [{"is_causal": True}, {"is_causal": False}, {"is_causal": True, "window_left": 60}], ids=str)
+@pytest.mark.parametrize("heads", [1, 5])
+def test_latent_attention_to_others(sm90: torch.device, heads: int, seen: dict[str, Any]) -> None:
+    """New memory for the output, which is narrower than the queries."""
+    q_lens, kv_lens = [5, 33, 2, 7, 300], [70, 33, 1, 0, 900]
+    q, k, v = (x.to(E4M3) for x in oracle.ragged([sum(kv_lens)], heads, heads, 192, torch.float32, sm90))
+    q, v = q[: sum(q_lens)], v[..., :128].contiguous()
+    scales = [_scale(sm90, heads, at) for at in range(3)]
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    offsets = oracle.offsets(q_lens, sm90)
+    got = mla_prefill(q, k, v, offsets, cu_seqlens_kv=oracle.offsets(kv_lens, sm90), return_lse=True, **seen, **named)
+    wide = [_wide(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
+    oracle.check(got, oracle.attend_to_others(*wide, q_lens, kv_lens, Options(**seen)), **ROUGH)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -88,8 +88,7 @@ def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.Monk
 
 
 def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys with offsets of their own are listed for widths and windows that `mla_prefill` does not serve, and nothing else that
-    nobody asks for."""
+    """Each of them is asked for, and no other."""
     listed = prefill.prefill_program
     specs = [
         spec
@@ -97,8 +96,7 @@ def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.Mon
         if spec.solution == "cutedsl" and spec.mode in PREFILLS and not is_of_window(spec)
     ]
     asked = asked_of(prefill, "prefill_program", prefills, specs, monkeypatch)
-    assert asked.keys() <= {*listed.configs()}
-    assert all(config.own_kv for config in {*listed.configs()} - asked.keys())
+    assert asked.keys() == {*listed.configs()}
 
 
 def is_of_window(spec: KernelSpec) -> bool:

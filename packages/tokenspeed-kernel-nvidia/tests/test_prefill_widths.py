@@ -47,6 +47,7 @@ def check_extend(
     page_size: int,
     widths: tuple[int, int],
     heads: tuple[int, int] = (4, 2),
+    is_causal: bool = True,
     **options: Any,
 ) -> None:
     """Compares extend with float32 likewise; slots without a token hold NaN."""
@@ -54,9 +55,9 @@ def check_extend(
     out = case.v_cache.new_full((*case.q.shape[:2], widths[1]), math.nan)
     got = prefill.mha_extend_with_kvcache(
         case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens,
-        max([0, *q_lens]), max([0, *kv_lens]), True, return_lse=True, out=out, **options,
+        max([0, *q_lens]), max([0, *kv_lens]), is_causal, return_lse=True, out=out, **options,
     )  # fmt: skip
-    oracle.check(got, case.wanted(Options(**options)))
+    oracle.check(got, case.wanted(Options(is_causal=is_causal, **options)))
 
 
 def check_latent(device: torch.device, q_lens: list[int], kv_lens: list[int], heads: int, is_causal: bool, **options: Any) -> None:
@@ -116,6 +117,7 @@ def test_ratios_of_heads(sm90: torch.device, widths: tuple[int, int], gqa_ratio:
 def test_new_tokens(sm90: torch.device, widths: tuple[int, int], page_size: int) -> None:
     check_extend(sm90, [5, 64, 0, 300, 1, 0], [70, 64, 33, 1000, 129, 0], page_size, widths)
     check_extend(sm90, [5, 64, 0, 300, 1, 0], [70, 64, 33, 1000, 129, 0], page_size, widths, window_left=150, **GEMMA)
+    check_extend(sm90, [5, 64, 0, 300, 1, 0], [70, 6, 33, 1000, 129, 0], page_size, widths, is_causal=False)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -133,6 +135,12 @@ def test_scores_far_beyond_a_cap(sm90: torch.device) -> None:
 def test_latent_attention_to_others(sm90: torch.device, is_causal: bool) -> None:
     check_latent(sm90, [5, 33, 2, 7, 300], [70, 33, 1, 0, 900], 8, is_causal)
     check_latent(sm90, [40, 9], [0, 0], 8, is_causal)
+
+
+@pytest.mark.parametrize("window_left", [0, 63, 150, 2000])
+def test_latent_attention_in_a_window(sm90: torch.device, window_left: int) -> None:
+    check_latent(sm90, [5, 33, 2, 7, 300], [70, 33, 1, 0, 900], 8, True, window_left=window_left)
+    check_latent(sm90, [3, 700], [3, 700], 2, True, window_left=window_left, logit_cap=20.0)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,4 +1,4 @@
-"""What ``h200_families.py`` measures: calls of real models by family, in the order in which they are measured."""
+"""What ``measure_families.py`` measures: calls of real models by family, in the order in which they are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's kernels for ``h200_families.py``: PyTorch's, cuBLAS and cuDNN through it, and flash-linear-attention's.
+"""Other people's kernels for ``measure_families.py``: PyTorch's, cuBLAS and cuDNN through it, and flash-linear-attention's.
 
 Each is declared as `tokenspeed_kernel.workbench.benchmark.peer` says, and set up once for a call. Where its result has another
 form than the operator's, the call is `InForm`. What an engine that uses a peer does once and not at every call (contiguous

@@ -1,4 +1,4 @@
-"""vLLM's kernels for ``h200_families.py``: its Triton kernels for Mamba layers, its operators, and FlashMLA, DeepGEMM and
+"""vLLM's kernels for ``measure_families.py``: its Triton kernels for Mamba layers, its operators, and FlashMLA, DeepGEMM and
 FlashAttention-3, which it ships.
 
 They come from a vLLM 0.26 that is installed, or lies in a folder that ``--peers`` names. What runs when vLLM itself is imported

@@ -34,7 +34,7 @@ OF_TORCH = [
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("h200_families")
+    return importlib.import_module("measure_families")
 
 
 def small(program: ModuleType, operator: str, case: str = "") -> Any:
@@ -125,7 +125,7 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
     wanted = [small(program, "zero_kv_pages"), small(program, "rmsnorm_quantize_fp8")]
     made = program.run(given, CPU, command, wanted)
     assert str(tmp_path) not in json.dumps(made)
-    assert command.endswith("h200_families.py --seconds 60 --only zero")
+    assert command.endswith("measure_families.py --seconds 60 --only zero")
     assert made["unmeasured"] == []
     assert json.loads(output.read_text()) == json.loads(json.dumps(made))
     rows = {row.key: row for row in load_report(output).rows}

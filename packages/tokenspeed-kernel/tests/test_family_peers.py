@@ -280,7 +280,7 @@ NAMESPACES = {"_C": OPERATORS, "_flashmla_extension_C": FLASH_MLA_FP8}
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
-    found = importlib.import_module("h200_families")
+    found = importlib.import_module("measure_families")
     monkeypatch.setattr(found.family_peers_vllm, "_installed", MODULES.__getitem__)
     operators: Callable[..., Any] = lambda module="_C_stable_libtorch", namespace="_C": NAMESPACES[namespace]  # noqa: E731
     monkeypatch.setattr(found.family_peers_vllm, "_operators", operators)

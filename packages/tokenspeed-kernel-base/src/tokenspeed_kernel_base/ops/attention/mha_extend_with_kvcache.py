@@ -208,6 +208,18 @@ def _() -> list[Case]:
         Case("head_dim 128, logit cap 50", paged([40, 17], [9, 17], **causal, head_dim=128, logit_cap=50.0)),
         Case("head_dim 192, v_head_dim 128, pages of 32", paged([40, 17], [9, 17], 2, 2, 192, 128, page_size=32, is_causal=True)),
         Case("head_dim 256 in a window of 30", paged([40, 17], [9, 17], 4, 2, 256, window_left=29, is_causal=True)),
+        Case("head_dim 80, not causal", paged([40, 17], [9, 17], 2, 2, 80)),
+        Case("head_dim 96, fp8 q and cache, not causal", paged([70, 17], [9, 17], **gqa, head_dim=96, dtype=e4m3)),
+        Case("head_dim 192, v_head_dim 128, not causal, lse", paged([40, 17], [9, 17], 4, 2, 192, 128, return_lse=True)),
+        Case("head_dim 256, not causal", paged([40, 17], [9, 17], 4, 2, 256)),
+        Case(
+            "head_dim 96, fp8 q and cache", paged([40, 17], [9, 17], **causal, head_dim=96, dtype=e4m3, scales=("q_scale", *both))
+        ),
+        Case("head_dim 192, v_head_dim 128, fp8 q and cache", paged([90, 17], [9, 17], 4, 2, 192, 128, dtype=e4m3, is_causal=True)),
+        Case(
+            "head_dim 256, fp8 q and cache, a scale a kv head, in a window of 30",
+            paged([90], [33], **causal, head_dim=256, dtype=e4m3, scales=("q_scale", *both), scale_per_head=True, window_left=29),
+        ),
         Case("NaN in slots that hold no token", paged([5, 20, 0, 50], [5, 3, 0, 30], **causal, stale=True)),
         Case("window, cap, sinks and lse together", paged([60, 9], [33, 9], **causal, **everything)),
         Case("window of the token alone, float16", paged([20, 9], [7, 9], **causal, dtype=torch.float16, window_left=0)),

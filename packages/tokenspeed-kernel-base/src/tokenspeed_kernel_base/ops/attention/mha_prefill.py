@@ -199,6 +199,9 @@ def _() -> list[Case]:
         Case(
             "fp8 in a window of 20, head_dim 128", ragged([70, 9], 8, 2, 128, dtype=e4m3, scales=each, sinks=True, window_left=19)
         ),
+        Case("fp8, head_dim 96", ragged([66, 5], 4, 2, 96, dtype=e4m3, scales=each)),
+        Case("fp8, head_dim 192, v_head_dim 128", ragged([40, 70], 3, 3, 192, 128, e4m3, scales=each, scale_per_head=True)),
+        Case("fp8 in a window of 30, head_dim 256", ragged([70, 9], 4, 2, 256, dtype=e4m3, scales=each, window_left=29)),
         Case("fp8 e5m2, values alone scaled", ragged([33, 18], 4, 1, 96, 64, e5m2, scales=("v_scale",))),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),

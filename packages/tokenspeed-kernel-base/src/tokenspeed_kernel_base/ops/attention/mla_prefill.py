@@ -177,6 +177,7 @@ def _(q: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
 def _() -> list[Case]:
     deepseek_v3: dict[str, Any] = {"head_dim": 192, "v_head_dim": 128, "softmax_scale": 0.1352}
     e4m3 = torch.float8_e4m3fn
+    by_head: dict[str, Any] = {"scales": ("q_scale", "k_scale", "v_scale"), "scale_per_head": True, "return_lse": True}
     return [
         Case("one token, float32", ragged([1], 2, 2, 24, 16, dtype=torch.float32)),
         Case("lengths 0 to 33, float32, lse", ragged([5, 0, 33, 1], 3, 3, 40, 24, dtype=torch.float32, return_lse=True)),
@@ -199,6 +200,10 @@ def _() -> list[Case]:
             ragged([50, 9], 4, 4, 96, 64, torch.float16, kv_lengths=[90, 40], window_left=30, logit_cap=5.0, return_lse=True),
         ),
         Case("window without causality", ragged([50, 9], 2, 2, 48, 32, kv_lengths=[60, 40], window_left=10, is_causal=False)),
+        Case(
+            "deepseek-v3, 4 of its heads, in a window of 40, keys of their own",
+            ragged([50, 9], 4, 4, **deepseek_v3, kv_lengths=[90, 200], window_left=39, return_lse=True),
+        ),
         Case("fp8 without scales", ragged([40, 70], 4, 4, 96, 64, e4m3)),
         Case(
             "fp8, a scale each, keys of their own",
@@ -211,6 +216,10 @@ def _() -> list[Case]:
         Case(
             "deepseek-v3, 8 of its heads, chunks of 100 to 300 before them",
             ragged([100, 100], 8, 8, **deepseek_v3, kv_lengths=[300, 64], is_causal=False, return_lse=True),
+        ),
+        Case("deepseek-v3, 4 of its heads, fp8, a scale a head, lse", ragged([1, 150], 4, 4, dtype=e4m3, **deepseek_v3, **by_head)),
+        Case(
+            "deepseek-v3, 4 of its heads, fp8 in a window of 40", ragged([9, 150], 4, 4, dtype=e4m3, **deepseek_v3, window_left=39)
         ),
         Case("deepseek-v3 4 x 4096", ragged([4096] * 4, 128, 128, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 2 x 8192", ragged([8192] * 2, 16, 16, **deepseek_v3, return_lse=True), large=True),

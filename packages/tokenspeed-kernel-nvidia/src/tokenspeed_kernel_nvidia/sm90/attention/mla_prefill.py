@@ -6,6 +6,7 @@ Each query head has a key head of its own, with keys of 192 columns and values o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import attend
-from tokenspeed_kernel_nvidia.sm90.attention.served import RAGGED
+from tokenspeed_kernel_nvidia.sm90.attention.served import RAGGED, RAGGED_FP8
 
 
 def mla_prefill(
@@ -34,8 +35,8 @@ def mla_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches latent attention of whole sequences, or of tokens to others. Arguments are checked; there are no scales, and
-    no window."""
+    """Launches latent attention of whole sequences, or of tokens to others. Arguments are checked, and with a window it is
+    causal."""
     if not k.shape[0] and q.shape[0]:  # nobody sees a key, but bulk copies are of some
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
     return attend(
@@ -44,22 +45,21 @@ def mla_prefill(
     )  # fmt: skip
 
 
-register_kernel(
-    "attention",
-    "mla_prefill",
-    name="cutedsl_mla_prefill",
-    solution="cutedsl",
-    capability=CUTEDSL_HOPPER,
-    signatures=RAGGED,
-    traits={
-        "head_dim": 192,
-        "v_head_dim": 128,
-        "gqa_ratio": 1,
-        "logit_cap": any,
-        "return_lse": any,
-        "own_kv_lengths": any,
-        "is_causal": any,
-    },
-    priority=Priority.SPECIALIZED,
-    tags={"determinism"},
-)(mla_prefill)
+_FORMS: tuple[tuple[str, Any, dict[str, Any]], ...] = (
+    ("", RAGGED, {"logit_cap": any, "is_causal": any}),
+    ("_window", RAGGED, {"logit_cap": any, "is_causal": {True}, "sliding_window": {True}}),
+    ("_fp8", RAGGED_FP8, {"scaled": any, "is_causal": any}),
+    ("_fp8_window", RAGGED_FP8, {"scaled": any, "is_causal": {True}, "sliding_window": {True}}),
+)
+for _form, _formats, _traits in _FORMS:
+    register_kernel(
+        "attention",
+        "mla_prefill",
+        name=f"cutedsl_mla_prefill{_form}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=_formats,
+        traits={"head_dim": 192, "v_head_dim": 128, "gqa_ratio": 1, "return_lse": any, "own_kv_lengths": any, **_traits},
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mla_prefill)

@@ -32,7 +32,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver, is_aligned
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_CACHE_WIDTHS, Config, every_config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_CACHE_WIDTHS, FP8_TILES, Config, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import (
     HEAD_DIMS,
     OTHER_WIDTHS,
@@ -193,32 +193,45 @@ def attend(
         if q.dtype not in DTYPES:
             q = q.view(torch.uint8)
             if given is None or not is_aligned(given):
-                out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+                out = torch.empty((tokens, heads, v_head_dim), dtype=torch.bfloat16, device=q.device)
         out = deliver(launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others), given)
     elif out is None:
         out = q.new_empty(tokens, heads, v_head_dim, dtype=output_dtype(q))
     return out if lse is None else (out, lse)
 
 
-_FORMS: tuple[tuple[Callable[..., Any], frozenset[FormatSignature], dict[str, Any]], ...] = (
-    (mha_prefill, RAGGED, {}),
-    (mha_extend_with_kvcache, PAGED, {"page_size": set(PAGE_SIZES), "is_causal": {True}}),
+_PAGES = {"page_size": set(PAGE_SIZES)}
+_CAUSAL = {**_PAGES, "is_causal": {True}, "sliding_window": any}
+# Scores of 16-bit operands may have a cap, those of fp8 operands scales.
+_FORMS: tuple[tuple[Callable[..., Any], str, frozenset[FormatSignature], dict[str, Any]], ...] = (
+    (mha_prefill, "", RAGGED, {"sliding_window": any, "logit_cap": any}),
+    (mha_prefill, "_fp8", RAGGED_FP8, {"sliding_window": any, "scaled": any}),
+    (mha_extend_with_kvcache, "", PAGED, {**_CAUSAL, "logit_cap": any}),
+    (mha_extend_with_kvcache, "_fp8", PAGED_ALL_FP8, {**_CAUSAL, "scaled": any}),
+    (mha_extend_with_kvcache, "_not_causal", PAGED | PAGED_ALL_FP8, {**_PAGES, "is_causal": {False}, "scaled": any}),
 )
-for _k_dim, _v_dim in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
-    # At 64 and 128 these are for capped scores only, and leave short windows to those of `window`.
-    _capped = _k_dim in HEAD_DIMS
-    for _launcher, _formats, _traits in _FORMS:
-        register_kernel(
-            "attention",
-            _launcher.__name__,
-            name=f"cutedsl_{_launcher.__name__}{'_capped' * _capped}_{_k_dim}{f'_{_v_dim}' * (_k_dim != _v_dim)}",
-            solution="cutedsl",
-            capability=CUTEDSL_HOPPER,
-            signatures=_formats,
-            traits=traits(_k_dim, _v_dim, sliding_window=any, logit_cap={True} if _capped else any, **_traits),
-            priority=Priority.SPECIALIZED - _capped,
-            tags={"determinism"},
-        )(_launcher)
+for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
+    for _launcher, _form, _formats, _traits in _FORMS:
+        _capped = _widths not in OTHER_WIDTHS
+        if _capped:
+            # At 64 and 128 these are for capped scores only, and leave short windows to those of `window`.
+            if "logit_cap" not in _traits:
+                continue
+            _form, _traits = "_capped", {**_traits, "logit_cap": {True}}
+        if _widths not in FP8_TILES:
+            _formats = _formats - RAGGED_FP8 - PAGED_ALL_FP8
+        if _formats:
+            register_kernel(
+                "attention",
+                _launcher.__name__,
+                name=f"cutedsl_{_launcher.__name__}{_form}_{'_'.join(map(str, dict.fromkeys(_widths)))}",
+                solution="cutedsl",
+                capability=CUTEDSL_HOPPER,
+                signatures=_formats,
+                traits=traits(*_widths, **_traits),
+                priority=Priority.SPECIALIZED - _capped,
+                tags={"determinism"},
+            )(_launcher)
 
 # 8 x 1024 tokens of 8192 on an H200: gemma's 16 and 8 heads 2044 us, portable 3048 (a bfloat16 cache 1536); qwen3-next's 16 and 2
 # 2036, 2845; in a window of 1024 357, 506.

@@ -41,8 +41,20 @@ TILES = {
     (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
     (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
 }
-# Of those, the ones that are served from fp8 caches too: others fill no panel of shared memory.
+# Of those, the ones that are served from fp8 caches beside 16-bit queries: others fill no panel of shared memory.
 FP8_CACHE_WIDTHS = ((256, 256),)
+
+# The same of fp8 operands, wherever keys lie. A block has 128 keys, or 64: values are transposed to rows of so many bytes. On an
+# H100, in TFLOP/s:
+# * DeepSeek-V3, 2 x 8192 tokens of 16 heads: 872; (192, 64, 2, 4) 865, (128, 128, 2, 2) 863, (128, 64, 2, 5) 719. 8 x 1024: 563;
+#   (192, 64, 2, 4) 504.
+# * Gemma 3 (12B), 4 x 4096: 771.
+# * Phi-3-mini (96 columns), 4 x 4096: 638; (192, 64, 2, 4) 600.
+FP8_TILES = {
+    (192, 128): Tile(128, 128, 2, 3),
+    (256, 256): Tile(128, 64, 2, 3),
+    (96, 96): Tile(128, 128, 2, 3),
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,8 @@ class Config:
     @property
     def tile(self) -> Tile | None:
         """The shape of a tile of other widths than 64 and 128."""
+        if self.fp8:
+            return FP8_TILES.get(self.widths)
         return TILES[self.widths][self.paged] if self.widths in TILES else None
 
     @property
@@ -114,9 +128,10 @@ class Config:
     def turns(self) -> bool:
         """Whether warpgroups take turns at the tensor cores.
 
-        With fp8 operands that took 2509 us instead of 2472, and 3613 instead of 3308 with head_dim 64.
+        With fp8 operands that took 2509 us instead of 2472, and 3613 instead of 3308 with head_dim 64. On an H100 it took 687 us
+        instead of 646 with head_dim 96, but 713 instead of 756 with 256.
         """
-        return not self.fp8
+        return not self.fp8 or self.head_dim == 256
 
     @property
     def converts(self) -> bool:
@@ -140,7 +155,9 @@ class Config:
     @property
     def panel(self) -> int:
         """Columns of q, keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
-        return 32 if self.head_dim % 64 else min(self.head_dim, 128 // self.bytes)
+        if self.fp8:
+            return 64 if self.head_dim % 128 == 64 else 128
+        return 32 if self.head_dim % 64 else 64
 
     @property
     def k_columns(self) -> int:
@@ -149,8 +166,9 @@ class Config:
 
     @property
     def v_columns(self) -> int:
-        """Columns of values in shared memory."""
-        return -(-self.widths[1] // self.panel) * self.panel
+        """Columns of values in shared memory, as products have them."""
+        panel = 32 if self.fp8 else self.panel
+        return -(-self.widths[1] // panel) * panel
 
     @property
     def block_m(self) -> int:
@@ -211,20 +229,25 @@ class Config:
     @property
     def raw_stages(self) -> int:
         """Blocks on their way to be converted: of fp8 values, and of an fp8 cache's keys too; none of others, but an array has a
-        size. With head_dim 256 there is room for two."""
+        size. Beside 16-bit keys and values of 256 columns there is room for two."""
         if not self.converts:
             return 1
-        return 2 if self.tile else 3
+        return 2 if self.tile and self.fp8_cache else 3
 
     @property
     def raw_panel(self) -> int:
         """Columns of such a block that lie side by side in shared memory."""
-        return min(self.head_dim, 128)
+        return 64 if self.widths[1] <= 64 else 128
+
+    @property
+    def raw_columns(self) -> int:
+        """Columns of such a block."""
+        return -(-self.widths[1] // self.raw_panel) * self.raw_panel
 
     @property
     def raw_bytes(self) -> int:
         """Of such a block."""
-        return self.block_n * self.head_dim if self.converts else 16
+        return self.block_n * self.raw_columns if self.converts else 16
 
     @property
     def paged(self) -> bool:
@@ -265,7 +288,7 @@ class Config:
     def consumer_registers(self) -> int:
         """No program of `every_config` spills."""
         if self._converters_want:
-            return 152 if self.head_dim == 64 else 224
+            return 152 if self.warpgroups == 3 else 224
         return 160 if self.warpgroups == 3 else 232
 
     @property
@@ -276,33 +299,36 @@ class Config:
 
 def every_config() -> list[Config]:
     """All that is served."""
-    return (
-        [
-            Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
-            for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
-            for fp8_cache in ((False,) if fp8 else (False, True))
-            for windowed in (False, True)
-            for head_dim in HEAD_DIMS
-            for gqa_ratio in GQA_RATIOS
-            for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
-        ]
-        + [
-            Config(dtype, head_dim, gqa_ratio, page_size, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv)
-            for dtype in DTYPES.values()
-            for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
-            for capped in (False, True)
-            if capped or v_head_dim
-            for windowed in (False, True)
-            for gqa_ratio in GQA_RATIOS
-            for page_size in (0, *PAGE_SIZES)
-            for own_kv in ((False, True) if gqa_ratio == 1 and not page_size and v_head_dim else (False,))
-        ]
-        + [
-            Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
-            for dtype in DTYPES.values()
-            for head_dim, v_head_dim in FP8_CACHE_WIDTHS
-            for windowed in (False, True)
-            for gqa_ratio in GQA_RATIOS
-            for page_size in PAGE_SIZES
-        ]
-    )
+    of_heads = [
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
+        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+        for fp8_cache in ((False,) if fp8 else (False, True))
+        for windowed in (False, True)
+        for head_dim in HEAD_DIMS
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
+    ]
+    others = [
+        Config(
+            dtype, head_dim, gqa_ratio, page_size, fp8=fp8, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv
+        )
+        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+        for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
+        for capped in ((False,) if fp8 else (False, True))
+        if capped or v_head_dim
+        if not fp8 or (head_dim, v_head_dim) in FP8_TILES
+        for windowed in (False, True)
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (0, *PAGE_SIZES)
+        # Keys have offsets of their own in `mla_prefill` alone.
+        for own_kv in ((False, True) if (head_dim, v_head_dim, gqa_ratio, page_size) == (192, 128, 1, 0) else (False,))
+    ]
+    of_caches = [
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
+        for dtype in DTYPES.values()
+        for head_dim, v_head_dim in FP8_CACHE_WIDTHS
+        for windowed in (False, True)
+        for gqa_ratio in GQA_RATIOS
+        for page_size in PAGE_SIZES
+    ]
+    return of_heads + others + of_caches

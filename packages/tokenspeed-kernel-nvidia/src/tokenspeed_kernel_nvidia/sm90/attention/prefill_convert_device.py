@@ -151,17 +151,17 @@ class Converters(Tiles):
         """
         c = self.config
         lane, warp = opt_barrier(cute.arch.lane_idx()), opt_barrier(warp)  # places kept through the loop would take registers
-        chunks = c.head_dim // 16  # of a key, 16 columns each
+        chunks, in_panel = c.v_columns // 16, c.raw_panel // 16  # of a key, 16 columns each
         items = c.block_n // 32 * chunks
-        turned = lane % 8 if const_expr(c.head_dim == 128) else lane % 8 // 2  # what the swizzle exchanges pieces by
-        source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes + lane * c.head_dim
+        turned = lane % 8 if const_expr(c.raw_panel == 128) else lane % 8 // 2  # what the swizzle exchanges pieces by
+        source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes + lane * c.raw_panel
         # A lane's row of the matrices that it stores: even columns and odd ones, of each places 0 to 15 and 16 to 31. Behind a
         # matrix's first four rows even and odd are exchanged: columns that differ by 8 would want the same banks.
         late = lane // 16
         first_bytes, second_bytes = 0x6420 + 0x1111 * late, 0x7531 - 0x1111 * late
         column = lane % 8 * 2 + (lane // 16 ^ lane % 8 // 4)
-        place = lane // 8 % 2 ^ column % 8
-        target = shared.storage.v.data_ptr().toint() + v_at.stage * c.kv_bytes + column * 128
+        place = lane // 8 % 2 ^ (column % 8 if const_expr(c.block_n == 128) else column // 2 % 4)
+        target = shared.storage.v.data_ptr().toint() + v_at.stage * c.v_bytes + column * c.block_n
         steps = (items + CONVERTERS - 1) // CONVERTERS
         for first in cutlass.range_constexpr(0, steps, AHEAD):
             loaded = []
@@ -170,8 +170,11 @@ class Converters(Tiles):
                 if const_expr((step + 1) * CONVERTERS > items):
                     item = cutlass.min(item, items - 1)  # without a last item of its own, it does another warp's
                 keys, chunk = item // chunks, item % chunks
-                words = ldmatrix(source + keys * (32 * c.head_dim) + (chunk ^ turned) * 16, True)
-                loaded.append((words, target + chunk * (16 * 128) + ((keys * 2) ^ place) * 16))
+                at = source + keys * (32 * c.raw_panel)
+                if const_expr(chunks > in_panel):
+                    at += chunk // in_panel * (c.block_n * c.raw_panel)
+                words = ldmatrix(at + (chunk % in_panel ^ turned) * 16, True)
+                loaded.append((words, target + chunk * (16 * c.block_n) + ((keys * 2) ^ place) * 16))
             for words, to in loaded:
                 turned_words = [
                     permute_bytes(words[2 * h], words[2 * h + 1], order) for order in (first_bytes, second_bytes) for h in range(2)

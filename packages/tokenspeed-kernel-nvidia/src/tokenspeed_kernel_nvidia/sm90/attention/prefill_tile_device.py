@@ -142,9 +142,9 @@ class Tiles:
         self.q_ring = Ring(config.block_m, config.k_columns, config.q_stages, *panel)
         self.kv_ring = Ring(config.block_n, config.k_columns, config.kv_stages, *panel)  # of values too, where they are as wide
         self.v_ring = Ring(config.block_n, config.v_columns, config.kv_stages, *panel)
-        # Of what is to be converted: panels with rows of 128 or 64 bytes.
-        self.raw_ring = Ring(config.block_n, config.head_dim, config.raw_stages, config.raw_panel, config.raw_panel)
-        self.turned_ring = Ring(config.head_dim, config.block_n, config.kv_stages, 128)  # the same, transposed
+        # Of what is to be converted, in panels with rows of 128 or 64 bytes, and the same, transposed.
+        self.raw_ring = Ring(config.block_n, config.raw_columns, config.raw_stages, config.raw_panel, config.raw_panel)
+        self.turned_ring = Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n)
         self.out_ring = Ring(config.block_m, config.head_dim, 1)
 
     def storage(self) -> Any:

@@ -1,7 +1,7 @@
 """Every family of operators at sizes of real models, beside the best peer that is there, on one GPU, in a bounded time.
 
-python packages/tokenspeed-kernel/benchmarks/h200_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
-python packages/tokenspeed-kernel/benchmarks/h200_families.py --family sampling --peers FOLDER --check --output sampling.json
+python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
+python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --peers FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
 
 Every kernel that serves a call is measured, and every peer of ``family_peers.py`` and ``family_peers_vllm.py`` that can be
@@ -383,7 +383,7 @@ def command_of(words: Sequence[str]) -> str:
         if not skip and not private:
             kept.append(word)
         skip = private
-    return shlex.join(["python", "packages/tokenspeed-kernel/benchmarks/h200_families.py", *kept])
+    return shlex.join(["python", "packages/tokenspeed-kernel/benchmarks/measure_families.py", *kept])
 
 
 def known_of(files: Iterable[Path], commit: str) -> Known:
