@@ -121,6 +121,8 @@ LEFT = [
     ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
     ("mha_extend_with_kvcache", "not causal, in a window", {}),
     ("mla_sparse_with_kvcache", "deepseek-v3, top 96 of 200, fp8 cache", {}),
+    ("mla_sparse_with_kvcache", "deepseek-v3.2, top 96 of 200, a scale for each 128", {}),
+    ("mla_decode_with_kvcache", "deepseek-v3.2, 16 of its heads, a scale for each 128", {}),
 ]
 
 

@@ -24,6 +24,8 @@ from tokenspeed_kernel_base.registry import KernelRegistry
         ("gated_delta_rule_prefill", "odd sizes, a gate of each channel, float16"),
         ("gated_delta_rule_prefill", "one head of qwen3-next, 130 tokens"),
         ("ssd_prefill", "float16 and its states, head_dim 20, state_dim 24"),
+        ("mla_sparse_with_kvcache", "deepseek-v3.2, 16 of its heads, top 192 of 300, a scale for each 128"),
+        ("mla_decode_with_kvcache", "deepseek-v3.2, 16 of its heads, a scale for each 128"),
     ],
 )
 def test_a_kernel_agrees_with_the_reference_in_any_order(operator: str, name: str) -> None:

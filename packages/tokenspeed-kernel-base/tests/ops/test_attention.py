@@ -281,6 +281,14 @@ def scaled(x: Tensor, scale: Tensor | None, per_head: int = 1) -> Tensor:
     return x.double() * (factor.repeat_interleave(per_head) if len(factor) > 1 else factor).unsqueeze(-1)
 
 
+def latents_of(a: dict[str, Any]) -> Tensor:
+    """The cache of latents with their rotary parts, which may lie apart."""
+    scales = a.get("kv_scale_cache")
+    if scales is None:
+        return a["kv_cache"]
+    return torch.cat((a["kv_cache"].double() * scales.double().repeat_interleave(128, -1), a["rope_cache"].double()), -1)
+
+
 def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """What a call should give, whichever operator with sequences it is of."""
     a = function.operator.complete(arguments)
@@ -294,7 +302,7 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         causal = a.get("is_causal", True)
     else:
         latent = "kv_cache" in a
-        k_cache = a["kv_cache"].unsqueeze(2) if latent else a["k_cache"]
+        k_cache = latents_of(a).unsqueeze(2) if latent else a["k_cache"]
         v_cache = k_cache[..., : a["kv_lora_rank"]] if latent else a["v_cache"]
         k_scale, v_scale = (a["kv_scale"], a["kv_scale"]) if latent else (a["k_scale"], a["v_scale"])
         q_all = scaled(q_all, a["q_scale"], q_all.shape[1] // k_cache.shape[2])

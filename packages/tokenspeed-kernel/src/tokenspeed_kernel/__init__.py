@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.kvcache.host_pages import HostPages
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import MlaCacheViews, mla_cache_views
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -156,6 +157,7 @@ __all__ = [
     "Explanation",
     "HostPages",
     "KernelRegistry",
+    "MlaCacheViews",
     "MoEPlan",
     "MoEWeights",
     "NoKernelFoundError",
@@ -183,6 +185,7 @@ __all__ = [
     "kernel_override",
     "kernel_scope",
     "list_plugins",
+    "mla_cache_views",
     "moe_plan",
     "moe_process_weights",
     "multiple_of",

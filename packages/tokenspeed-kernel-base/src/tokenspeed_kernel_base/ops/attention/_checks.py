@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker, describe
+from tokenspeed_kernel_base.checks import FLOATS, FP8, HALVES, INTS, Checker, describe
 from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, hidden_pages
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import check_latent_groups
 
 
 def check_options(
@@ -94,23 +95,39 @@ def check_latent_cache(
     kv_lora_rank: int,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> None:
     """Queries, and the latents in pages that a page table names."""
-    check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale)
+    check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale, kv_scale_cache, rope_cache)
     _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
 
 
 def check_latents(
-    check: Checker, q: Tensor, kv_cache: Tensor, kv_lora_rank: int, q_scale: Tensor | None, kv_scale: Tensor | None
+    check: Checker,
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_lora_rank: int,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> None:
     """Queries, and the latents in pages."""
-    check.tensor("q", q, "tokens heads latent_dim", FLOATS | FP8)
-    check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", _cache_dtypes(q))
+    grouped = kv_scale_cache is not None or rope_cache is not None
+    check.tensor("q", q, "tokens heads latent_dim", HALVES if grouped else FLOATS | FP8)
+    if not grouped:
+        check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", _cache_dtypes(q))
     check.bind("head_dim", check["latent_dim"], "q")
     width = check["latent_dim"]
     check.require(0 < kv_lora_rank <= width, "kv_lora_rank", f"positive and at most {width}, the width of a latent", kv_lora_rank)
     check_scale(check, "q_scale", q_scale, "q", q, 1)
-    check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
+    if grouped:
+        check.bind("kv_lora_rank", kv_lora_rank, "kv_lora_rank")
+        check.bind("rope_dim", width - kv_lora_rank, "q behind kv_lora_rank")
+        check_latent_groups(check, kv_cache, kv_scale, kv_scale_cache, rope_cache, q)
+    else:
+        check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
 
 
 def check_extension(

@@ -92,9 +92,9 @@ def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], 
     return Cost(flops=cost.flops - flops, bytes=cost.bytes + nbytes(tree_mask))
 
 
-def token_bytes(cache: Tensor) -> int:
-    """Bytes of one token in a cache ``[pages, page_size, ...]``."""
-    return cache.shape[2:].numel() * cache.element_size()
+def token_bytes(*caches: Tensor | None) -> int:
+    """Bytes of one token in caches ``[pages, page_size, ...]``; None counts nothing."""
+    return sum(cache.shape[2:].numel() * cache.element_size() for cache in caches if cache is not None)
 
 
 def lengths(offsets: Tensor) -> list[int]:

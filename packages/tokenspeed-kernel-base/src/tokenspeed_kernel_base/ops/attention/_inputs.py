@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Draw, recipe
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, hidden_pages
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import mla_cache_views
 from tokenspeed_kernel_base.ops.speculation.trees import draw_parents, tree_masks
 
 Make = Callable[[Draw], dict[str, Any]]
@@ -93,6 +94,22 @@ def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale:
     return values.to(dtype)
 
 
+def draw_groups(
+    draw: Draw, held: Tensor, kv_lora_rank: int, rope_dim: int, dtype: torch.dtype, stale: bool = False
+) -> dict[str, Tensor]:
+    """A cache whose latents have a scale for each 128, as views of pages of bytes. Codes are large and scales small, as they are
+    where amax becomes 448. ``stale``: NaN lies in slots that hold no token."""
+    packed = torch.zeros(*held.shape, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8, device=draw.device)
+    views = mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)
+    codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448 is seven deviations
+    views.kv_cache.view(torch.uint8).copy_(codes.view(torch.uint8))
+    views.kv_scale_cache.copy_(draw.uniform(*views.kv_scale_cache.shape, low=0.004, high=0.025))
+    views.rope_cache.copy_(draw.normal(*views.rope_cache.shape, dtype=dtype))
+    if stale:
+        packed[~held] = 0xFF  # NaN in all three formats
+    return views._asdict()
+
+
 def draw_trees(draw: Draw, q_lens: Sequence[int]) -> Tensor:
     """int64 ``[sum(q_lens)]``: masks of random draft trees, and 0 of every other sequence and of those of more than 64 tokens."""
     masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
@@ -122,6 +139,7 @@ def paged(
     running_sums: bool = True,
     width: int | None = None,
     trees: bool = False,
+    grouped: bool = False,
     **options: Any,
 ) -> Make:
     """New tokens and a paged cache that holds them.
@@ -134,6 +152,7 @@ def paged(
         freed: page table entries are -1 where the window hides a whole page, and NaN lies in those pages and in front of the cache.
         running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
         trees: new tokens of a sequence are a draft tree, of every other one, and where there are no more than 64.
+        grouped: each 128 latents have a scale, and rotary parts lie apart.
         width: entries of the page table for each sequence; one more than any has pages if not given.
     """
 
@@ -157,8 +176,11 @@ def paged(
             arguments["v_cache"] = draw_cache(
                 draw, held, kv_heads, v_head_dim or head_dim, dtype=stored, stale=stale, guarded=freed
             )
+        elif grouped:
+            arguments.update(draw_groups(draw, held, kv_lora_rank, head_dim - kv_lora_rank, dtype, stale))
         else:
             arguments["kv_cache"] = draw_cache(draw, held, head_dim, dtype=stored, stale=stale, guarded=freed)
+        if kv_lora_rank is not None:
             arguments["kv_lora_rank"] = kv_lora_rank
         if q_lens is not None:
             arguments["cu_seqlens_q"] = draw.cumulative(q_lens)

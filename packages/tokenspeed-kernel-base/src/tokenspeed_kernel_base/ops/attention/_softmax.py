@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FP8
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import whole_tokens
 
 MAX_TREE = 64
 """Nodes of a draft tree, at most: bits of a mask."""
@@ -248,8 +249,12 @@ def attend_latent(
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
     tree_mask: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_paged` where all heads share one key, the cached latent and what follows it, whose value is the latent alone."""
+    if kv_scale_cache is not None and rope_cache is not None:
+        kv_cache = whole_tokens(kv_cache, kv_scale_cache, rope_cache)
     k_cache = kv_cache.unsqueeze(2)
     v_cache = k_cache[..., :kv_lora_rank]
     return attend_paged(q, k_cache, v_cache, page_table, offsets, kv_lens, softmax, q_scale, kv_scale, kv_scale, tree_mask)
@@ -264,14 +269,17 @@ def attend_chosen(
     scale: float,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every token to latents of its own choice.
 
     Args:
         q: ``[tokens, heads, width]``.
-        kv_cache: ``[pages, page_size, width]``.
+        kv_cache: ``[pages, page_size, width]``; where rotary parts lie apart, those of the latents alone.
         indices: int32 ``[tokens, top_k]``, slots of the cache; negative ones are no keys.
         topk_length: int32 ``[tokens]``, how many of the first indices count; None for all.
+        kv_scale_cache, rope_cache: see `latent_groups`.
     """
     out, lse = _nothing(q, kv_lora_rank)
     wide = _wide(q)
@@ -280,8 +288,11 @@ def attend_chosen(
     for token, slots in enumerate(indices):
         chosen = slots >= 0 if topk_length is None else (slots >= 0) & (counted < topk_length[token])
         slots = torch.where(chosen, slots, 0).long()
-        found = kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]].unsqueeze(1)
-        keys = _widen(found, wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # it may be NaN
+        at = slots // kv_cache.shape[1], slots % kv_cache.shape[1]
+        found = kv_cache[at]
+        if kv_scale_cache is not None and rope_cache is not None:
+            found = whole_tokens(found, kv_scale_cache[at], rope_cache[at])
+        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # it may be NaN
         query = slice(token, token + 1)
         values = keys[..., :kv_lora_rank]
         out[query], lse[query] = _attend_block(_widen(q[query], wide, q_scale), keys, values, softmax, chosen.unsqueeze(0))

@@ -31,6 +31,12 @@ def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
     return {"page_size": cache.shape[1], **scale_traits(*scales)}
 
 
+def latent_traits(cache: Tensor, kv_scale_cache: Tensor | None, *scales: Tensor | None) -> dict[str, object]:
+    """The traits of attention to a paged cache of latents. ``grouped_scales``: each 128 latents have a scale, and rotary parts lie
+    apart."""
+    return {**cache_traits(cache, *scales), "grouped_scales": kv_scale_cache is not None}
+
+
 def scale_traits(*scales: Tensor | None) -> dict[str, object]:
     """The traits of attention to fp8 operands; ``scaled``: some operand has a scale."""
     return {"scaled": any(scale is not None for scale in scales)}

@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
 from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
 from tokenspeed_kernel_base.variation import Variation, Want
 
-_CACHES = ("k_cache", "v_cache", "kv_cache")
+_CACHES = ("k_cache", "v_cache", "kv_cache", "kv_scale_cache", "rope_cache")
 
 
 def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
@@ -38,7 +38,7 @@ def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
 
 def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:
     """The ``vary`` hook of attention to a paged cache, whose ``work`` hook is `lengths_read`."""
-    caches = {name: arguments[name] for name in _CACHES if name in arguments}
+    caches = {name: arguments[name] for name in _CACHES if arguments.get(name) is not None}
     if variation.want is Want.CAPTURED:
         return _captured(variation, caches, arguments)
     if variation.want is Want.UNUSED:
@@ -65,7 +65,8 @@ def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[s
     page_size = next(iter(caches.values())).shape[1]
     made["page_table"], made["cache_seqlens"], held = draw_paging(draw, kv_lens, page_size, width)
     for name, cache in caches.items():
-        made[name] = draw_cache(draw, held, *cache.shape[2:], dtype=cache.dtype)
+        drawn = draw_cache(draw, held, *cache.shape[2:], dtype=cache.dtype)
+        made[name] = drawn.abs() if name == "kv_scale_cache" else drawn
     return made
 
 

@@ -13,14 +13,14 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent, latent_outputs
-from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._traits import latent_traits, softmax_traits, window_traits
 from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
 @operator(
     "attention",
     "mla_decode_with_kvcache",
-    formats=("q", "kv_cache"),
+    formats=("q", "kv_cache", "rope_cache"),
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),
@@ -41,6 +41,8 @@ def mla_decode_with_kvcache(
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The latent attention of the last ``max_seqlen_q`` tokens of every sequence to a paged cache that holds them already.
@@ -52,15 +54,17 @@ def mla_decode_with_kvcache(
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
-            sequence, absorbed part first.
-        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
+            sequence, absorbed part first. float16 or bfloat16 with kv_scale_cache.
+        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With kv_scale_cache
+            float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone, see `mla_sparse_with_kvcache`.
         page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
             all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
             anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
             max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
-        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
+        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part. With kv_scale_cache a multiple of
+            128.
         softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
             adds: it cannot be told from the shapes.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
@@ -68,13 +72,17 @@ def mla_decode_with_kvcache(
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
-        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
+        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only; not with
+            kv_scale_cache.
         tree_mask: int64 ``[tokens]``, for new tokens that are nodes of draft trees, of at most 64 new tokens a sequence. Bit i of
             a node's mask says that it sees new token i of its sequence: itself and the nodes that it continues, no later ones, as
             `build_draft_tree` gives it. It also sees all tokens before the new ones, in a window those that are near by its depth:
             a node's position is that of the first new token, plus the number of its bits, less one. A mask of 0 says that the
             token is no node, and sees itself and earlier ones. Masks of sequences with more than 64 new tokens are not looked at.
             None means that no token is a node. With masks, window_left must be -1 or at least 63.
+        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, multiplies the cached latents, 128 each. Together with
+            rope_cache. May be strided.
+        rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Together with kv_scale_cache. May be strided.
         out: receives the output. It must not overlap q or the cache.
 
     Returns:
@@ -103,8 +111,9 @@ def mla_decode_with_kvcache(
     Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
     """
     offsets, lens = range(0, q.shape[0] + 1, max_seqlen_q), cache_seqlens.tolist()
-    softmax = Softmax(softmax_scale, True, window_left, logit_cap)
-    result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale, tree_mask)
+    softmax, scales = Softmax(softmax_scale, True, window_left, logit_cap), (q_scale, kv_scale)
+    others = tree_mask, kv_scale_cache, rope_cache
+    result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, *scales, *others)
     return (result, lse) if return_lse else result
 
 
@@ -120,11 +129,12 @@ def _(
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
     tree_mask: Tensor | None,
+    kv_scale_cache: Tensor | None,
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, 1, kv_lora_rank, logit_cap, return_lse),
         **window_traits(window_left),
-        **cache_traits(kv_cache, q_scale, kv_scale),
+        **latent_traits(kv_cache, kv_scale_cache, q_scale, kv_scale),
         "tree_mask": tree_mask is not None,
         "multi_query": max_seqlen_q > 1,
     }
@@ -146,8 +156,11 @@ def _(
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
     tree_mask: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
 ) -> None:
-    _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, q_scale, kv_scale)
+    scales = q_scale, kv_scale, kv_scale_cache
+    _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, *scales, rope_cache)
     _checks.check_new_tokens(check, q, cache_seqlens, max_seqlen_q)
     _checks.check_options(check, softmax_scale, logit_cap, window_left)
     _checks.check_tree(check, tree_mask, window_left)
@@ -174,6 +187,7 @@ def _() -> list[Case]:
     deepseek_v3: dict[str, Any] = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
     sharded: dict[str, Any] = {**deepseek_v3, "heads": 16}
     tiny: dict[str, Any] = {"heads": 3, "head_dim": 24, "kv_lora_rank": 16, "softmax_scale": 0.25}
+    grouped: dict[str, Any] = {**tiny, "head_dim": 136, "kv_lora_rank": 128, "grouped": True}
     e4m3 = torch.float8_e4m3fn
     return [
         Case("one token in the cache, float32", paged([1], **tiny, dtype=torch.float32)),
@@ -209,6 +223,18 @@ def _() -> list[Case]:
         ),
         Case("deepseek-v3, 16 of its heads, trees of 8", paged([300, 64, 65], **sharded, max_seqlen_q=8, trees=True)),
         Case("no sequences", paged([], **tiny, return_lse=True)),
+        Case(
+            "a scale for each 128, NaN in slots that hold no token, two new tokens, lse",
+            paged([1, 20, 0, 48], **grouped, max_seqlen_q=2, stale=True, return_lse=True),
+        ),
+        Case("a scale for each 128, window of 20, logit cap 5", paged([130, 64, 9], **grouped, window_left=20, logit_cap=5.0)),
+        Case("deepseek-v3.2, 16 of its heads, a scale for each 128", paged([1, 63, 64, 65, 300], **sharded, grouped=True)),
+        Case(
+            "deepseek-v3.2, 16 of its heads, 64 x 8192, a scale for each 128",
+            paged([8192] * 64, **sharded, grouped=True),
+            large=True,
+        ),
+        Case("deepseek-v3.2 128 x 4096, a scale for each 128", paged([4096] * 128, **deepseek_v3, grouped=True), large=True),
         Case(
             "deepseek-v3, 16 of its heads, 32 x 8192, trees of 8",
             paged([8192] * 32, **sharded, max_seqlen_q=8, trees=True),
@@ -251,8 +277,10 @@ def _(
     window_left: int,
     return_lse: bool,
     tree_mask: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
 ) -> Cost:
     q_lens = [max_seqlen_q] * len(cache_seqlens)
-    stored = _cost.token_bytes(kv_cache)
+    stored = _cost.token_bytes(kv_cache, kv_scale_cache, rope_cache)
     cost = _cost.paged_cost(q, kv_lora_rank, stored, q_lens, cache_seqlens, True, window_left, return_lse)
     return _cost.without_hidden(cost, tree_mask, q_lens, q, kv_lora_rank)

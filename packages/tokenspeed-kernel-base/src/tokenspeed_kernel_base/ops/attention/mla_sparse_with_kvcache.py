@@ -12,16 +12,16 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, rec
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
-from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_groups, draw_paging
 from tokenspeed_kernel_base.ops.attention._softmax import attend_chosen, latent_outputs, output_dtype
-from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+from tokenspeed_kernel_base.ops.attention._traits import latent_traits, softmax_traits
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator(
     "attention",
     "mla_sparse_with_kvcache",
-    formats=("q", "kv_cache"),
+    formats=("q", "kv_cache", "rope_cache"),
     varying=("tokens",),
     capacity=("pages",),
     scales=("q_scale", "kv_scale"),
@@ -36,6 +36,8 @@ def mla_sparse_with_kvcache(
     return_lse: bool = False,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The latent attention of every token to those slots of a paged cache that were chosen for it, and to no others.
@@ -45,19 +47,31 @@ def mla_sparse_with_kvcache(
     and decode are the same: a token knows its slots, and nothing of the sequence that it belongs to. Nothing is causal here: what
     is chosen already is. Accumulates in float32 (float64 where q is) and rounds the output once.
 
+    The cache is of one of two kinds. Either kv_cache holds a token's latent, and the rotary part behind it in the same dtype. Or
+    it is as DeepSeek-V3.2 is served, 656 bytes a token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse decoding reads): latents
+    in e4m3, of which each 128 have a scale in kv_scale_cache, and the rotary parts, not quantised, in rope_cache. A latent is then
+    ``code * scale``; kernels may round that to q's dtype. `mla_cache_views` makes these three of pages of bytes.
+
     Args:
-        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first.
-        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first. float16 or
+            bfloat16 with kv_scale_cache.
+        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With kv_scale_cache
+            float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone. May be strided.
         indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. A negative one is no key.
             A slot that stands twice is two keys.
-        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
+        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part. With kv_scale_cache a multiple of
+            128.
         softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
             adds: it cannot be told from the shapes.
         topk_length: int32 ``[tokens]``, 0 to top_k: so many of a token's first indices count, and the others may be anything. None
             means all. Tokens with few keys are quicker where it is given.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
-        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
+        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only; not with
+            kv_scale_cache.
+        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, multiplies the cached latents, 128 each. Together with
+            rope_cache. May be strided.
+        rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Together with kv_scale_cache. May be strided.
         out: receives the output. It must not overlap q or the cache.
 
     Returns:
@@ -82,7 +96,8 @@ def mla_sparse_with_kvcache(
 
     Safe in CUDA graphs.
     """
-    result, lse = attend_chosen(q, kv_cache, kv_lora_rank, indices, topk_length, softmax_scale, q_scale, kv_scale)
+    caches = kv_scale_cache, rope_cache
+    result, lse = attend_chosen(q, kv_cache, kv_lora_rank, indices, topk_length, softmax_scale, q_scale, kv_scale, *caches)
     return (result, lse) if return_lse else result
 
 
@@ -95,10 +110,11 @@ def _(
     return_lse: bool,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, 1, kv_lora_rank, 0.0, return_lse),
-        **cache_traits(kv_cache, q_scale, kv_scale),
+        **latent_traits(kv_cache, kv_scale_cache, q_scale, kv_scale),
         "top_k": indices.shape[1],
     }
 
@@ -114,8 +130,10 @@ def _(
     topk_length: Tensor | None,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
 ) -> None:
-    _checks.check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale)
+    _checks.check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale, kv_scale_cache, rope_cache)
     check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
     check.tensor("indices", indices, "tokens top_k", torch.int32)
     check.tensor("topk_length", topk_length, "tokens", torch.int32)
@@ -176,6 +194,7 @@ def _inputs(
     lengths: bool = False,
     holes: bool = False,
     stale: bool = False,
+    grouped: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     """The last tokens of sequences in a paged cache, each with random positions that it sees.
@@ -185,6 +204,7 @@ def _inputs(
         lengths: give ``topk_length``, and anything behind the indices that count.
         holes: every third index is -1.
         stale: slots that hold no token hold NaN.
+        grouped: each 128 latents have a scale, and rotary parts lie apart.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -200,10 +220,14 @@ def _inputs(
             indices[:, ::3] = -1
         arguments: dict[str, Any] = {
             "q": draw.normal(tokens, heads, kv_lora_rank + rope_dim, dtype=dtype),
-            "kv_cache": draw_cache(draw, held, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype, stale=stale),
             "indices": indices,
             "kv_lora_rank": kv_lora_rank,
         }
+        if grouped:
+            arguments.update(draw_groups(draw, held, kv_lora_rank, rope_dim, dtype, stale))
+        else:
+            width = kv_lora_rank + rope_dim
+            arguments["kv_cache"] = draw_cache(draw, held, width, dtype=cache_dtype or dtype, stale=stale)
         if lengths:
             arguments["topk_length"] = (positions >= 0).sum(1, dtype=torch.int32)
             arguments["indices"] = torch.where(_counted(indices, arguments["topk_length"]) | holes, indices, 1 << 30)
@@ -226,6 +250,9 @@ def _() -> list[Case]:
         "softmax_scale": 0.1352,
     }
     sharded: dict[str, Any] = {**deepseek_v3, "heads": 16}
+    one_group: dict[str, Any] = {**tiny, "grouped": True, "kv_lora_rank": 128, "rope_dim": 16}
+    three_groups: dict[str, Any] = {**tiny, "grouped": True, "kv_lora_rank": 384, "rope_dim": 10, "dtype": torch.float16}
+    grouped: dict[str, Any] = {**deepseek_v3, "grouped": True}
     fp8: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn, "scales": ("kv_scale",)}
     both_fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scales": ("q_scale", "kv_scale")}
     return [
@@ -242,6 +269,17 @@ def _() -> list[Case]:
         Case("deepseek-v3, 16 of its heads, top 192 of 300", _inputs([300, 64], **{**sharded, "top_k": 192}, lengths=True)),
         Case("deepseek-v3, top 96 of 200, fp8 cache", _inputs([200], **{**deepseek_v3, "top_k": 96}, **fp8)),
         Case("no tokens", _inputs([], **tiny, return_lse=True)),
+        Case(
+            "a scale for each 128, NaN in other slots, lse",
+            _inputs([7, 70, 40], [2, 3, 1], **one_group, lengths=True, stale=True, return_lse=True),
+        ),
+        Case("a scale for each 128, float16, pages of 24, -1", _inputs([30, 9], **three_groups, page_size=24, holes=True)),
+        Case("a scale for each 128, no rotary part", _inputs([20, 4], **{**one_group, "rope_dim": 0})),
+        Case("deepseek-v3.2, top 96 of 200, a scale for each 128", _inputs([200], **{**grouped, "top_k": 96})),
+        Case(
+            "deepseek-v3.2, 16 of its heads, top 192 of 300, a scale for each 128",
+            _inputs([300, 64], **{**sharded, "top_k": 192}, grouped=True, lengths=True, stale=True),
+        ),
         Case("deepseek-v3.2 decode 64 x 8192", _inputs([8192] * 64, **deepseek_v3), large=True),
         Case("deepseek-v3.2 decode 64 x 65536", _inputs([65536] * 64, **deepseek_v3), large=True),
         Case("deepseek-v3.2 decode 1 x 65536", _inputs([65536], **deepseek_v3), large=True),
@@ -250,6 +288,18 @@ def _() -> list[Case]:
         Case("deepseek-v3.2, 16 of its heads, decode 128 x 32768, fp8", _inputs([32768] * 128, **sharded, **fp8), large=True),
         Case("deepseek-v3.2 prefill 1024 of 4096", _inputs([4096], [1024], **deepseek_v3, lengths=True), large=True),
         Case("deepseek-v3.2, 16 of its heads, prefill 4096 of 16384", _inputs([16384], [4096], **sharded), large=True),
+        Case("deepseek-v3.2 decode 64 x 8192, a scale for each 128", _inputs([8192] * 64, **grouped), large=True),
+        Case("deepseek-v3.2 decode 1 x 65536, a scale for each 128", _inputs([65536], **grouped), large=True),
+        Case(
+            "deepseek-v3.2, 16 of its heads, decode 128 x 32768, a scale for each 128",
+            _inputs([32768] * 128, **sharded, grouped=True),
+            large=True,
+        ),
+        Case(
+            "deepseek-v3.2 prefill 1024 of 4096, a scale for each 128",
+            _inputs([4096], [1024], **grouped, lengths=True),
+            large=True,
+        ),
     ]
 
 
@@ -259,9 +309,17 @@ def _(indices: Tensor, topk_length: Tensor | None) -> dict[str, list[int]]:
 
 
 @mla_sparse_with_kvcache.vary
-def _(variation: Variation, q: Tensor, kv_cache: Tensor, indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
+def _(
+    variation: Variation,
+    kv_cache: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+) -> dict[str, Tensor]:
     if variation.want is Want.UNUSED:
-        return _without_unused(kv_cache, indices, topk_length)
+        caches = {"kv_cache": kv_cache, "kv_scale_cache": kv_scale_cache, "rope_cache": rope_cache}
+        return _without_unused(caches, indices, topk_length)
     pages, page_size = kv_cache.shape[:2]
     if variation.want is Want.OTHER:  # every slot in the place of the next one, and those of the next token
         slots = max(pages * page_size, 1)
@@ -272,17 +330,20 @@ def _(variation: Variation, q: Tensor, kv_cache: Tensor, indices: Tensor, topk_l
     made = {"indices": draw_chosen(draw, [pages * page_size] * tokens, top_k)}
     lengths = draw.tensor(chosen, torch.int32)
     made["indices"] = torch.where(torch.arange(top_k, device=draw.device) < lengths.unsqueeze(1), made["indices"], -1)
+    if kv_scale_cache is not None:
+        made["kv_scale_cache"] = draw.uniform(*kv_scale_cache.shape, low=0.5, high=1.5)
     return made if topk_length is None else {**made, "topk_length": lengths}
 
 
-def _without_unused(kv_cache: Tensor, indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
+def _without_unused(caches: dict[str, Tensor | None], indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
     """NaN in slots that are no token's keys, and behind the indices that count slots that there are not; on a device, where to look
     one up would be an illegal access, the last slot."""
     counted = _counted(indices, topk_length)
-    pages, page_size = kv_cache.shape[:2]
-    held = torch.zeros(pages * page_size, dtype=torch.bool, device=kv_cache.device)
+    given = {name: cache for name, cache in caches.items() if cache is not None}
+    pages, page_size = given["kv_cache"].shape[:2]
+    held = torch.zeros(pages * page_size, dtype=torch.bool, device=indices.device)
     held[indices[counted].long()] = True
-    changed = {"kv_cache": poisoned(kv_cache, ~held.view(pages, page_size))}
+    changed = {name: poisoned(cache, ~held.view(pages, page_size)) for name, cache in given.items()}
     if topk_length is not None:
         beyond = torch.arange(indices.shape[1], device=indices.device) >= topk_length.unsqueeze(1)
         elsewhere = torch.iinfo(torch.int32).max if not indices.is_cuda else pages * page_size - 1
@@ -291,10 +352,19 @@ def _without_unused(kv_cache: Tensor, indices: Tensor, topk_length: Tensor | Non
 
 
 @mla_sparse_with_kvcache.cost
-def _(q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, topk_length: Tensor | None, return_lse: bool) -> Cost:
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    kv_lora_rank: int,
+    topk_length: Tensor | None,
+    return_lse: bool,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+) -> Cost:
     tokens, heads, width = q.shape
     counted = _counted(indices, topk_length)
-    read = len(torch.unique(indices[counted])) * _cost.token_bytes(kv_cache)
+    read = len(torch.unique(indices[counted])) * _cost.token_bytes(kv_cache, kv_scale_cache, rope_cache)
     written = tokens * heads * (kv_lora_rank * output_dtype(q).itemsize + 4 * return_lse)
     flops = 2.0 * int(counted.sum()) * heads * (width + kv_lora_rank)
     return Cost(flops=flops, bytes=float(nbytes(q, indices, topk_length) + read + written))

@@ -84,7 +84,7 @@ def check_write(
 
 
 def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    """Checks where latents and rotary parts are written to. Their own shapes have been checked."""
+    """Checks where latents and rotary parts are written to, one behind the other. Their own shapes have been checked."""
     check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
     check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))

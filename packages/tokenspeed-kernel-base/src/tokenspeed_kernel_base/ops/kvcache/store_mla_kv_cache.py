@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
-from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
+from tokenspeed_kernel_base.checks import FLOATS, FP8, HALVES, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import check_latent_groups, mla_cache_views, quantize_groups
 from tokenspeed_kernel_base.ops.kvcache.slots import (
     captured_slots,
     check_latent_write,
@@ -18,6 +19,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     check_slots,
     padding_of,
     store_latents,
+    store_slots,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -25,14 +27,20 @@ from tokenspeed_kernel_base.variation import Variation, Want
 @operator(
     "kvcache",
     "store_mla_kv_cache",
-    formats=("latent", "kv_cache"),
-    mutates=("kv_cache",),
+    formats=("latent", "kv_cache", "rope_cache"),
+    mutates=("kv_cache", "kv_scale_cache", "rope_cache"),
     varying=("tokens",),
     capacity=("pages",),
     scales=("kv_scale",),
 )
 def store_mla_kv_cache(
-    latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> None:
     """Writes each token's latent, and its rotary part behind it, to its slot of the paged cache, in place.
 
@@ -44,15 +52,30 @@ def store_mla_kv_cache(
     divided in float32 (float64 for float64 inputs), rounded to nearest even, what is out of range becomes the largest finite
     number, NaN stays NaN. Attention multiplies by the same scale again.
 
+    With kv_scale_cache and rope_cache the cache is as DeepSeek-V3.2 is served, 656 bytes a token (`mla_cache_views` makes the three
+    of pages of bytes): rotary parts are copied, and each 128 numbers of a latent get a scale of their own, bit for bit as
+    `quantize_fp8` makes them, with all operations in float32 and correctly rounded::
+
+        scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the 128
+        code  = e4m3(latent / scale)      # to nearest, ties to even, saturating
+
+    Where one of the 128 is NaN, the scale and all codes are NaN. Where one is infinite, the scale is infinite, codes of infinities
+    are NaN, and the other codes 0.
+
     Args:
         latent: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_lora_rank]``, normalised as the model has it.
-            May be a strided slice of a fused projection.
+            float16 or bfloat16 with kv_scale_cache, and kv_lora_rank a multiple of 128. May be a strided slice of a fused
+            projection.
         k_rope: latent's dtype ``[tokens, rope_dim]``, rotated. May be strided, too.
-        kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of latent's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz).
-            Written to. May be strided. Must not overlap latent or k_rope.
+        kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of latent's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz);
+            with kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``. Written to. May be strided. Must not overlap
+            latent or k_rope.
         slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
             tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
-        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only if values are converted to an 8-bit float.
+        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only if values are converted to an 8-bit float, and not with
+            kv_scale_cache.
+        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``. Written to. May be strided. Together with rope_cache.
+        rope_cache: latent's dtype ``[pages, page_size, rope_dim]``. Written to. May be strided. Together with kv_scale_cache.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been written then.
@@ -71,24 +94,47 @@ def store_mla_kv_cache(
 
     Safe in CUDA graphs.
     """
-    store_latents(kv_cache, latent, k_rope, slot_mapping, kv_scale)
+    if kv_scale_cache is None or rope_cache is None:
+        store_latents(kv_cache, latent, k_rope, slot_mapping, kv_scale)
+        return
+    for cache, values in zip((kv_cache, kv_scale_cache, rope_cache), (*quantize_groups(latent), k_rope), strict=True):
+        store_slots(cache.unsqueeze(2), values.unsqueeze(1), slot_mapping)
 
 
 @store_mla_kv_cache.traits
-def _(latent: Tensor, k_rope: Tensor, kv_cache: Tensor, kv_scale: Tensor | None) -> dict[str, object]:
+def _(
+    latent: Tensor, k_rope: Tensor, kv_cache: Tensor, kv_scale: Tensor | None, kv_scale_cache: Tensor | None
+) -> dict[str, object]:
     return {
         "kv_lora_rank": latent.shape[-1],
         "rope_dim": k_rope.shape[-1],
         "page_size": kv_cache.shape[1],
         "scaled": kv_scale is not None,
+        "grouped_scales": kv_scale_cache is not None,
     }
 
 
 @store_mla_kv_cache.check
-def _(check: Checker, latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    check.tensor("latent", latent, "tokens kv_lora_rank", FLOATS | FP8)
+def _(
+    check: Checker,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+) -> None:
+    grouped = kv_scale_cache is not None or rope_cache is not None
+    check.tensor("latent", latent, "tokens kv_lora_rank", HALVES if grouped else FLOATS | FP8)
     check.tensor("k_rope", k_rope, "tokens rope_dim", latent.dtype)
-    check_latent_write(check, latent, kv_cache, slot_mapping, kv_scale)
+    if not grouped:
+        check_latent_write(check, latent, kv_cache, slot_mapping, kv_scale)
+        return
+    check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
+    check_latent_groups(check, kv_cache, kv_scale, kv_scale_cache, rope_cache, latent)
+    check.require(check["page_size"] > 0, "kv_cache", "of a page_size > 0", str(list(kv_cache.shape)))
+    check.tensor("slot_mapping", slot_mapping, "tokens", INTS)
 
 
 @store_mla_kv_cache.check_values(host=("slot_mapping", "kv_scale"))
@@ -100,6 +146,26 @@ def _(check: Checker, slot_mapping: Tensor | None, kv_cache: Tensor, kv_scale: T
 @store_mla_kv_cache.fake
 def _() -> None:
     return None
+
+
+def _tokens(
+    draw: Draw,
+    tokens: int,
+    slots: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    padding: int,
+    slot_dtype: torch.dtype,
+    fused: bool,
+) -> dict[str, Any]:
+    """Latents, rotary parts, and distinct slots for all but the last ``padding``."""
+    slot_mapping = draw.permutation(slots, slot_dtype)[:tokens].clone()
+    slot_mapping[tokens - padding :] = -1
+    both = draw.normal(tokens, rank + rope, dtype=dtype)
+    parts = both[:, :rank], both[:, rank:]
+    latent, k_rope = parts if fused else (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    return {"latent": latent, "k_rope": k_rope, "slot_mapping": slot_mapping}
 
 
 @recipe
@@ -122,20 +188,42 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
-        slots[tokens - padding :] = -1
-        both = draw.normal(tokens, kv_lora_rank + rope_dim, dtype=dtype)
-        parts = both[:, :kv_lora_rank], both[:, kv_lora_rank:]
-        latent, k_rope = parts if fused else (part.clone(memory_format=torch.contiguous_format) for part in parts)
-        arguments = {
-            "latent": latent,
-            "k_rope": k_rope,
-            "kv_cache": draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype),
-            "slot_mapping": slots,
-        }
+        arguments = _tokens(draw, tokens, pages * page_size, kv_lora_rank, rope_dim, dtype, padding, slot_dtype, fused)
+        arguments["kv_cache"] = draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype)
         if scaled:
             arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
         return arguments
+
+    return make
+
+
+@recipe
+def _groups(
+    tokens: int,
+    pages: int,
+    page_size: int,
+    kv_lora_rank: int = 512,
+    rope_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    padding: int = 0,
+    slot_dtype: torch.dtype = torch.int64,
+    fused: bool = True,
+    unusual: bool = False,
+) -> Callable[[Draw], dict[str, Any]]:
+    """The same for a cache in pages of bytes, with groups of very different sizes.
+
+    ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and tiny numbers.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        arguments = _tokens(draw, tokens, pages * page_size, kv_lora_rank, rope_dim, dtype, padding, slot_dtype, fused)
+        latent = arguments["latent"]
+        sizes = draw.normal(tokens, kv_lora_rank // 128, scale=2.0).exp().repeat_interleave(128, dim=1)
+        latent.copy_(latent.float() * sizes)
+        if unusual:
+            latent[0, 3], latent[1, 5], latent[2], latent[3] = torch.nan, torch.inf, 0.0, torch.finfo(dtype).smallest_normal / 4
+        packed = draw.integers(0, 120, pages, page_size, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8)
+        return {**arguments, **mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)._asdict()}
 
     return make
 
@@ -158,17 +246,37 @@ def _() -> list[Case]:
         Case("every token is padding", _inputs(4, 2, 4, 16, 4, padding=4)),
         Case("no tokens", _inputs(0, 2, 4, 16, 4, fused=False)),
         Case("the whole cache", _inputs(64, 4, 16, 32, 8, torch.float32)),
+        Case("deepseek-v3.2 decode 9, a scale for each 128, padded by 2", _groups(9, 3, 64, padding=2)),
+        Case(
+            "a scale for each 128, float16, page size 1, int32 slots",
+            _groups(7, 9, 1, 384, 6, torch.float16, slot_dtype=torch.int32),
+        ),
+        Case("a scale for each 128, NaN, infinity, zeros and tiny numbers", _groups(6, 2, 4, 256, 4, unusual=True)),
+        Case("a scale for each 128, float16, NaN and others", _groups(6, 2, 4, 128, 4, torch.float16, unusual=True)),
+        Case("a scale for each 128, no rotary part, every token is padding", _groups(4, 2, 4, 128, 0, padding=4)),
+        Case("a scale for each 128, no tokens", _groups(0, 2, 4, 128, 4, fused=False)),
         Case("deepseek-v3 decode 128", _inputs(128, 2048, *deepseek_v3), large=True),
         Case("deepseek-v3 prefill 16384", _inputs(16384, 2048, *deepseek_v3), large=True),
         Case("deepseek-v3 prefill 16384, fp8 cache", _inputs(16384, 2048, *deepseek_v3, cache_dtype=fp8, scaled=True), large=True),
         Case("deepseek-v3 prefill 65536", _inputs(65536, 2048, *deepseek_v3), large=True),
+        Case("deepseek-v3.2 decode 128, a scale for each 128", _groups(128, 2048, 64), large=True),
+        Case("deepseek-v3.2 prefill 16384, a scale for each 128", _groups(16384, 2048, 64), large=True),
     ]
 
 
 @store_mla_kv_cache.vary
-def _(variation: Variation, latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+def _(
+    variation: Variation,
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+) -> dict[str, Tensor]:
     if variation.want is Want.CAPTURED:
-        return captured_slots(variation, slot_mapping, kv_cache=kv_cache)
+        caches = {"kv_cache": kv_cache, "kv_scale_cache": kv_scale_cache, "rope_cache": rope_cache}
+        return captured_slots(variation, slot_mapping, **{name: cache for name, cache in caches.items() if cache is not None})
     if variation.want is Want.UNUSED:
         return {"latent": poisoned(latent, slot_mapping < 0), "k_rope": poisoned(k_rope, slot_mapping < 0)}
     return {}
@@ -180,7 +288,18 @@ def _(slot_mapping: Tensor) -> dict[str, list[int]]:
 
 
 @store_mla_kv_cache.cost
-def _(latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> Cost:
+def _(
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+) -> Cost:
+    if kv_scale_cache is not None:
+        written = sum(nbytes(cache[:1, :1]) for cache in (kv_cache, kv_scale_cache, rope_cache) if cache is not None)
+        return Cost(flops=3.0 * latent.numel(), bytes=float(nbytes(latent, k_rope, slot_mapping) + len(latent) * written))
     elements = latent.numel() + k_rope.numel()
     stored = elements * kv_cache.element_size()
     scaled = elements if kv_scale is not None else 0

@@ -94,6 +94,8 @@ def mla_decode_with_kvcache(
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of the newest tokens to a paged cache: launches on checked arguments.

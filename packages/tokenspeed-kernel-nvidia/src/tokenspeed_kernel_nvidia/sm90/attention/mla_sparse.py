@@ -57,6 +57,8 @@ def mla_sparse_with_kvcache(
     return_lse: bool = False,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of tokens to chosen slots of a paged cache: launches on checked arguments.

@@ -24,6 +24,14 @@ CACHED = frozenset(
 LATENT = frozenset(format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache)) for q, cache in _PAIRS)
 """Formats of latent attention to a cache."""
 
+LATENT_GROUPS = frozenset(
+    format_signature(
+        q=dense_tensor_format(dtype), kv_cache=dense_tensor_format(torch.float8_e4m3fn), rope_cache=dense_tensor_format(dtype)
+    )
+    for dtype in (torch.float16, torch.bfloat16)
+)
+"""Formats of latent attention to a cache whose rotary parts lie apart."""
+
 MHA = {
     "head_dim": at_most(256),
     "v_head_dim": at_most(256),

@@ -26,6 +26,7 @@ from tokenspeed_kernel.triton.common import (
     multiprocessors,
     next_power_of_2,
 )
+from tokenspeed_kernel.triton.kvcache._latent_groups import latent_groups
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
@@ -101,18 +102,27 @@ _TILES = {
     # The interpreter takes about as long for an operation on a large tile as on a small one.
     "cpu": {16: Tile(16, 64, 1, 1), 128: Tile(128, 64, 1, 1)},
 }
+# Where latents have scales, they lie in registers as float32 for a while.
+_GROUPED = {arch: {16: Tile(16, 16, 4, 1)} for arch in ("gfx942", "gfx950")}
 _FLOAT32 = Tile(16, 16, 4, 2)
 _WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
 
 
-def tile_for(rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cache: bool, device: torch.device) -> Tile:
-    """The tile for sequences of ``rows`` rows at most, and a cache of that many columns, those that only fill up included."""
+def tile_for(
+    rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cache: bool, device: torch.device, grouped: bool = False
+) -> Tile:
+    """The tile for sequences of ``rows`` rows at most, and a cache of that many columns, those that only fill up included.
+
+    ``grouped``: latents have a scale for each 128.
+    """
     if block_c + block_r > 576:
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
     # Below 64 columns a transposed product falls to other instructions than the scores, and results are wrong (Triton 3.6, sm_90).
     tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
+    if grouped:
+        tiles = for_architecture({"any": tiles, **_GROUPED}, device)
     # A transposed product has the keys in its first operand, which comes out of registers if it has to be widened first.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]
@@ -138,6 +148,8 @@ def attend_latent(
     tile: Tile | None = None,
     tree_mask: Tensor | None = None,
     sparse: bool = False,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says.
 
@@ -160,7 +172,8 @@ def attend_latent(
     rope = width - kv_lora_rank
     block_c = next_power_of_2(max(16, kv_lora_rank))
     block_r = next_power_of_2(max(16, rope))
-    tile = tile or tile_for(rows, block_c, block_r, output_dtype(q), kv_cache.dtype in FP8, device)
+    groups = latent_groups(kv_scale_cache, rope_cache)
+    tile = tile or tile_for(rows, block_c, block_r, output_dtype(q), kv_cache.dtype in FP8, device, groups is not None)
     tiles = cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * (1 if sparse else page_size))
     sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one by one
@@ -178,6 +191,8 @@ def attend_latent(
     device_code.attend_latent_kernel[((batch if units is None else units.shape[0]) * tiles,)](
         q,
         kv_cache,
+        kv_scale_cache,
+        rope_cache,
         page_table,
         cache_seqlens,
         cu_seqlens_q,
@@ -201,6 +216,7 @@ def attend_latent(
         multiplier,
         cap_log2,
         SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, window_left >= 0, logit_cap > 0, sparse),
+        GROUPS=groups,
         FORMATS=Formats(common_device.DTYPES[dtype], q_fp8, fp8),
         TILE=Program(
             block_m=tile.block_m,

@@ -44,10 +44,21 @@ def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N
     return weights, decay, Softmax(row_max, row_sum)
 
 
+@triton.jit
+def _scaled(latent, scale, DTYPE: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr):
+    """Latents [N, C] times their scales [N, C / GROUP], rounded to the dtype of the products."""
+    N: tl.constexpr = latent.shape[0]
+    C: tl.constexpr = latent.shape[1]
+    groups = tl.reshape(widened(latent, tl.float32, FP8), [N, C // GROUP, GROUP])
+    return tl.reshape((groups * scale[:, :, None]).to(DTYPE), [N, C])
+
+
 @triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "window_left", "tiles"])
 def attend_latent_kernel(
     q,  # [tokens, HEADS, RANK + ROPE]
-    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
+    kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE], or with GROUPS [pages, PAGE_SIZE, RANK]
+    kv_scale_cache,  # [pages, PAGE_SIZE, RANK / GROUPS.group], or None
+    rope_cache,  # [pages, PAGE_SIZE, ROPE], or None
     page_table,  # [batch, max_pages]
     cache_seqlens,
     cu_seqlens_q,  # None where every sequence has Q_LEN queries
@@ -78,6 +89,7 @@ def attend_latent_kernel(
     multiplier,
     cap_log2,
     SHAPE: tl.constexpr,
+    GROUPS: tl.constexpr,
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -89,7 +101,8 @@ def attend_latent_kernel(
     CAUSAL: tl.constexpr = SHAPE.causal
     WINDOWED: tl.constexpr = SHAPE.windowed
     SPARSE: tl.constexpr = SHAPE.sparse
-    IN_PAGES: tl.constexpr = not SPARSE and PAGE_SIZE % TILE.block_n == 0  # a block of keys lies in one page
+    APART: tl.constexpr = GROUPS is not None  # scales and rotary parts
+    IN_PAGES: tl.constexpr = not SPARSE and not APART and PAGE_SIZE % TILE.block_n == 0  # a block of keys lies in one page
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     FP8: tl.constexpr = FORMATS.kv_fp8
@@ -194,6 +207,8 @@ def attend_latent_kernel(
             key_at = kv_cache + ((slot // PAGE_SIZE).to(tl.int64) * kv_stride_p + slot % PAGE_SIZE * kv_stride_t)
             latent_at = key_at[:, None] + c[None, :] * kv_stride_d
             rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
+            if APART:
+                page_of, offset = (slot // PAGE_SIZE).to(tl.int64), slot % PAGE_SIZE
             slots = tl.load(pages + (key + BLOCK_N) * table.page_stride, mask=key + BLOCK_N < length, other=-1)
         elif IN_PAGES:
             block_at = kv_cache + page.to(tl.int64) * kv_stride_p + block % (PAGE_SIZE // BLOCK_N) * (BLOCK_N * kv_stride_t)
@@ -206,6 +221,17 @@ def attend_latent_kernel(
             key_at = kv_cache + (page_of * kv_stride_p + held % PAGE_SIZE * kv_stride_t)
             latent_at = key_at[:, None] + c[None, :] * kv_stride_d
             rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
+            if APART:
+                offset = held % PAGE_SIZE
+        if APART:
+            rope_of = rope_cache + (page_of * GROUPS.rope_page + offset * GROUPS.rope_slot)
+            rope_at = rope_of[:, None] + r[None, :] * GROUPS.rope_dim
+            g = tl.arange(0, BLOCK_C // GROUPS.group)
+            scale_of = kv_scale_cache + (page_of * GROUPS.scale_page + offset * GROUPS.scale_slot)
+            scale_there = (g < RANK // GROUPS.group)[None, :]
+            if SPARSE:
+                scale_there &= named[:, None]
+            scale = tl.load(scale_of[:, None] + g[None, :] * GROUPS.scale_group, mask=scale_there, other=0.0)
         if SPARSE:  # what is in a slot that no index names may be NaN
             latent = tl.load(latent_at, mask=named[:, None] & (c < RANK)[None, :], other=0.0)
         elif BLOCK_C == RANK:
@@ -221,9 +247,14 @@ def attend_latent_kernel(
         # This condition always holds. The compiler puts the code of a branch after the loads of the next block, which are then in
         # flight during the products; without the branch it puts those loads after the products.
         if block >= begin:
-            values = widened(latent, DTYPE, FP8)
-            if ROPE > 0:
-                rotary = widened(rope, DTYPE, FP8)
+            if APART:
+                values = _scaled(latent, scale, DTYPE, FP8, GROUPS.group)
+                if ROPE > 0:
+                    rotary = rope.to(DTYPE)
+            else:
+                values = widened(latent, DTYPE, FP8)
+                if ROPE > 0:
+                    rotary = widened(rope, DTYPE, FP8)
             if TILE.apart:
                 # These conditions always hold, too. The compiler chooses how warps share a product by how its result is used, up to
                 # the end of a branch. For the second product it would put all warps in one column, and each half of them would

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.attention._formats import LATENT, MLA
+from tokenspeed_kernel.triton.attention._formats import LATENT, LATENT_GROUPS, MLA
 from tokenspeed_kernel.triton.attention._mla_latent import attend_latent
 from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.registry import register_kernel
@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.spec import Priority
     "mla_decode_with_kvcache",
     solution="triton",
     capability=TRITON,
-    signatures=LATENT,
-    traits={**MLA, "multi_query": any, "tree_mask": any},
+    signatures=LATENT | LATENT_GROUPS,
+    traits={**MLA, "multi_query": any, "tree_mask": any, "grouped_scales": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -36,6 +36,8 @@ def mla_decode_with_kvcache(
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See the operator."""
@@ -57,4 +59,6 @@ def mla_decode_with_kvcache(
         kv_scale,
         out,
         tree_mask=tree_mask,
+        kv_scale_cache=kv_scale_cache,
+        rope_cache=rope_cache,
     )

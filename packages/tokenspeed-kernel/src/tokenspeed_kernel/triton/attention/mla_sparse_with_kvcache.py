@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.attention._formats import LATENT, MLA
+from tokenspeed_kernel.triton.attention._formats import LATENT, LATENT_GROUPS, MLA
 from tokenspeed_kernel.triton.attention._mla_latent import attend_latent
 from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.registry import register_kernel
@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.spec import Priority
     "mla_sparse_with_kvcache",
     solution="triton",
     capability=TRITON,
-    signatures=LATENT,
-    traits={name: MLA[name] for name in ("head_dim", "v_head_dim", "return_lse", "scaled")},
+    signatures=LATENT | LATENT_GROUPS,
+    traits={**{name: MLA[name] for name in ("head_dim", "v_head_dim", "return_lse", "scaled")}, "grouped_scales": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -31,6 +31,8 @@ def mla_sparse_with_kvcache(
     return_lse: bool = False,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mla_sparse_with_kvcache`."""
@@ -55,4 +57,6 @@ def mla_sparse_with_kvcache(
         kv_scale,
         out,
         sparse=True,
+        kv_scale_cache=kv_scale_cache,
+        rope_cache=rope_cache,
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, cdiv, dense, next_power_of_2
+from tokenspeed_kernel.triton.kvcache._latent_groups import latent_groups
 from tokenspeed_kernel.triton.kvcache._write import as_storable, encoding_for
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -53,6 +55,14 @@ def tile_for(rank: int, rope: int) -> Tile:
 _FORMATS = format_signatures(("latent", "kv_cache"), "dense", (*FLOATS, *FP8)) | {
     format_signature(latent=dense_tensor_format(values), kv_cache=dense_tensor_format(cache)) for values in FLOATS for cache in FP8
 }
+_GROUPED = frozenset(
+    format_signature(
+        latent=dense_tensor_format(values),
+        kv_cache=dense_tensor_format(torch.float8_e4m3fn),
+        rope_cache=dense_tensor_format(values),
+    )
+    for values in (torch.float16, torch.bfloat16)
+)
 
 
 @register_kernel(
@@ -60,13 +70,19 @@ _FORMATS = format_signatures(("latent", "kv_cache"), "dense", (*FLOATS, *FP8)) |
     "store_mla_kv_cache",
     solution="triton",
     capability=TRITON,
-    signatures=_FORMATS,
-    traits={"scaled": any, "kv_lora_rank": at_most(16384), "rope_dim": at_most(16384)},
+    signatures=_FORMATS | _GROUPED,
+    traits={"scaled": any, "grouped_scales": any, "kv_lora_rank": at_most(16384), "rope_dim": at_most(16384)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
 def store_mla_kv_cache(
-    latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+    latent: Tensor,
+    k_rope: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor | None = None,
+    kv_scale_cache: Tensor | None = None,
+    rope_cache: Tensor | None = None,
 ) -> None:
     """See `tokenspeed_kernel.store_mla_kv_cache`."""
     tokens, rank = latent.shape
@@ -83,12 +99,15 @@ def store_mla_kv_cache(
         kv_cache,
         slot_mapping,
         dense(kv_scale),
+        kv_scale_cache,
+        rope_cache,
         tokens,
         latent.stride(0),
         k_rope.stride(0),
         *kv_cache.stride(),
         slot_mapping.stride(0),
         SHAPE=Shape(rank, k_rope.shape[1], kv_cache.shape[1]),
+        GROUPS=latent_groups(kv_scale_cache, rope_cache),
         ENCODING=encoding,
         TILE=tile,
         num_warps=tile.warps,
