@@ -56,6 +56,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
         "mla_sparse_with_kvcache": (
             "deepseek-v3.2 decode 64 x 8192", "deepseek-v3.2, 16 of its heads, decode 128 x 32768",
             "deepseek-v3.2 decode 1 x 65536", "deepseek-v3.2 prefill 1024 of 4096",
+            "deepseek-v3.2 decode 64 x 8192, a scale for each 128",
         ),
         "top_k_indices": (
             "deepseek-v3.2 decode 64 x 65536", "deepseek-v3.2 decode 1 x 65536", "deepseek-v3.2 decode 64 of 4096 to 65536",
@@ -82,7 +83,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
         ),
         "mla_extend_with_kvcache": ("deepseek-v3 4 x 512 of 4096", "deepseek-v3, 16 of its heads, 8 x 1024 of 8192"),
         "apply_rope_mla": ("deepseek-v3 decode 256, fp8 q and cache", "deepseek-v3 extend 2048"),
-        "store_mla_kv_cache": ("deepseek-v3 prefill 16384",),
+        "store_mla_kv_cache": ("deepseek-v3 prefill 16384", "deepseek-v3.2 prefill 16384, a scale for each 128"),
     },
     "fp8 attention": {
         "mha_prefill": ("llama-70b 2 x 8192, fp8", "llama-70b 2 x 8192", "gpt-oss-120b full layer 4 x 8192, fp8"),

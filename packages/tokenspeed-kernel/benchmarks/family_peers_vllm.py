@@ -257,16 +257,29 @@ def flash_mla(
 
 @peer("attention.mla_sparse_with_kvcache", name="FlashMLA", setup=True, package="vllm")
 def flash_mla_sparse(
-    q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None
-) -> Call:
-    """It wants heads in blocks of 64; vLLM pads them, and so it is here."""
-    refuse_unless(q.dtype == kv_cache.dtype == torch.bfloat16, "bfloat16 only")
+    q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None,
+    kv_scale_cache: Tensor | None, rope_cache: Tensor | None,
+) -> Call:  # fmt: skip
+    """It wants heads in blocks of 64; vLLM pads them, and so it is here. Caches of 656 bytes a token have a function of their own,
+    whose plan a first call makes."""
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
-    function, heads = _flash_mla().flash_mla_sparse_fwd, q.shape[1]
+    module, heads = _flash_mla(), q.shape[1]
     padded = torch.nn.functional.pad(q, (0, 0, 0, -heads % 64))
-    given = (padded, kv_cache.reshape(-1, 1, kv_cache.shape[-1]), indices.unsqueeze(1), softmax_scale)
-    call = functools.partial(function, *given, topk_length=topk_length)
-    return InForm(call, lambda found: found[0][:, :heads].contiguous())
+    if rope_cache is None:
+        refuse_unless(q.dtype == kv_cache.dtype == torch.bfloat16, "bfloat16, or a scale for each 128 latents")
+        given = (padded, kv_cache.reshape(-1, 1, kv_cache.shape[-1]), indices.unsqueeze(1), softmax_scale)
+        call = functools.partial(module.flash_mla_sparse_fwd, *given, topk_length=topk_length)
+        return InForm(call, lambda found: found[0][:, :heads].contiguous())
+    pages, page_size, _ = kv_cache.shape
+    refuse_unless(kv_cache.stride() == (page_size * 656, 656, 1), "656 bytes a token")
+    packed = kv_cache.as_strided((pages, page_size, 1, 656), (page_size * 656, 656, 656, 1))
+    plan, _ = module.get_mla_metadata()
+    call = functools.partial(
+        module.flash_mla_with_kvcache, padded.unsqueeze(1), packed, None, None, kv_lora_rank, plan, softmax_scale=softmax_scale,
+        is_fp8_kvcache=True, indices=indices.unsqueeze(1), topk_length=topk_length,
+    )  # fmt: skip
+    call()
+    return InForm(call, lambda found: found[0].squeeze(1)[:, :heads].contiguous())
 
 
 def _deep_gemm() -> Any:

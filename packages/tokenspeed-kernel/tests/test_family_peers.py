@@ -28,6 +28,7 @@ from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import
 from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import _inputs as sparse_inputs
 from tokenspeed_kernel_base.ops.attention.top_k_indices import _inputs as top_k_inputs
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
+from tokenspeed_kernel_base.ops.kvcache.latent_groups import mla_cache_views
 from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import _inputs as rmsnorm_rows
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -68,15 +69,27 @@ def dense_decode(
 
 
 def flash_mla_with_kvcache(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int, tile_scheduler_metadata: Plan,
-    num_splits: None = None, softmax_scale: float | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
-    indices: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, block_table: Tensor | None, cache_seqlens: Tensor | None, head_dim_v: int,
+    tile_scheduler_metadata: Plan, num_splits: None = None, softmax_scale: float | None = None, causal: bool = False,
+    is_fp8_kvcache: bool = False, indices: Tensor | None = None, attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None, extra_indices_in_kvcache: Tensor | None = None, topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert num_splits is None
-    assert not is_fp8_kvcache
     assert softmax_scale is not None
     tile_scheduler_metadata.made = True
-    return dense_decode(q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal)
+    if not is_fp8_kvcache:
+        assert block_table is not None
+        assert cache_seqlens is not None
+        return dense_decode(q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal)
+    assert indices is not None
+    assert k_cache.shape[2:] == (1, 656)
+    assert not causal
+    codes, scales, rope = mla_cache_views(k_cache.view(torch.uint8).squeeze(2))
+    tokens = torch.cat((codes.float() * scales.repeat_interleave(128, dim=-1), rope.float()), dim=-1)
+    found = flash_mla_sparse_fwd(
+        q.squeeze(1), tokens.flatten(0, 1).unsqueeze(1), indices, softmax_scale, head_dim_v, topk_length=topk_length
+    )
+    return found[0].unsqueeze(1), found[1].unsqueeze(2)
 
 
 def flash_mla_sparse_fwd(
@@ -302,6 +315,11 @@ SERVED: list[tuple[str, str, str | Case]] = [
         "FlashMLA",
         "mla_sparse_with_kvcache",
         Case("128 heads, lengths", sparse_inputs([70, 9], [3, 1], heads=128, lengths=True, **SPARSE)),
+    ),
+    (
+        "FlashMLA",
+        "mla_sparse_with_kvcache",
+        Case("a scale for each 128, lengths", sparse_inputs([70, 9], heads=16, lengths=True, grouped=True, **SPARSE)),
     ),
     ("DeepGEMM", "dsa_indexer_scores_with_kvcache", Case("one new token", index_inputs([200, 64], **INDEXER))),
     ("DeepGEMM", "dsa_indexer_scores_with_kvcache", Case("two new tokens", index_inputs([70, 9], new=2, **INDEXER))),
