@@ -1,0 +1,120 @@
+"""Products of fp8 by fp8 of many rows, as in prefill, on Hopper: see `mm_fp8_device`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import table_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
+    BLOCK,
+    OUTS,
+    PAIR,
+    Config,
+    Scales,
+    Stored,
+    clusters_of,
+    config_of,
+    every_config,
+)
+
+E4M3 = torch.float8_e4m3fn
+Launch = Callable[..., Any]
+# Rows of a that it is preferred from.
+MANY_ROWS = 512
+
+
+@program(arch="sm_90a", configs=every_config)
+def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8_device
+
+    return mm_fp8_device.host(config), mm_fp8_device.fake_arguments(config)
+
+
+def kind_of(b: Tensor, b_scale: Tensor) -> tuple[Scales, Stored]:
+    """What scales there are, and how they are stored."""
+    if b_scale.dtype == torch.int32:
+        return "block", "packed"
+    if b_scale.dtype != torch.float32:
+        return "block", "e8m0"
+    # A shape that is both means the same in both.
+    return ("row" if b_scale.ndim < 2 or b_scale.shape == (1, b.shape[1]) else "block"), "float32"
+
+
+@functools.cache
+def _launch_of(scales: Scales, stored: Stored, out: torch.dtype, m: int, n: int, device: int) -> tuple[Launch, int]:
+    """The program, and how many clusters it is launched with."""
+    count = multiprocessors(device)
+    config = config_of(scales, stored, dtype_name(out), m, n, count)
+    return mm_fp8_program(config), min(clusters_of(config, m, n), count // PAIR)
+
+
+def mm_fp8(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A product of fp8 operands: launches on checked arguments.
+
+    The public function is `tokenspeed_kernel_nvidia.mm`. Operands that do not lie in rows along k, or whose rows do not begin at
+    multiples of 16 bytes, are copied, and so is such an ``out`` in the end.
+    """
+    m, n = a.shape[0], b.shape[1]
+    dtype = out_dtype or torch.bfloat16
+    written = to_write(out, a.new_empty((), dtype=dtype), (m, n))
+    if not written.numel():
+        return deliver(written, out)
+    if bias is not None:
+        bias = bias.contiguous()
+    rows, weights = aligned(a).view(torch.uint8), aligned(b.mT).view(torch.uint8)
+    if b_scale.element_size() == 1:
+        a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+    launch, clusters = _launch_of(*kind_of(b, b_scale), dtype, m, n, a.get_device())
+    given = (0, 0) if bias is None else (bias.data_ptr(), KINDS[bias.dtype])
+    launch(rows, weights, written, *given, *table_of(a_scale), *table_of(b_scale), clusters)
+    return deliver(written, out)
+
+
+_WHOLE = [fp8_format(E4M3, granularity) for granularity in ("tensor", "channel")]
+_SIGNATURES: set[FormatSignature] = {
+    *(format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _WHOLE),
+    *(
+        format_signature(a=fp8_format(E4M3, "block", (1, BLOCK), stored), b=fp8_format(E4M3, "block", (BLOCK, BLOCK), stored))
+        for stored in (torch.float32, torch.uint8, torch.int32)
+    ),
+}
+for _name, _m, _priority in (
+    ("many", at_least(MANY_ROWS), Priority.PERFORMANT),
+    ("some", at_most(MANY_ROWS - 1), Priority.PORTABLE - 1),
+):
+    register_kernel(
+        "gemm", "mm", name=f"cutedsl_mm_fp8_{_name}", solution="cutedsl", capability=CUTEDSL_HOPPER, signatures=_SIGNATURES,
+        traits={
+            "m": _m,
+            "k": at_least(16) & multiple_of(16),
+            "n": multiple_of(8),
+            "out_dtype": {*OUTS},
+            "bias": any,
+            "wide_bias": any,
+        },
+        priority=_priority, tags={"determinism"},
+    )(mm_fp8)  # fmt: skip

@@ -1,0 +1,296 @@
+"""The warpgroups of `mm_fp8_device` that compute: products, sums, results.
+
+The matrix unit of Hopper sums products of 8-bit floats with fewer bits than float32 has. So it sums those of 128 elements along k,
+which the scales of blocks want anyway, and the sums of 128 are summed in float32. The tile of a warpgroup is 64 rows and one or two
+halves of 128 columns, whose sums of 128 take turns in the same registers. While one warpgroup adds, the other one's products run.
+"""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Uint8, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import float_of, load_floats, pack, stmatrix, store_floats
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, tma_store
+from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, PAIR, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Table, Vector, type_of
+
+LANES = 32
+WARPS = 8  # that compute
+WARP_ROWS = 16  # of a tile, which a warp has the sums of
+PANEL_BYTES = WARP_ROWS * 128  # of some columns of those, on their way to global memory
+PANELS = 2  # of a warp, in turns
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describes the work.
+
+    Attributes:
+        a, b: rows of activations, and of weights.
+        out: the result.
+        m, n: its rows and columns.
+        blocks: of 128 elements along k.
+        bias: added to the result.
+        a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
+        mma: products of both warpgroups' rows with 128 columns.
+    """
+
+    a: Tma
+    b: Tma
+    out: Tma
+    m: Int32
+    n: Int32
+    blocks: Int32
+    bias: Vector
+    a_scale: Table
+    b_scale: Table
+    mma: cute.TiledMma
+
+
+def load_exponent(address: Any) -> Any:
+    """Loads a power of 2 that is stored as its exponent (e8m0)."""
+    byte = cute.arch.inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+    # 0 is a number that float32 has as a subnormal one, and 255 is NaN.
+    bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
+    return float_of(cutlass.select_(byte == 255, Int32(0x7FC00000), bits))
+
+
+class Consumers:
+    """The part of the kernel that computes, and what both parts know of shared memory and tiles."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.out = type_of(config.out)
+        self.box = config.columns // PAIR  # rows of weights that each CTA of a cluster brings
+        self.a_ring = Ring(ROWS, BLOCK, config.stages, BLOCK)
+        self.b_ring = Ring(HALF, BLOCK, config.halves * config.stages, BLOCK)
+        self.out_ring = Ring(WARP_ROWS, config.panel, WARPS * PANELS, config.panel)
+
+    # -- shared memory -------------------------------------------------------------------------------------------------------------
+
+    def storage(self) -> Any:
+        c = self.config
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[cutlass.Int64, c.stages]
+            empty: cute.struct.MemRange[cutlass.Int64, c.stages]
+            sides_full: cute.struct.MemRange[cutlass.Int64, 1]
+            sides_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            sides: cute.struct.Align[cute.struct.MemRange[Float32, ROWS + 2 * c.columns], 16]
+            a: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * c.a_bytes], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * c.b_bytes], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.out, self.out_ring.size], 1024]
+
+        return Storage
+
+    def pipe(self, storage: Any) -> Pipeline:
+        """Returns the ring of operands. A stage is empty when the warps of both CTAs have read it, as weights are copied to both."""
+        return pipeline(storage.full, storage.empty)
+
+    def sides_pipe(self, storage: Any) -> Pipeline:
+        return pipeline(storage.sides_full, storage.sides_empty)
+
+    def row_factors(self, storage: Any) -> Int32:
+        """Returns where the factors of a tile's rows are."""
+        return storage.sides.data_ptr().toint()
+
+    def column_factors(self, storage: Any) -> Int32:
+        return storage.sides.data_ptr().toint() + ROWS * 4
+
+    def biases(self, storage: Any) -> Int32:
+        return storage.sides.data_ptr().toint() + (ROWS + self.config.columns) * 4
+
+    # -- tiles ---------------------------------------------------------------------------------------------------------------------
+
+    def rank(self) -> Int32:
+        """Returns which CTA of its cluster this is."""
+        return cute.arch.block_idx()[0] % PAIR
+
+    def first_tile(self):
+        """Returns the first of this cluster's tiles, and the step to the next."""
+        return cute.arch.block_idx()[0] // PAIR, cute.arch.grid_dim()[0] // PAIR
+
+    def tiles(self, call: Call) -> Int32:
+        """Returns how many tiles of clusters there are."""
+        return self.tiles_down(call) * self.tiles_across(call)
+
+    def tiles_down(self, call: Call) -> Int32:
+        return (call.m + (PAIR * ROWS - 1)) // (PAIR * ROWS)
+
+    def tiles_across(self, call: Call) -> Int32:
+        return (call.n + (self.config.columns - 1)) // self.config.columns
+
+    @cute.jit
+    def corner(self, call: Call, index: Int32):
+        """Returns the first row and column of this CTA's part of a cluster's tile."""
+        group = self.config.group
+        across = self.tiles_across(call)
+        before = index // (group * across)
+        inside = index - before * (group * across)
+        rows = cutlass.min(self.tiles_down(call) - before * group, group)
+        column = inside // rows
+        row = before * group + inside - column * rows
+        return (row * PAIR + self.rank()) * ROWS, column * self.config.columns
+
+    # -- products ------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, call: Call, storage: Any):
+        """Computes this warpgroup's rows of all tiles."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        thread -= 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        pipe = self.pipe(storage)
+        mine = call.mma.get_slice(wg * 128)
+        kind = cutlass.Float8E4M3FN
+        left = mine.make_fragment_A(mine.partition_A(self.a_ring.tiles(storage.a, dtype=kind)))
+        right = mine.make_fragment_B(mine.partition_B(self.b_ring.tiles(storage.b, dtype=kind)))
+        shape = mine.partition_shape_C((ROWS, HALF))
+        products = cute.make_rmem_tensor(shape, Float32)
+        sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
+        # The factors of a thread's two rows and of each half's columns in a block along k, and those of the next block.
+        factors, following = (cute.make_rmem_tensor((2 + c.halves,), Float32) for _ in range(2))
+        at, sides_at = first_to_read(), first_to_read()
+        index, step = self.first_tile()
+        while index < self.tiles(call):
+            row, column = self.corner(call, index)
+            for half in cutlass.range_constexpr(c.halves):
+                sums[half].fill(0.0)
+            if const_expr(c.scales == "block"):
+                self.load_factors(call, following, row, column, Int32(0))
+            for block in cutlass.range(call.blocks, unroll=1):
+                if const_expr(c.scales == "block"):
+                    for each in cutlass.range_constexpr(2 + c.halves):
+                        factors[each] = following[each]
+                    # Nothing waits for them before the next block.
+                    self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
+                pipe.wait(at)
+                for half in cutlass.range_constexpr(c.halves):
+                    slot = right[None, None, None, at.stage * c.halves + half]
+                    start_mma(call.mma, products, left[None, None, None, at.stage], slot)
+                    warpgroup.wait_group(0)
+                    if const_expr(half == c.halves - 1):
+                        self.release(pipe, at)
+                    self.add(sums[half], products, factors, half)
+                at = advance(at, c.stages)
+            self.store(call, storage, sums, sides_at, row, column)
+            sides_at = advance(sides_at, 1)
+            index += step
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def release(self, pipe: Pipeline, at: Cursor):
+        """This warp is done with a stage: it says so to both CTAs of the cluster."""
+        lane = cute.arch.lane_idx()
+        if lane < PAIR:
+            cute.arch.mbarrier_arrive(pipe.empty.of(at), lane)
+
+    @cute.jit
+    def load_factors(self, call: Call, factors: cute.Tensor, row: Int32, column: Int32, block: Int32):
+        """Loads the scales of a block along k. Those of rows and columns that do not exist are others', as nobody sees the sums."""
+        own = row + (cute.arch.thread_idx()[0] - 128) // LANES * WARP_ROWS + cute.arch.lane_idx() // 4
+        for r in cutlass.range_constexpr(2):
+            factors[r] = self.load_scale(call.a_scale, cutlass.min(own + 8 * r, call.m - 1), block, True)
+        for half in cutlass.range_constexpr(self.config.halves):
+            line = cutlass.min(column + half * HALF, call.n - 1) // BLOCK
+            factors[2 + half] = self.load_scale(call.b_scale, line, block, False)
+
+    @cute.jit
+    def load_scale(self, scales: Table, line: Int32, block: Int32, of_rows: cutlass.Constexpr[bool]):
+        """Loads the scale of a line of blocks along k. Those lie in rows of activations' scales, and in columns of weights'."""
+        stored = self.config.stored
+        if const_expr(stored == "packed"):
+            place = scales.at(line, block // 4, 4) if const_expr(of_rows) else scales.at(block // 4, line, 4)
+            scale = load_exponent(place + block % 4)
+        elif const_expr(stored == "e8m0"):
+            scale = load_exponent(scales.at(line, block, 1) if const_expr(of_rows) else scales.at(block, line, 1))
+        else:
+            place = scales.at(line, block, 4) if const_expr(of_rows) else scales.at(block, line, 4)
+            scale = load_floats("global", place, 1)
+        return scale
+
+    @cute.jit
+    def add(self, sums: cute.Tensor, products: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
+        """Adds the sums of a block along k."""
+        for j in cutlass.range_constexpr(cute.size(sums) // 4):
+            for r in cutlass.range_constexpr(2):
+                for column in cutlass.range_constexpr(2):
+                    at = 4 * j + 2 * r + column
+                    if const_expr(self.config.scales == "block"):
+                        sums[at] = products[at] * (factors[r] * factors[2 + half]) + sums[at]
+                    else:
+                        sums[at] = sums[at] + products[at]
+
+    # -- results -------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, call: Call, storage: Any, sums: list, sides_at: Cursor, row: Int32, column: Int32):
+        """Stores a tile: a warp its own rows, some columns after others, through shared memory."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - 128) // LANES)
+        sides = self.sides_pipe(storage)
+        sides.wait(sides_at)
+        rows = [Float32(1.0), Float32(1.0)]
+        if const_expr(c.scales == "row"):
+            for r in cutlass.range_constexpr(2):
+                rows[r] = load_floats("shared", self.row_factors(storage) + (warp * WARP_ROWS + lane // 4 + 8 * r) * 4, 1)
+        boxes = self.out_ring.boxes(storage.out, WARP_ROWS)
+        eights = c.panel // 8
+        for panel in cutlass.range_constexpr(c.columns // c.panel):
+            buffer = warp * PANELS + panel % PANELS
+            place = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
+            # What was in this place before has been read.
+            cute.arch.cp_async_bulk_wait_group(PANELS - 1, read=True)
+            cute.arch.sync_warp()
+            words = []
+            for eight in cutlass.range_constexpr(eights):
+                first = panel * c.panel + eight * 8
+                results = self.results(storage, sums[first // HALF], rows, first, lane)
+                if const_expr(c.out_bytes == 4):
+                    piece = 2 * eight + lane % 4 // 2
+                    for r in cutlass.range_constexpr(2):
+                        to = place + (lane // 4 + 8 * r) * 128 + ((piece ^ (lane // 4)) * 16) + lane % 2 * 8
+                        store_floats("shared", to, results[r])
+                else:
+                    words += [pack(self.out, *results[r]) for r in range(2)]
+                    if const_expr(eight % 2 == 1):
+                        # A lane gives the address of a row: of the first or the second eight columns.
+                        piece = eight - 1 + lane // 16
+                        stmatrix(place + lane % 16 * 128 + ((piece ^ (lane % 8)) * 16), words)
+                        words = []
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            target = cute.domain_offset((row + warp * WARP_ROWS, column + panel * c.panel), call.out.tensor)
+            tma_store(call.out.atom, target, (WARP_ROWS, c.panel), boxes[None, None, 0, 0, buffer])
+            cute.arch.cp_async_bulk_commit_group()
+        sides.release(sides_at)
+
+    @cute.jit
+    def results(self, storage: Any, sums: cute.Tensor, rows: list, first: cutlass.Constexpr[int], lane: Int32):
+        """Returns a thread's four results among eight columns: two of each of its rows."""
+        j = first % HALF // 8
+        behind = (first + lane % 4 * 2) * 4
+        bias = load_floats("shared", self.biases(storage) + behind, 2)
+        factors = [Float32(1.0), Float32(1.0)]
+        if const_expr(self.config.scales == "row"):
+            factors = load_floats("shared", self.column_factors(storage) + behind, 2)
+        results = []
+        for r in cutlass.range_constexpr(2):
+            pair = []
+            for column in cutlass.range_constexpr(2):
+                result = sums[4 * j + 2 * r + column]
+                if const_expr(self.config.scales == "row"):
+                    result = result * rows[r] * factors[column]
+                pair.append(result + bias[column])
+            results.append(pair)
+        return results
