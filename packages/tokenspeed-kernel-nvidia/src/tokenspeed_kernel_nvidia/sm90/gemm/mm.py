@@ -126,7 +126,7 @@ def ctas_of(config: Config, n: int, count: int) -> int:
     return config.together * min(n, count // config.together)
 
 
-def table_of(scale: Tensor | None) -> tuple[int, int, int]:
+def _table(scale: Tensor | None) -> tuple[int, int, int]:
     """Where scales are: the first, and steps to the next row and column; 0 where one serves all."""
     if scale is None:
         return 0, 0, 0
@@ -161,7 +161,7 @@ def arguments_of(
         bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
     if b_scale is None:
         return a, b, out, bias_at, kind, *numbers
-    return a, b, out, bias_at, kind, *table_of(a_scale), *_table(b_scale), *numbers
+    return a, b, out, bias_at, kind, *_table(a_scale), *_table(b_scale), *numbers
 
 
 def multiply(

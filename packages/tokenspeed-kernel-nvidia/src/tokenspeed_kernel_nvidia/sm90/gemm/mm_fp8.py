@@ -19,7 +19,6 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
-from tokenspeed_kernel_nvidia.sm90.gemm.mm import table_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
     BLOCK,
     OUTS,
@@ -33,6 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
 )
 
 E4M3 = torch.float8_e4m3fn
+HALF_BLOCK = 64  # elements along k and columns that may share a scale, too
 Launch = Callable[..., Any]
 # Rows of a that it is preferred from.
 MANY_ROWS = 512
@@ -45,21 +45,35 @@ def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return mm_fp8_device.host(config), mm_fp8_device.fake_arguments(config)
 
 
-def kind_of(b: Tensor, b_scale: Tensor) -> tuple[Scales, Stored]:
-    """What scales there are, and how they are stored."""
-    if b_scale.dtype == torch.int32:
-        return "block", "packed"
-    if b_scale.dtype != torch.float32:
-        return "block", "e8m0"
-    # A shape that is both means the same in both.
-    return ("row" if b_scale.ndim < 2 or b_scale.shape == (1, b.shape[1]) else "block"), "float32"
+def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored, int, int]:
+    """What scales there are, how they are stored, and how many elements along k and how many columns share one of b's."""
+    k, n = b.shape
+    # A shape that is several means the same in all.
+    if b_scale.dtype == torch.float32 and (b_scale.ndim < 2 or b_scale.shape == (1, n)):
+        return "row", "float32", BLOCK, 1
+    packed = b_scale.dtype == torch.int32
+    along = BLOCK if packed or a_scale.shape[1] == -(-k // BLOCK) else HALF_BLOCK
+    lines = {n: 1, -(-n // BLOCK): BLOCK}.get(b_scale.shape[1], HALF_BLOCK)
+    stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
+    return "block" if (along, lines) == (BLOCK, BLOCK) else "column", stored, along, lines
+
+
+def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
+    """Where scales are, as `mm_fp8_sum_device.Scales` has it. ``k_axis``: that of blocks along k."""
+    if scale.ndim < 2:
+        return scale.data_ptr(), 0, 0, 0
+    size = scale.element_size()
+    step = scale.stride(k_axis) * size
+    # Four exponents of packed scales are one number.
+    four, one = (step, 1) if scale.dtype == torch.int32 else (4 * step, step)
+    return scale.data_ptr(), scale.stride(1 - k_axis) * size, four, one
 
 
 @functools.cache
-def _launch_of(scales: Scales, stored: Stored, out: torch.dtype, m: int, n: int, device: int) -> tuple[Launch, int]:
+def _launch_of(scales: Scales, stored: Stored, block: int, out: torch.dtype, m: int, n: int, device: int) -> tuple[Launch, int]:
     """The program, and how many clusters it is launched with."""
     count = multiprocessors(device)
-    config = config_of(scales, stored, dtype_name(out), m, n, count)
+    config = config_of(scales, stored, block, dtype_name(out), m, n, count)
     return mm_fp8_program(config), min(clusters_of(config, m, n), count // PAIR)
 
 
@@ -86,11 +100,10 @@ def mm_fp8(
     if bias is not None:
         bias = bias.contiguous()
     rows, weights = aligned(a).view(torch.uint8), aligned(b.mT).view(torch.uint8)
-    if b_scale.element_size() == 1:
-        a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-    launch, clusters = _launch_of(*kind_of(b, b_scale), dtype, m, n, a.get_device())
+    *kind, lines = kind_of(b, a_scale, b_scale)
+    launch, clusters = _launch_of(*kind, dtype, m, n, a.get_device())
     given = (0, 0) if bias is None else (bias.data_ptr(), KINDS[bias.dtype])
-    launch(rows, weights, written, *given, *table_of(a_scale), *table_of(b_scale), clusters)
+    launch(rows, weights, written, *given, *steps_of(a_scale, 1), *steps_of(b_scale, 0), lines, clusters)
     return deliver(written, out)
 
 
@@ -98,8 +111,10 @@ _WHOLE = [fp8_format(E4M3, granularity) for granularity in ("tensor", "channel")
 _SIGNATURES: set[FormatSignature] = {
     *(format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _WHOLE),
     *(
-        format_signature(a=fp8_format(E4M3, "block", (1, BLOCK), stored), b=fp8_format(E4M3, "block", (BLOCK, BLOCK), stored))
-        for stored in (torch.float32, torch.uint8, torch.int32)
+        format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
+        for stored, blocks in ((torch.float32, (BLOCK, HALF_BLOCK)), (torch.uint8, (BLOCK, HALF_BLOCK)), (torch.int32, (BLOCK,)))
+        for block in blocks
+        for lines in (block, 1)
     ),
 }
 for _name, _m, _priority in (

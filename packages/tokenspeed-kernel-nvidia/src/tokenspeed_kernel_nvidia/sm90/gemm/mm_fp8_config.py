@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
-BLOCK = 128  # elements along k in a stage, and those whose products are summed by the matrix unit alone; a scale's where there are
+BLOCK = 128  # elements along k in a stage
 ROWS = 128  # of a CTA's tile, 64 for each of two warpgroups
 PAIR = 2  # CTAs of a cluster: neighbouring rows, the same columns
 HALF = 128  # columns of an instruction's result
 RING_BYTES = 192 * 1024
 
-# What scales there are: of whole rows and columns, or of 128 of a row and of 128 x 128 weights.
-Scales = Literal["row", "block"]
-# How those of blocks are stored: as float32, an exponent (e8m0) a byte, or four exponents along k in a word.
-Stored = Literal["float32", "e8m0", "packed"]
+# What scales belong to: whole rows and columns; 128 of a row and 128 x 128 weights; or a part of a row, of activations as of weights,
+# or less than 128 x 128 weights.
+Scales = Literal["row", "block", "column"]
+# How they are stored: as float32, or an exponent (e8m0) a byte.
+Stored = Literal["float32", "byte"]
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,37 @@ class Config:
 
     Attributes:
         scales: what they belong to.
-        stored: how they are stored; of whole rows and columns they are float32.
+        stored: how they are stored.
         out: dtype of the result.
+        block: elements along k that a scale is for, 128 or 64; where it is for all of them 128, too.
         halves: instructions beside each other in a tile, of 128 columns each.
         group: rows of clusters' tiles that are done together, so that the L2 cache has what they share.
+        depth: stages whose products are summed by the matrix unit alone.
+        turns: whether warpgroups hand their products to the matrix unit by turns.
     """
 
     scales: Scales
     stored: Stored
     out: str
+    block: int = 128
     halves: int = 2
     group: int = 8
+    depth: int = 1
+    turns: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Returns how many blocks a stage has along k."""
+        return BLOCK // self.block
+
+    @property
+    def panels(self) -> int:
+        """Returns how many pieces of results of a warp there is room for. Scales of columns take some."""
+        return 1 if self.scales == "column" else 2
+
+    @property
+    def producer_registers(self) -> int:
+        return 40 if self.scales == "column" else 24
 
     @property
     def columns(self) -> int:
@@ -68,10 +89,10 @@ class Config:
         return 3 * 128
 
 
-def config_of(scales: Scales, stored: Stored, out: str, m: int, n: int, count: int) -> Config:
+def config_of(scales: Scales, stored: Stored, block: int, out: str, m: int, n: int, count: int) -> Config:
     """Returns the program for some work on so many multiprocessors: that with wide tiles, if all of these have something to do."""
-    wide = Config(scales, stored, out)
-    return wide if clusters_of(wide, m, n) >= count // PAIR else Config(scales, stored, out, halves=1)
+    wide = Config(scales, stored, out, block)
+    return wide if clusters_of(wide, m, n) >= count // PAIR else Config(scales, stored, out, block, halves=1)
 
 
 def clusters_of(config: Config, m: int, n: int) -> int:
@@ -80,14 +101,13 @@ def clusters_of(config: Config, m: int, n: int) -> int:
 
 
 OUTS = (*DTYPES.values(), "float32")
-KINDS_OF_SCALES: tuple[tuple[Scales, Stored], ...] = (
-    ("row", "float32"),
-    ("block", "float32"),
-    ("block", "e8m0"),
-    ("block", "packed"),
+KINDS: tuple[tuple[Scales, Stored, int], ...] = (
+    ("row", "float32", 128),
+    *(("block", stored, 128) for stored in get_args(Stored)),
+    *(("column", stored, block) for block in (128, 64) for stored in get_args(Stored)),
 )
 
 
 def every_config() -> list[Config]:
     """Returns the configurations that calls are served by."""
-    return [Config(*kind, out, halves) for kind in KINDS_OF_SCALES for out in OUTS for halves in (2, 1)]
+    return [Config(scales, stored, out, block, halves) for scales, stored, block in KINDS for out in OUTS for halves in (2, 1)]

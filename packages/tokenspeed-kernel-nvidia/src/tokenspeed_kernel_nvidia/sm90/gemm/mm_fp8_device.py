@@ -13,7 +13,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils
-from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 
@@ -24,10 +24,10 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import store_floats
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import make_tma, tma_load
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, PAIR, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_sum_device import LANES, WARP_ROWS, WARPS, Call, Consumers
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Table, Vector, load_float_if, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_sum_device import LANES, WARP_ROWS, WARPS, Call, Consumers, Scales
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector, load_float_if, type_of
 
-PRODUCER_REGISTERS = 24
+COLUMN_WARPS = 2  # that bring scales of columns
 BOTH = 0b11  # CTAs of a cluster
 
 
@@ -41,9 +41,9 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     m, n, k = (arguments.size() for _ in range(3))
     out = type_of(config.out)
     result = make_fake_tensor(out, (m, n), (cute.sym_int64(divisibility=128 // out.width), 1), assumed_align=16)
-    scales = Int64(0), Int32(0), Int32(0)
+    scales = Int64(0), Int32(0), Int32(0), Int32(0)
     tensors = arguments.byte_rows(m, k), arguments.byte_rows(n, k), result
-    return *tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), arguments.stream()
+    return *tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), Int32(0), arguments.stream()
 
 
 class MmFp8(Consumers):
@@ -58,11 +58,14 @@ class MmFp8(Consumers):
         bias: Int64,
         bias_kind: Int32,
         a_scale: Int64,
-        a_scale_row: Int32,
-        a_scale_column: Int32,
+        a_line: Int32,
+        a_four: Int32,
+        a_one: Int32,
         b_scale: Int64,
-        b_scale_row: Int32,
-        b_scale_column: Int32,
+        b_line: Int32,
+        b_four: Int32,
+        b_one: Int32,
+        b_lines: Int32,
         clusters: Int32,
         stream: cuda.CUstream,
     ):
@@ -71,8 +74,8 @@ class MmFp8(Consumers):
         call = Call(
             make_tma(load, a, (ROWS, BLOCK)), make_tma(to_both, b, (self.box, BLOCK)),
             make_tma(cpasync.CopyBulkTensorTileS2GOp(), out, (WARP_ROWS, c.panel)), a.shape[0], b.shape[0],
-            (a.shape[1] + (BLOCK - 1)) // BLOCK, Vector(bias, bias_kind),
-            Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
+            (a.shape[1] + (BLOCK * c.depth - 1)) // (BLOCK * c.depth) * c.depth, (a.shape[1] + (c.block - 1)) // c.block, Vector(bias, bias_kind),
+            Scales(a_scale, a_line, a_four, a_one), Scales(b_scale, b_line, b_four, b_one), b_lines,
             make_qk_mma(cutlass.Float8E4M3FN, HALF, 2),
         )  # fmt: skip
         self.kernel(call).launch(
@@ -93,6 +96,8 @@ class MmFp8(Consumers):
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.stages):
                     pipe.init(stage, PAIR * WARPS)
+                    if const_expr(c.scales == "column"):
+                        pipe.full.init(stage, 1 + COLUMN_WARPS * LANES)
                 sides.full.init(0, LANES)
                 sides.empty.init(0, WARPS)
             cute.arch.mbarrier_init_fence()
@@ -102,13 +107,15 @@ class MmFp8(Consumers):
         # Up to here the kernel before may still run.
         cute.arch.griddepcontrol_wait()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
                 self.bring(call, storage)
             elif warp == 1:
                 self.bring_sides(call, storage)
+            elif const_expr(c.scales == "column"):
+                self.bring_columns(call, storage, warp - 2)
         else:
-            cute.arch.setmaxregister_increase(left_by(c.threads, 1, PRODUCER_REGISTERS) // 2 // 8 * 8)
+            cute.arch.setmaxregister_increase(left_by(c.threads, 1, c.producer_registers) // 2 // 8 * 8)
             self.consume(call, storage)
         # A CTA's shared memory must be there until the other one has said for the last time that it is done with a stage.
         cute.arch.cluster_arrive()
@@ -156,16 +163,45 @@ class MmFp8(Consumers):
             if const_expr(c.scales == "row"):
                 for each in cutlass.range_constexpr(ROWS // LANES):
                     own = each * LANES + lane
-                    scale = load_float_if(call.a_scale.at(row + own, Int32(0), 4), row + own < call.m)
+                    scale = load_float_if(call.a_scale.at(row + own, Int32(0)), row + own < call.m)
                     store_floats("shared", self.row_factors(storage) + own * 4, [scale])
             for each in cutlass.range_constexpr(c.columns // LANES):
                 own = each * LANES + lane
                 inside = column + own < call.n
                 if const_expr(c.scales == "row"):
-                    scale = load_float_if(call.b_scale.at(Int32(0), column + own, 4), inside)
+                    scale = load_float_if(call.b_scale.at(column + own, Int32(0)), inside)
                     store_floats("shared", self.column_factors(storage) + own * 4, [scale])
                 bias = call.bias.number(call.bias.load(column + own, inside))
                 store_floats("shared", self.biases(storage) + own * 4, [bias])
             pipe.full.arrive(at)
             at = advance(at, 1)
+            index += step
+
+    @cute.jit
+    def bring_columns(self, call: Call, storage: Any, warp: Int32):
+        """Brings the scales of columns to each stage, by some warps."""
+        c = self.config
+        pipe = self.pipe(storage)
+        lanes = COLUMN_WARPS * LANES
+        lane = warp * LANES + cute.arch.lane_idx()
+        each = c.columns // lanes
+        scales = cute.make_rmem_tensor((c.parts, each), Float32)
+        at = first_to_fill()
+        index, step = self.first_tile()
+        while index < self.tiles(call):
+            _, column = self.corner(call, index)
+            for block in cutlass.range(call.blocks, unroll=1):
+                for part in cutlass.range_constexpr(c.parts):
+                    own = cutlass.min(block * c.parts + part, call.scaled - 1)
+                    for i in cutlass.range_constexpr(each):
+                        # Those of columns that do not exist are others', as nobody sees the sums.
+                        line = cutlass.min(column + i * lanes + lane, call.n - 1) // call.b_lines
+                        scales[part, i] = self.load_scale(call.b_scale, line, own)
+                pipe.acquire(at)
+                place = self.column_scales(storage, at) + lane * 4
+                for part in cutlass.range_constexpr(c.parts):
+                    for i in cutlass.range_constexpr(each):
+                        store_floats("shared", place + (part * c.columns + i * lanes) * 4, [scales[part, i]])
+                pipe.full.arrive(at)
+                at = advance(at, c.stages)
             index += step

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint8, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
@@ -19,13 +19,36 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import float_of, load
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, PAIR, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Table, Vector, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector, type_of
 
 LANES = 32
 WARPS = 8  # that compute
 WARP_ROWS = 16  # of a tile, which a warp has the sums of
 PANEL_BYTES = WARP_ROWS * 128  # of some columns of those, on their way to global memory
-PANELS = 2  # of a warp, in turns
+STEP = 32  # elements along k of an instruction
+TURN = 1  # named barriers, one for each warpgroup: its turn at the matrix unit
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Says where scales lie.
+
+    Attributes:
+        address: the first one's.
+        line: bytes from those of a row of activations, or of some columns, to those of the next; 0 where one serves all.
+        four: bytes from a block along k to the fourth after it.
+        one: bytes from a block to the next, where its number is no multiple of four.
+    """
+
+    address: Int64
+    line: Int32
+    four: Int32
+    one: Int32
+
+    @cute.jit
+    def at(self, line: Int32, block: Int32):
+        """Returns the address of a scale."""
+        return self.address + Int64(line) * self.line + (block // 4 * self.four + block % 4 * self.one)
 
 
 @dataclass(frozen=True)
@@ -36,9 +59,11 @@ class Call:
         a, b: rows of activations, and of weights.
         out: the result.
         m, n: its rows and columns.
-        blocks: of 128 elements along k.
+        blocks: stages along k.
+        scaled: blocks along k that have scales.
         bias: added to the result.
-        a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
+        a_scale, b_scale: scales of a's rows and b's columns.
+        b_lines: columns that share a scale.
         mma: products of both warpgroups' rows with 128 columns.
     """
 
@@ -48,9 +73,11 @@ class Call:
     m: Int32
     n: Int32
     blocks: Int32
+    scaled: Int32
     bias: Vector
-    a_scale: Table
-    b_scale: Table
+    a_scale: Scales
+    b_scale: Scales
+    b_lines: Int32
     mma: cute.TiledMma
 
 
@@ -71,7 +98,9 @@ class Consumers:
         self.box = config.columns // PAIR  # rows of weights that each CTA of a cluster brings
         self.a_ring = Ring(ROWS, BLOCK, config.stages, BLOCK)
         self.b_ring = Ring(HALF, BLOCK, config.halves * config.stages, BLOCK)
-        self.out_ring = Ring(WARP_ROWS, config.panel, WARPS * PANELS, config.panel)
+        # Floats that each stage has for scales of columns.
+        self.scales_of_stage = config.parts * config.columns if config.scales == "column" else 0
+        self.out_ring = Ring(WARP_ROWS, config.panel, WARPS * config.panels, config.panel)
 
     # -- shared memory -------------------------------------------------------------------------------------------------------------
 
@@ -85,6 +114,7 @@ class Consumers:
             sides_full: cute.struct.MemRange[cutlass.Int64, 1]
             sides_empty: cute.struct.MemRange[cutlass.Int64, 1]
             sides: cute.struct.Align[cute.struct.MemRange[Float32, ROWS + 2 * c.columns], 16]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.scales_of_stage * c.stages], 16]
             a: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * c.a_bytes], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * c.b_bytes], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.out, self.out_ring.size], 1024]
@@ -107,6 +137,10 @@ class Consumers:
 
     def biases(self, storage: Any) -> Int32:
         return storage.sides.data_ptr().toint() + (ROWS + self.config.columns) * 4
+
+    def column_scales(self, storage: Any, at: Cursor) -> Int32:
+        """Returns where the scales of columns in a stage are: of all columns, for one block along k after another."""
+        return storage.scales.data_ptr().toint() + at.stage * (self.scales_of_stage * 4)
 
     # -- tiles ---------------------------------------------------------------------------------------------------------------------
 
@@ -157,35 +191,64 @@ class Consumers:
         shape = mine.partition_shape_C((ROWS, HALF))
         products = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
-        # The factors of a thread's two rows and of each half's columns in a block along k, and those of the next block.
-        factors, following = (cute.make_rmem_tensor((2 + c.halves,), Float32) for _ in range(2))
+        # The factors of a thread's two rows and of each half's columns in blocks along k, and those of the next stage.
+        factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
         at, sides_at = first_to_read(), first_to_read()
+        if const_expr(c.turns):
+            if wg == 0:
+                self.give_turn(1)
         index, step = self.first_tile()
         while index < self.tiles(call):
             row, column = self.corner(call, index)
             for half in cutlass.range_constexpr(c.halves):
                 sums[half].fill(0.0)
-            if const_expr(c.scales == "block"):
+            if const_expr(c.scales != "row"):
                 self.load_factors(call, following, row, column, Int32(0))
-            for block in cutlass.range(call.blocks, unroll=1):
-                if const_expr(c.scales == "block"):
-                    for each in cutlass.range_constexpr(2 + c.halves):
+            for block in cutlass.range(0, call.blocks, c.depth, unroll=1):
+                if const_expr(c.scales != "row"):
+                    for each in cutlass.range_constexpr(cute.size(factors)):
                         factors[each] = following[each]
-                    # Nothing waits for them before the next block.
+                    # Nothing waits for them before the next stage.
                     self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
-                pipe.wait(at)
+                stages = [at]
+                for _ in cutlass.range_constexpr(c.depth - 1):
+                    stages.append(advance(stages[-1], c.stages))
+                for own in stages:
+                    pipe.wait(own)
                 for half in cutlass.range_constexpr(c.halves):
-                    slot = right[None, None, None, at.stage * c.halves + half]
-                    start_mma(call.mma, products, left[None, None, None, at.stage], slot)
-                    warpgroup.wait_group(0)
-                    if const_expr(half == c.halves - 1):
-                        self.release(pipe, at)
-                    self.add(sums[half], products, factors, half)
-                at = advance(at, c.stages)
+                    for part in cutlass.range_constexpr(c.parts):
+                        self.take_turn(wg)
+                        for each in cutlass.range_constexpr(c.depth):
+                            stage = stages[each].stage
+                            a, b = left[None, None, None, stage], right[None, None, None, stage * c.halves + half]
+                            count = BLOCK // STEP // c.parts
+                            start_mma(call.mma, products, a, b, accumulate=each > 0, steps=count, first=part * count)
+                        self.give_turn(wg)
+                        warpgroup.wait_group(0)
+                        if const_expr(c.scales == "column"):
+                            self.add_scaled(sums[half], products, factors, self.column_scales(storage, at), half, part)
+                        if const_expr(half == c.halves - 1 and part == c.parts - 1):
+                            for own in stages:
+                                self.release(pipe, own)
+                        if const_expr(c.scales != "column"):
+                            self.add(sums[half], products, factors, half)
+                at = advance(stages[-1], c.stages)
             self.store(call, storage, sums, sides_at, row, column)
             sides_at = advance(sides_at, 1)
             index += step
         cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def take_turn(self, wg: Int32):
+        """Waits until the other warpgroup has handed its products to the matrix unit."""
+        if const_expr(self.config.turns):
+            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+
+    @cute.jit
+    def give_turn(self, wg: Int32):
+        """Lets the other warpgroup hand over its products."""
+        if const_expr(self.config.turns):
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
 
     @cute.jit
     def release(self, pipe: Pipeline, at: Cursor):
@@ -196,26 +259,25 @@ class Consumers:
 
     @cute.jit
     def load_factors(self, call: Call, factors: cute.Tensor, row: Int32, column: Int32, block: Int32):
-        """Loads the scales of a block along k. Those of rows and columns that do not exist are others', as nobody sees the sums."""
+        """Loads the scales of a stage. Those of rows and columns that do not exist are others', as nobody sees the sums."""
+        c = self.config
         own = row + (cute.arch.thread_idx()[0] - 128) // LANES * WARP_ROWS + cute.arch.lane_idx() // 4
-        for r in cutlass.range_constexpr(2):
-            factors[r] = self.load_scale(call.a_scale, cutlass.min(own + 8 * r, call.m - 1), block, True)
-        for half in cutlass.range_constexpr(self.config.halves):
-            line = cutlass.min(column + half * HALF, call.n - 1) // BLOCK
-            factors[2 + half] = self.load_scale(call.b_scale, line, block, False)
+        for part in cutlass.range_constexpr(c.parts):
+            along = cutlass.min(block * c.parts + part, call.scaled - 1)
+            for r in cutlass.range_constexpr(2):
+                factors[2 * part + r] = self.load_scale(call.a_scale, cutlass.min(own + 8 * r, call.m - 1), along)
+        if const_expr(c.scales == "block"):
+            for half in cutlass.range_constexpr(c.halves):
+                line = cutlass.min(column + half * HALF, call.n - 1) // BLOCK
+                factors[2 + half] = self.load_scale(call.b_scale, line, block)
 
     @cute.jit
-    def load_scale(self, scales: Table, line: Int32, block: Int32, of_rows: cutlass.Constexpr[bool]):
-        """Loads the scale of a line of blocks along k. Those lie in rows of activations' scales, and in columns of weights'."""
-        stored = self.config.stored
-        if const_expr(stored == "packed"):
-            place = scales.at(line, block // 4, 4) if const_expr(of_rows) else scales.at(block // 4, line, 4)
-            scale = load_exponent(place + block % 4)
-        elif const_expr(stored == "e8m0"):
-            scale = load_exponent(scales.at(line, block, 1) if const_expr(of_rows) else scales.at(block, line, 1))
+    def load_scale(self, scales: Scales, line: Int32, block: Int32):
+        """Loads a scale of a block along k."""
+        if const_expr(self.config.stored == "byte"):
+            scale = load_exponent(scales.at(line, block))
         else:
-            place = scales.at(line, block, 4) if const_expr(of_rows) else scales.at(block, line, 4)
-            scale = load_floats("global", place, 1)
+            scale = load_floats("global", scales.at(line, block), 1)
         return scale
 
     @cute.jit
@@ -229,6 +291,25 @@ class Consumers:
                         sums[at] = products[at] * (factors[r] * factors[2 + half]) + sums[at]
                     else:
                         sums[at] = sums[at] + products[at]
+
+    @cute.jit
+    def add_scaled(
+        self,
+        sums: cute.Tensor,
+        products: cute.Tensor,
+        factors: cute.Tensor,
+        scales: Int32,
+        half: cutlass.Constexpr[int],
+        part: cutlass.Constexpr[int],
+    ):
+        """Adds the sums of a block along k where columns have scales of their own. ``scales``: where those of the stage are."""
+        own = scales + cute.arch.lane_idx() % 4 * 8
+        for j in cutlass.range_constexpr(cute.size(sums) // 4):
+            columns = load_floats("shared", own + (part * self.config.columns + half * HALF + 8 * j) * 4, 2)
+            for r in cutlass.range_constexpr(2):
+                for column in cutlass.range_constexpr(2):
+                    at = 4 * j + 2 * r + column
+                    sums[at] = products[at] * (factors[2 * part + r] * columns[column]) + sums[at]
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 
@@ -247,10 +328,10 @@ class Consumers:
         boxes = self.out_ring.boxes(storage.out, WARP_ROWS)
         eights = c.panel // 8
         for panel in cutlass.range_constexpr(c.columns // c.panel):
-            buffer = warp * PANELS + panel % PANELS
+            buffer = warp * c.panels + panel % c.panels
             place = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
             # What was in this place before has been read.
-            cute.arch.cp_async_bulk_wait_group(PANELS - 1, read=True)
+            cute.arch.cp_async_bulk_wait_group(c.panels - 1, read=True)
             cute.arch.sync_warp()
             words = []
             for eight in cutlass.range_constexpr(eights):
