@@ -119,7 +119,7 @@ _SIGNATURES: set[FormatSignature] = {
 }
 for _name, _m, _priority in (
     ("many", at_least(MANY_ROWS), Priority.PERFORMANT),
-    ("some", at_most(MANY_ROWS - 1), Priority.PORTABLE - 1),
+    ("some", at_least(17) & at_most(MANY_ROWS - 1), Priority.PORTABLE - 1),
 ):
     register_kernel(
         "gemm", "mm", name=f"cutedsl_mm_fp8_{_name}", solution="cutedsl", capability=CUTEDSL_HOPPER, signatures=_SIGNATURES,

@@ -13,8 +13,8 @@ PAIR = 2  # CTAs of a cluster: neighbouring rows, the same columns
 HALF = 128  # columns of an instruction's result
 RING_BYTES = 192 * 1024
 
-# What scales belong to: whole rows and columns; 128 of a row and 128 x 128 weights; or a part of a row, of activations as of weights,
-# or less than 128 x 128 weights.
+# What scales belong to: whole rows and columns; 128 of a row and 128 x 128 weights; or parts of rows, of both operands, and fewer
+# weights.
 Scales = Literal["row", "block", "column"]
 # How they are stored: as float32, or an exponent (e8m0) a byte.
 Stored = Literal["float32", "byte"]

@@ -71,10 +71,11 @@ class MmFp8(Consumers):
     ):
         c = self.config
         load, to_both = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
+        depth = BLOCK * c.depth
         call = Call(
             make_tma(load, a, (ROWS, BLOCK)), make_tma(to_both, b, (self.box, BLOCK)),
             make_tma(cpasync.CopyBulkTensorTileS2GOp(), out, (WARP_ROWS, c.panel)), a.shape[0], b.shape[0],
-            (a.shape[1] + (BLOCK * c.depth - 1)) // (BLOCK * c.depth) * c.depth, (a.shape[1] + (c.block - 1)) // c.block, Vector(bias, bias_kind),
+            cute.ceil_div(a.shape[1], depth) * c.depth, cute.ceil_div(a.shape[1], c.block), Vector(bias, bias_kind),
             Scales(a_scale, a_line, a_four, a_one), Scales(b_scale, b_line, b_four, b_one), b_lines,
             make_qk_mma(cutlass.Float8E4M3FN, HALF, 2),
         )  # fmt: skip

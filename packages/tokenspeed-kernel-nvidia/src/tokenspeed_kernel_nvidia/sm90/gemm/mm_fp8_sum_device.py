@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
@@ -122,7 +122,7 @@ class Consumers:
         return Storage
 
     def pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring of operands. A stage is empty when the warps of both CTAs have read it, as weights are copied to both."""
+        """Returns the ring of operands. A stage is empty when the warps of both CTAs have read it: weights are copied to both."""
         return pipeline(storage.full, storage.empty)
 
     def sides_pipe(self, storage: Any) -> Pipeline:
