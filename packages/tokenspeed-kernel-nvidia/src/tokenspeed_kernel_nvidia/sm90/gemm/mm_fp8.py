@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.ops.quantization.formats import fp8_format
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp8_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
@@ -32,7 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
 )
 
 E4M3 = torch.float8_e4m3fn
-HALF_BLOCK = 64  # elements along k and columns that may share a scale, too
+BLOCKS = (BLOCK, 64, 32)  # elements along k, and columns, that may share a scale
 Launch = Callable[..., Any]
 # Rows of a that it is preferred from.
 MANY_ROWS = 512
@@ -52,8 +52,8 @@ def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored
     if b_scale.dtype == torch.float32 and (b_scale.ndim < 2 or b_scale.shape == (1, n)):
         return "row", "float32", BLOCK, 1
     packed = b_scale.dtype == torch.int32
-    along = BLOCK if packed or a_scale.shape[1] == -(-k // BLOCK) else HALF_BLOCK
-    lines = {n: 1, -(-n // BLOCK): BLOCK}.get(b_scale.shape[1], HALF_BLOCK)
+    along = BLOCK if packed else next(size for size in BLOCKS if a_scale.shape[1] == -(-k // size))
+    lines = next(size for size in (*BLOCKS, 1) if b_scale.shape[1] == -(-n // size))
     stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
     return "block" if (along, lines) == (BLOCK, BLOCK) else "column", stored, along, lines
 
@@ -112,10 +112,11 @@ _SIGNATURES: set[FormatSignature] = {
     *(format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _WHOLE),
     *(
         format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
-        for stored, blocks in ((torch.float32, (BLOCK, HALF_BLOCK)), (torch.uint8, (BLOCK, HALF_BLOCK)), (torch.int32, (BLOCK,)))
+        for stored, blocks in ((torch.float32, BLOCKS), (torch.uint8, BLOCKS[:2]), (torch.int32, BLOCKS[:1]))
         for block in blocks
         for lines in (block, 1)
     ),
+    format_signature(a=mxfp8_format(E4M3), b=mxfp8_format(E4M3, (32, 1))),
 }
 for _name, _m, _priority in (
     ("many", at_least(MANY_ROWS), Priority.PERFORMANT),

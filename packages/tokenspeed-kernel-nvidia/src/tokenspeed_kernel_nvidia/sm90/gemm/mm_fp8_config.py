@@ -28,7 +28,7 @@ class Config:
         scales: what they belong to.
         stored: how they are stored.
         out: dtype of the result.
-        block: elements along k that a scale is for, 128 or 64; where it is for all of them 128, too.
+        block: elements along k that a scale is for, 128, 64 or 32; where it is for all of them 128, too.
         halves: instructions beside each other in a tile, of 128 columns each.
         group: rows of clusters' tiles that are done together, so that the L2 cache has what they share.
         depth: stages whose products are summed by the matrix unit alone.
@@ -104,7 +104,7 @@ OUTS = (*DTYPES.values(), "float32")
 KINDS: tuple[tuple[Scales, Stored, int], ...] = (
     ("row", "float32", 128),
     *(("block", stored, 128) for stored in get_args(Stored)),
-    *(("column", stored, block) for block in (128, 64) for stored in get_args(Stored)),
+    *(("column", stored, block) for block in (128, 64, 32) for stored in get_args(Stored)),
 )
 
 
