@@ -14,11 +14,10 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
-from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8, steps_of
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import Config, clusters_of, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8, signatures_of, steps_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SERVED, Config, Served, clusters_of, config_of, every_config
 
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
 # Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most.
@@ -152,12 +151,24 @@ def test_tiles_are_narrow_where_wide_ones_are_few() -> None:
     assert config_of("row", "float32", 128, "bfloat16", 1024, 2048, 132).halves == 1
 
 
-def test_every_program_that_is_chosen_is_compiled_ahead() -> None:
-    configs = every_config()
-    for _, (scales, stored, block, _) in SCALES.values():
-        for dtype in (BF16, F16, SINGLE):
-            for m in (64, 8192):
-                assert config_of(scales, stored, block, dtype_name(dtype), m, 4096, 132) in configs
+@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
+def test_every_program_that_is_chosen_is_compiled_ahead(served: Served) -> None:
+    configs, chosen = served.configs(), set()
+    for out in served.outs:
+        for m in (64, 8192):
+            chosen.add(config_of(served.scales, served.stored, served.block, out, m, 4096, 132))
+    assert chosen == {*configs}
+    assert {*configs} <= {*every_config()}
+
+
+@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
+def test_declared_scales_are_those_of_the_programs(served: Served) -> None:
+    """Each line of the table declares what `kind_of` tells to be its own, and no format is declared twice."""
+    own = {name for name, (_, kind) in SCALES.items() if kind[:3] == (served.scales, served.stored, served.block)}
+    signatures = {operator.operator.request(arguments_of(torch.device("cpu"), name, 40, 416, 520)).signature for name in own}
+    assert signatures
+    assert signatures <= signatures_of(served)
+    assert not any(signatures_of(served) & signatures_of(other) for other in SERVED if other is not served)
 
 
 def test_shared_memory_of_every_program() -> None:

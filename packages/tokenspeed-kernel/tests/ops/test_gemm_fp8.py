@@ -83,7 +83,13 @@ def test_blocks_are_served_four_at_a_time() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "served"),
-    [("sm_89", {"tensors"}), ("sm_90", {"tensors", "rows", "blocks"}), ("sm_100", {"tensors"}), ("sm_80", set()), ("gfx950", set())],
+    [
+        ("sm_89", {"tensors"}),
+        ("sm_90", {"tensors", "rows", "blocks"}),
+        ("sm_100", {"tensors"}),
+        ("sm_80", set()),
+        ("gfx950", set()),
+    ],
 )
 def test_architectures(arch: str, served: set[str]) -> None:
     for pair in ("tensors", "rows", "blocks"):
@@ -92,7 +98,11 @@ def test_architectures(arch: str, served: set[str]) -> None:
 
 def test_a_pytorch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = CapabilityRequirement(ArchVersion(9, 0), vendors=frozenset({"nvidia"}), probe=module._gap.__wrapped__)
-    for cuda, version, wanted in (("12.8", "2.11.0", "CUDA 12.9"), ("13.0", "2.8.1+cu130", "PyTorch 2.9"), ("13.0", "2.11.0", None)):
+    for cuda, version, wanted in (
+        ("12.8", "2.11.0", "CUDA 12.9"),
+        ("13.0", "2.8.1+cu130", "PyTorch 2.9"),
+        ("13.0", "2.11.0", None),
+    ):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch, "__version__", version)
         gap = needs.gap(named_platform("sm_90"))

@@ -1,8 +1,9 @@
 """Products of 8-bit floats by PyTorch's scaled product, which calls the vendor's library: no decoding.
 
-Sums are PyTorch's without fast accumulation: what the matrix unit has summed is added up in float32 along the way. The library wants
-operands that lie along k, in rows at multiples of 16 bytes, and scales of its own layout: those of rows without gaps, those of blocks
-with neighbouring rows beside each other. What does not lie so is copied: scales are small, and operands of models lie so.
+Sums are PyTorch's without fast accumulation: what the matrix unit has summed is added up in float32 along the way. The library
+wants operands that lie along k, in rows at multiples of 16 bytes, and scales of its own layout: those of rows without gaps, those
+of blocks with neighbouring rows beside each other. What does not lie so is copied, for no trait says how operands lie. Scales are
+small, and operands of models lie so.
 """
 
 from __future__ import annotations

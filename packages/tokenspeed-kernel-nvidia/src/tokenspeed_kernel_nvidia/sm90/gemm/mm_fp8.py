@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp8_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
@@ -21,23 +22,24 @@ from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
     BLOCK,
-    OUTS,
     PAIR,
+    SERVED,
     Config,
     Scales,
+    Served,
     Stored,
     clusters_of,
     config_of,
     every_config,
+    usual_configs,
 )
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = (BLOCK, 64, 32)  # elements along k, and columns, that may share a scale
 Launch = Callable[..., Any]
-FEWEST_ROWS = 17  # fewer are for `mm`
 
 
-@program(arch="sm_90a", configs=every_config)
+@program(arch="sm_90a", configs=every_config, usual=usual_configs)
 def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8_device
 
@@ -107,26 +109,38 @@ def mm_fp8(
 
 
 _WHOLE = [fp8_format(E4M3, granularity) for granularity in ("tensor", "channel")]
-_SIGNATURES: set[FormatSignature] = {
-    *(format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _WHOLE),
-    *(
+_STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
+
+
+def signatures_of(served: Served) -> set[FormatSignature]:
+    """The formats of calls that have these scales."""
+    block = served.block
+    if served.scales == "row":
+        return {format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _WHOLE}
+    if served.stored == "byte" and block == BLOCK_MX:
+        return {format_signature(a=mxfp8_format(E4M3), b=mxfp8_format(E4M3, (BLOCK_MX, 1)))}
+    # Scales of 128 x 128 weights are another program's than those of columns.
+    several = (block,) if served.scales == "block" else (1,) if block == BLOCK else (block, 1)
+    return {
         format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
-        for stored, blocks in ((torch.float32, BLOCKS), (torch.uint8, BLOCKS[:2]), (torch.int32, BLOCKS[:1]))
-        for block in blocks
-        for lines in (block, 1)
-    ),
-    format_signature(a=mxfp8_format(E4M3), b=mxfp8_format(E4M3, (32, 1))),
-}
-register_kernel(
-    "gemm", "mm", name="cutedsl_mm_fp8_many", solution="cutedsl", capability=CUTEDSL_HOPPER, signatures=_SIGNATURES,
-    traits={
-        "m": at_least(FEWEST_ROWS),
-        "k": at_least(16) & multiple_of(16),
-        "n": multiple_of(8),
-        "out_dtype": {*OUTS},
-        "bias": any,
-        "wide_bias": any,
-    },
-    # Behind the portable kernel: it has run on an emulator only, so that nobody knows which of them is quicker.
-    priority=Priority.PORTABLE - 1, tags={"determinism"},
-)(mm_fp8)  # fmt: skip
+        for stored in _STORED[served.stored]
+        if stored != torch.int32 or block == BLOCK
+        for lines in several
+    }
+
+
+for _served in SERVED:
+    register_kernel(
+        "gemm", "mm", name=f"cutedsl_mm_fp8_many_{_served.name}", solution="cutedsl", capability=CUTEDSL_HOPPER,
+        signatures=signatures_of(_served),
+        traits={
+            "m": at_least(_served.fewest_rows),
+            "k": at_least(16) & multiple_of(16),
+            "n": multiple_of(8),
+            "out_dtype": {*_served.outs},
+            "bias": any,
+            "wide_bias": any,
+        },
+        # Behind the portable kernel where nobody knows which of them is quicker.
+        priority=Priority.PERFORMANT if _served.quick else Priority.PORTABLE - 1, tags={"determinism"},
+    )(mm_fp8)  # fmt: skip

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from typing import Literal
 
 BLOCK = 128  # elements along k in a stage
 ROWS = 128  # of a CTA's tile, 64 for each of two warpgroups
@@ -89,10 +87,51 @@ class Config:
         return 3 * 128
 
 
+@dataclass(frozen=True)
+class Served:
+    """Calls that are served, and the programs for them.
+
+    Attributes:
+        name: of the calls, in names of kernels.
+        scales, stored, block: as in `Config`.
+        outs: dtypes of results.
+        halves: of a tile. The first are taken if all multiprocessors have such a tile to do, else the last.
+        fewest_rows: rows of a from which on they are served. Fewer than 17 are for `mm`.
+        quick: whether it was measured that the kernel is quicker than others.
+    """
+
+    name: str
+    scales: Scales
+    stored: Stored
+    block: int = 128
+    outs: tuple[str, ...] = ("bfloat16",)
+    halves: tuple[int, ...] = (2, 1)
+    fewest_rows: int = 17
+    quick: bool = False
+
+    def configs(self) -> list[Config]:
+        return [Config(self.scales, self.stored, out, self.block, halves) for out in self.outs for halves in self.halves]
+
+
+# None has been measured. A program that loses to other kernels wherever it is taken has no place here; a line without one neither.
+SERVED = (
+    Served("rows", "row", "float32", outs=("bfloat16", "float32")),
+    Served("blocks", "block", "float32"),
+    Served("e8m0_blocks", "block", "byte"),
+    Served("columns", "column", "float32"),
+    Served("e8m0_columns", "column", "byte"),
+    Served("blocks_of_64", "column", "float32", 64, halves=(2,)),
+    Served("mxfp8", "column", "byte", 32),
+)
+_SERVED = {(served.scales, served.stored, served.block): served for served in SERVED}
+
+
 def config_of(scales: Scales, stored: Stored, block: int, out: str, m: int, n: int, count: int) -> Config:
     """Returns the program for some work on so many multiprocessors: that with wide tiles, if all of these have something to do."""
-    wide = Config(scales, stored, out, block)
-    return wide if clusters_of(wide, m, n) >= count // PAIR else Config(scales, stored, out, block, halves=1)
+    served = _SERVED.get((scales, stored, block))
+    first, *_, last = (2, 1) if served is None else served.halves * 2
+    wide = Config(scales, stored, out, block, first)
+    return wide if clusters_of(wide, m, n) >= count // PAIR else Config(scales, stored, out, block, last)
 
 
 def clusters_of(config: Config, m: int, n: int) -> int:
@@ -100,14 +139,11 @@ def clusters_of(config: Config, m: int, n: int) -> int:
     return -(-m // (PAIR * ROWS)) * -(-n // config.columns)
 
 
-OUTS = (*DTYPES.values(), "float32")
-KINDS: tuple[tuple[Scales, Stored, int], ...] = (
-    ("row", "float32", 128),
-    *(("block", stored, 128) for stored in get_args(Stored)),
-    *(("column", stored, block) for block in (128, 64, 32) for stored in get_args(Stored)),
-)
-
-
 def every_config() -> list[Config]:
     """Returns the configurations that calls are served by."""
-    return [Config(scales, stored, out, block, halves) for scales, stored, block in KINDS for out in OUTS for halves in (2, 1)]
+    return [config for served in SERVED for config in served.configs()]
+
+
+def usual_configs() -> list[Config]:
+    """Returns those of calls that need not ask for a kernel by name."""
+    return [config for served in SERVED if served.quick for config in served.configs()]
