@@ -17,6 +17,7 @@ from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, current_platform, named_platform, use_platform
 
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = {
     "tensors": {"a_scale": "tensor", "b_scale": "tensor"},
     "rows": {"a_scale": "token", "b_scale": "channel"},
@@ -61,7 +62,8 @@ def test_many_rows_are_served(pair: str, dtype: torch.dtype) -> None:
         ({"out_dtype": SINGLE, "bias": SINGLE}, "bias=True is not False"),
         ({"n": 136}, "n=136 is not at least 16 and a multiple of 16"),
         ({"k": 520}, "k=520"),
-        ({"a_dtype": torch.float8_e5m2}, "float8_e5m2"),
+        ({"a_dtype": E5M2, "b_dtype": E5M2}, "float8_e5m2"),
+        ({"a_dtype": torch.float8_e4m3fnuz}, "float8_e4m3fnuz"),
     ],
     ids=str,
 )
@@ -79,6 +81,13 @@ def test_blocks_are_served_four_at_a_time() -> None:
     assert chosen("sm_90", arguments_of("blocks", 2048, 512, 192)) != "torch_mm_fp8_blocks_to_halves"
     e8m0 = arguments_of("blocks", 2048, 512, 128, scales="e8m0")
     assert chosen("sm_90", e8m0) != "torch_mm_fp8_blocks_to_halves"
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)], ids=str)
+def test_e5m2_by_e4m3fn_is_served(pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    arguments = arguments_of(pair, 2048, 512, 128, a_dtype=dtypes[0], b_dtype=dtypes[1])
+    assert chosen("sm_90", arguments).startswith("torch_mm_fp8")
 
 
 @pytest.mark.parametrize(
@@ -167,6 +176,12 @@ def test_products(device: str, pair: str, m: int) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F16, SINGLE], ids=str)
 def test_results_and_biases(device: str, pair: str, dtype: torch.dtype) -> None:
     check(arguments_of(pair, 200, 1024, 256, device, out_dtype=dtype, **({} if dtype == SINGLE else {"bias": dtype})))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)], ids=str)
+def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    check(arguments_of(pair, 133, 512, 384, device, a_dtype=dtypes[0], b_dtype=dtypes[1]))
 
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
