@@ -113,10 +113,11 @@ class Served:
         return [Config(self.scales, self.stored, out, self.block, halves) for out in self.outs for halves in self.halves]
 
 
-# None has been measured. A program that loses to other kernels wherever it is taken has no place here; a line without one neither.
+# A program that loses to other kernels wherever it is taken has no place here; a line without one neither. These have not been
+# measured. One H100, float32 scales, 8192 x 8192 x 8192: of rows 874 us, PyTorch's product (which calls cuBLAS) 822; with the
+# products of two stages summed by the matrix unit 838, but then sums of positive products are 0.2% too small, and else 0.06%; of
+# blocks 1022 us, PyTorch's 882. 4096 x 2048 x 7168, of rows: 107 us, PyTorch's 112, Triton's 108. So PyTorch's serves those.
 SERVED = (
-    Served("rows", "row", "float32", outs=("bfloat16", "float32")),
-    Served("blocks", "block", "float32"),
     Served("e8m0_blocks", "block", "byte"),
     Served("columns", "column", "float32"),
     Served("e8m0_columns", "column", "byte"),
