@@ -1,7 +1,7 @@
 """Device code of `mm_fp8`: the launch, which CTA has which tile, and the loads. `mm_fp8_sum_device` computes.
 
 The two CTAs of a cluster have tiles of the same columns. Each brings its own rows of activations, and half of the weights for both.
-One warp loads, another one brings what results are multiplied with and added to; two warpgroups compute, 64 rows each.
+One warp loads operands, another one the bias, two more the scales of columns; two warpgroups compute, 64 rows each.
 """
 
 # mypy: ignore-errors
@@ -13,7 +13,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
 
@@ -23,9 +23,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import store_floats
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import make_tma, tma_load
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, PAIR, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, OUT_BYTES, PAIR, PANEL, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_sum_device import LANES, WARP_ROWS, WARPS, Call, Consumers, Scales
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector, load_float_if, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector
 
 COLUMN_WARPS = 2  # that bring scales of columns
 BOTH = 0b11  # CTAs of a cluster
@@ -39,8 +39,7 @@ def host(config: Config) -> Any:
 def fake_arguments(config: Config) -> tuple[Any, ...]:
     """Returns stand-ins for the arguments of `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
-    out = type_of(config.out)
-    result = make_fake_tensor(out, (m, n), (cute.sym_int64(divisibility=128 // out.width), 1), assumed_align=16)
+    result = make_fake_tensor(BFloat16, (m, n), (cute.sym_int64(divisibility=16 // OUT_BYTES), 1), assumed_align=16)
     scales = Int64(0), Int32(0), Int32(0), Int32(0)
     tensors = arguments.byte_rows(m, k), arguments.byte_rows(n, k), result
     return *tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), Int32(0), arguments.stream()
@@ -71,11 +70,10 @@ class MmFp8(Consumers):
     ):
         c = self.config
         load, to_both = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
-        depth = BLOCK * c.depth
         call = Call(
             make_tma(load, a, (ROWS, BLOCK)), make_tma(to_both, b, (self.box, BLOCK)),
-            make_tma(cpasync.CopyBulkTensorTileS2GOp(), out, (WARP_ROWS, c.panel)), a.shape[0], b.shape[0],
-            cute.ceil_div(a.shape[1], depth) * c.depth, cute.ceil_div(a.shape[1], c.block), Vector(bias, bias_kind),
+            make_tma(cpasync.CopyBulkTensorTileS2GOp(), out, (WARP_ROWS, PANEL)), a.shape[0], b.shape[0],
+            cute.ceil_div(a.shape[1], BLOCK), cute.ceil_div(a.shape[1], c.block), Vector(bias, bias_kind),
             Scales(a_scale, a_line, a_four, a_one), Scales(b_scale, b_line, b_four, b_one), b_lines,
             make_qk_mma(cutlass.Float8E4M3FN, HALF, 2),
         )  # fmt: skip
@@ -89,7 +87,7 @@ class MmFp8(Consumers):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
-        pipe, sides = self.pipe(storage), self.sides_pipe(storage)
+        pipe, biases = self.pipe(storage), self.biases_pipe(storage)
         if warp == 0:
             cpasync.prefetch_descriptor(call.a.atom)
             cpasync.prefetch_descriptor(call.b.atom)
@@ -99,8 +97,8 @@ class MmFp8(Consumers):
                     pipe.init(stage, PAIR * WARPS)
                     if const_expr(c.scales == "column"):
                         pipe.full.init(stage, 1 + COLUMN_WARPS * LANES)
-                sides.full.init(0, LANES)
-                sides.empty.init(0, WARPS)
+                biases.full.init(0, LANES)
+                biases.empty.init(0, WARPS)
             cute.arch.mbarrier_init_fence()
         # The barriers of both CTAs are made before one copies to the other.
         cute.arch.cluster_arrive()
@@ -112,7 +110,7 @@ class MmFp8(Consumers):
             if warp == 0:
                 self.bring(call, storage)
             elif warp == 1:
-                self.bring_sides(call, storage)
+                self.bring_biases(call, storage)
             elif const_expr(c.scales == "column"):
                 self.bring_columns(call, storage, warp - 2)
         else:
@@ -151,28 +149,19 @@ class MmFp8(Consumers):
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def bring_sides(self, call: Call, storage: Any):
-        """Brings what results are multiplied with, by rows and by columns, and the bias: of one tile after another."""
+    def bring_biases(self, call: Call, storage: Any):
+        """Brings the bias of one tile after another."""
         c = self.config
-        pipe = self.sides_pipe(storage)
+        pipe = self.biases_pipe(storage)
         lane = cute.arch.lane_idx()
         at = first_to_fill()
         index, step = self.first_tile()
         while index < self.tiles(call):
-            row, column = self.corner(call, index)
+            _, column = self.corner(call, index)
             pipe.acquire(at)
-            if const_expr(c.scales == "row"):
-                for each in cutlass.range_constexpr(ROWS // LANES):
-                    own = each * LANES + lane
-                    scale = load_float_if(call.a_scale.at(row + own, Int32(0)), row + own < call.m)
-                    store_floats("shared", self.row_factors(storage) + own * 4, [scale])
             for each in cutlass.range_constexpr(c.columns // LANES):
                 own = each * LANES + lane
-                inside = column + own < call.n
-                if const_expr(c.scales == "row"):
-                    scale = load_float_if(call.b_scale.at(column + own, Int32(0)), inside)
-                    store_floats("shared", self.column_factors(storage) + own * 4, [scale])
-                bias = call.bias.number(call.bias.load(column + own, inside))
+                bias = call.bias.number(call.bias.load(column + own, column + own < call.n))
                 store_floats("shared", self.biases(storage) + own * 4, [bias])
             pipe.full.arrive(at)
             at = advance(at, 1)

@@ -11,22 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import float_of, load_floats, pack, stmatrix, store_floats
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import float_of, load_floats, pack, stmatrix
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, PAIR, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, GROUP, HALF, PAIR, PANEL, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector
 
 LANES = 32
 WARPS = 8  # that compute
 WARP_ROWS = 16  # of a tile, which a warp has the sums of
 PANEL_BYTES = WARP_ROWS * 128  # of some columns of those, on their way to global memory
 STEP = 32  # elements along k of an instruction
-TURN = 1  # named barriers, one for each warpgroup: its turn at the matrix unit
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Scales:
 
     Attributes:
         address: the first one's.
-        line: bytes from those of a row of activations, or of some columns, to those of the next; 0 where one serves all.
+        line: bytes from those of a row of activations, or of some columns, to those of the next.
         four: bytes from a block along k to the fourth after it.
         one: bytes from a block to the next, where its number is no multiple of four.
     """
@@ -94,13 +93,12 @@ class Consumers:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.out = type_of(config.out)
         self.box = config.columns // PAIR  # rows of weights that each CTA of a cluster brings
         self.a_ring = Ring(ROWS, BLOCK, config.stages, BLOCK)
         self.b_ring = Ring(HALF, BLOCK, config.halves * config.stages, BLOCK)
         # Floats that each stage has for scales of columns.
         self.scales_of_stage = config.parts * config.columns if config.scales == "column" else 0
-        self.out_ring = Ring(WARP_ROWS, config.panel, WARPS * config.panels, config.panel)
+        self.out_ring = Ring(WARP_ROWS, PANEL, WARPS * config.panels, PANEL)
 
     # -- shared memory -------------------------------------------------------------------------------------------------------------
 
@@ -111,13 +109,13 @@ class Consumers:
         class Storage:
             full: cute.struct.MemRange[cutlass.Int64, c.stages]
             empty: cute.struct.MemRange[cutlass.Int64, c.stages]
-            sides_full: cute.struct.MemRange[cutlass.Int64, 1]
-            sides_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            sides: cute.struct.Align[cute.struct.MemRange[Float32, ROWS + 2 * c.columns], 16]
+            biases_full: cute.struct.MemRange[cutlass.Int64, 1]
+            biases_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            biases: cute.struct.Align[cute.struct.MemRange[Float32, c.columns], 16]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, self.scales_of_stage * c.stages], 16]
             a: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * c.a_bytes], 1024]
             b: cute.struct.Align[cute.struct.MemRange[Uint8, c.stages * c.b_bytes], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.out, self.out_ring.size], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[BFloat16, self.out_ring.size], 1024]
 
         return Storage
 
@@ -125,18 +123,12 @@ class Consumers:
         """Returns the ring of operands. A stage is empty when the warps of both CTAs have read it: weights are copied to both."""
         return pipeline(storage.full, storage.empty)
 
-    def sides_pipe(self, storage: Any) -> Pipeline:
-        return pipeline(storage.sides_full, storage.sides_empty)
-
-    def row_factors(self, storage: Any) -> Int32:
-        """Returns where the factors of a tile's rows are."""
-        return storage.sides.data_ptr().toint()
-
-    def column_factors(self, storage: Any) -> Int32:
-        return storage.sides.data_ptr().toint() + ROWS * 4
+    def biases_pipe(self, storage: Any) -> Pipeline:
+        return pipeline(storage.biases_full, storage.biases_empty)
 
     def biases(self, storage: Any) -> Int32:
-        return storage.sides.data_ptr().toint() + (ROWS + self.config.columns) * 4
+        """Returns where the bias of a tile's columns is."""
+        return storage.biases.data_ptr().toint()
 
     def column_scales(self, storage: Any, at: Cursor) -> Int32:
         """Returns where the scales of columns in a stage are: of all columns, for one block along k after another."""
@@ -165,13 +157,12 @@ class Consumers:
     @cute.jit
     def corner(self, call: Call, index: Int32):
         """Returns the first row and column of this CTA's part of a cluster's tile."""
-        group = self.config.group
         across = self.tiles_across(call)
-        before = index // (group * across)
-        inside = index - before * (group * across)
-        rows = cutlass.min(self.tiles_down(call) - before * group, group)
+        before = index // (GROUP * across)
+        inside = index - before * (GROUP * across)
+        rows = cutlass.min(self.tiles_down(call) - before * GROUP, GROUP)
         column = inside // rows
-        row = before * group + inside - column * rows
+        row = before * GROUP + inside - column * rows
         return (row * PAIR + self.rank()) * ROWS, column * self.config.columns
 
     # -- products ------------------------------------------------------------------------------------------------------------------
@@ -193,62 +184,37 @@ class Consumers:
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
         # The factors of a thread's two rows and of each half's columns in blocks along k, and those of the next stage.
         factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
-        at, sides_at = first_to_read(), first_to_read()
-        if const_expr(c.turns):
-            if wg == 0:
-                self.give_turn(1)
+        at, biases_at = first_to_read(), first_to_read()
         index, step = self.first_tile()
         while index < self.tiles(call):
             row, column = self.corner(call, index)
             for half in cutlass.range_constexpr(c.halves):
                 sums[half].fill(0.0)
-            if const_expr(c.scales != "row"):
-                self.load_factors(call, following, row, column, Int32(0))
-            for block in cutlass.range(0, call.blocks, c.depth, unroll=1):
-                if const_expr(c.scales != "row"):
-                    for each in cutlass.range_constexpr(cute.size(factors)):
-                        factors[each] = following[each]
-                    # Nothing waits for them before the next stage.
-                    self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
-                stages = [at]
-                for _ in cutlass.range_constexpr(c.depth - 1):
-                    stages.append(advance(stages[-1], c.stages))
-                for own in stages:
-                    pipe.wait(own)
+            self.load_factors(call, following, row, column, Int32(0))
+            for block in cutlass.range(call.blocks, unroll=1):
+                for each in cutlass.range_constexpr(cute.size(factors)):
+                    factors[each] = following[each]
+                # Nothing waits for them before the next stage.
+                self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
+                pipe.wait(at)
+                a = left[None, None, None, at.stage]
                 for half in cutlass.range_constexpr(c.halves):
+                    b = right[None, None, None, at.stage * c.halves + half]
                     for part in cutlass.range_constexpr(c.parts):
-                        self.take_turn(wg)
-                        for each in cutlass.range_constexpr(c.depth):
-                            stage = stages[each].stage
-                            a, b = left[None, None, None, stage], right[None, None, None, stage * c.halves + half]
-                            count = BLOCK // STEP // c.parts
-                            start_mma(call.mma, products, a, b, accumulate=each > 0, steps=count, first=part * count)
-                        self.give_turn(wg)
+                        count = BLOCK // STEP // c.parts
+                        start_mma(call.mma, products, a, b, steps=count, first=part * count)
                         warpgroup.wait_group(0)
                         if const_expr(c.scales == "column"):
                             self.add_scaled(sums[half], products, factors, self.column_scales(storage, at), half, part)
                         if const_expr(half == c.halves - 1 and part == c.parts - 1):
-                            for own in stages:
-                                self.release(pipe, own)
-                        if const_expr(c.scales != "column"):
+                            self.release(pipe, at)
+                        if const_expr(c.scales == "block"):
                             self.add(sums[half], products, factors, half)
-                at = advance(stages[-1], c.stages)
-            self.store(call, storage, sums, sides_at, row, column)
-            sides_at = advance(sides_at, 1)
+                at = advance(at, c.stages)
+            self.store(call, storage, sums, biases_at, row, column)
+            biases_at = advance(biases_at, 1)
             index += step
         cute.arch.cp_async_bulk_wait_group(0)
-
-    @cute.jit
-    def take_turn(self, wg: Int32):
-        """Waits until the other warpgroup has handed its products to the matrix unit."""
-        if const_expr(self.config.turns):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
-
-    @cute.jit
-    def give_turn(self, wg: Int32):
-        """Lets the other warpgroup hand over its products."""
-        if const_expr(self.config.turns):
-            cute.arch.barrier_arrive(barrier_id=TURN + 1 - wg, number_of_threads=256)
 
     @cute.jit
     def release(self, pipe: Pipeline, at: Cursor):
@@ -282,15 +248,12 @@ class Consumers:
 
     @cute.jit
     def add(self, sums: cute.Tensor, products: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Adds the sums of a block along k."""
+        """Adds the sums of a block along k where 128 columns share a scale."""
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * r + column
-                    if const_expr(self.config.scales == "block"):
-                        sums[at] = products[at] * (factors[r] * factors[2 + half]) + sums[at]
-                    else:
-                        sums[at] = sums[at] + products[at]
+                    sums[at] = products[at] * (factors[r] * factors[2 + half]) + sums[at]
 
     @cute.jit
     def add_scaled(
@@ -314,64 +277,40 @@ class Consumers:
     # -- results -------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def store(self, call: Call, storage: Any, sums: list, sides_at: Cursor, row: Int32, column: Int32):
+    def store(self, call: Call, storage: Any, sums: list, biases_at: Cursor, row: Int32, column: Int32):
         """Stores a tile: a warp its own rows, some columns after others, through shared memory."""
         c = self.config
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - 128) // LANES)
-        sides = self.sides_pipe(storage)
-        sides.wait(sides_at)
-        rows = [Float32(1.0), Float32(1.0)]
-        if const_expr(c.scales == "row"):
-            for r in cutlass.range_constexpr(2):
-                rows[r] = load_floats("shared", self.row_factors(storage) + (warp * WARP_ROWS + lane // 4 + 8 * r) * 4, 1)
+        biases = self.biases_pipe(storage)
+        biases.wait(biases_at)
         boxes = self.out_ring.boxes(storage.out, WARP_ROWS)
-        eights = c.panel // 8
-        for panel in cutlass.range_constexpr(c.columns // c.panel):
+        for panel in cutlass.range_constexpr(c.columns // PANEL):
             buffer = warp * c.panels + panel % c.panels
             place = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
             # What was in this place before has been read.
             cute.arch.cp_async_bulk_wait_group(c.panels - 1, read=True)
             cute.arch.sync_warp()
             words = []
-            for eight in cutlass.range_constexpr(eights):
-                first = panel * c.panel + eight * 8
-                results = self.results(storage, sums[first // HALF], rows, first, lane)
-                if const_expr(c.out_bytes == 4):
-                    piece = 2 * eight + lane % 4 // 2
-                    for r in cutlass.range_constexpr(2):
-                        to = place + (lane // 4 + 8 * r) * 128 + ((piece ^ (lane // 4)) * 16) + lane % 2 * 8
-                        store_floats("shared", to, results[r])
-                else:
-                    words += [pack(self.out, *results[r]) for r in range(2)]
-                    if const_expr(eight % 2 == 1):
-                        # A lane gives the address of a row: of the first or the second eight columns.
-                        piece = eight - 1 + lane // 16
-                        stmatrix(place + lane % 16 * 128 + ((piece ^ (lane % 8)) * 16), words)
-                        words = []
+            for eight in cutlass.range_constexpr(PANEL // 8):
+                first = panel * PANEL + eight * 8
+                results = self.results(storage, sums[first // HALF], first, lane)
+                words += [pack(BFloat16, *results[r]) for r in range(2)]
+                if const_expr(eight % 2 == 1):
+                    # A lane gives the address of a row: of the first or the second eight columns.
+                    piece = eight - 1 + lane // 16
+                    stmatrix(place + lane % 16 * 128 + ((piece ^ (lane % 8)) * 16), words)
+                    words = []
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
-            target = cute.domain_offset((row + warp * WARP_ROWS, column + panel * c.panel), call.out.tensor)
-            tma_store(call.out.atom, target, (WARP_ROWS, c.panel), boxes[None, None, 0, 0, buffer])
+            target = cute.domain_offset((row + warp * WARP_ROWS, column + panel * PANEL), call.out.tensor)
+            tma_store(call.out.atom, target, (WARP_ROWS, PANEL), boxes[None, None, 0, 0, buffer])
             cute.arch.cp_async_bulk_commit_group()
-        sides.release(sides_at)
+        biases.release(biases_at)
 
     @cute.jit
-    def results(self, storage: Any, sums: cute.Tensor, rows: list, first: cutlass.Constexpr[int], lane: Int32):
+    def results(self, storage: Any, sums: cute.Tensor, first: cutlass.Constexpr[int], lane: Int32):
         """Returns a thread's four results among eight columns: two of each of its rows."""
         j = first % HALF // 8
-        behind = (first + lane % 4 * 2) * 4
-        bias = load_floats("shared", self.biases(storage) + behind, 2)
-        factors = [Float32(1.0), Float32(1.0)]
-        if const_expr(self.config.scales == "row"):
-            factors = load_floats("shared", self.column_factors(storage) + behind, 2)
-        results = []
-        for r in cutlass.range_constexpr(2):
-            pair = []
-            for column in cutlass.range_constexpr(2):
-                result = sums[4 * j + 2 * r + column]
-                if const_expr(self.config.scales == "row"):
-                    result = result * rows[r] * factors[column]
-                pair.append(result + bias[column])
-            results.append(pair)
-        return results
+        bias = load_floats("shared", self.biases(storage) + (first + lane % 4 * 2) * 4, 2)
+        return [[sums[4 * j + 2 * r + column] + bias[column] for column in range(2)] for r in range(2)]
