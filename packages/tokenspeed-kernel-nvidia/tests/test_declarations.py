@@ -204,6 +204,23 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
         assert _ours(tokenspeed_kernel.mm.explain(**arguments)) == name
 
 
+@pytest.mark.parametrize("kind", ["e8m0_blocks", "columns", "e8m0_columns", "blocks_of_64"])
+@pytest.mark.parametrize(
+    ("m", "k", "n", "size"),
+    [(512, 2048, 4096, 512), (1024, 2048, 2048, 1024), (4096, 2048, 2048, 1024), (512, 2048, 2048, 0), (256, 2048, 4096, 0),
+     (1024, 1024, 2048, 0)],
+)  # fmt: skip
+def test_fp8_products_of_many_rows(registered: KernelRegistry, kind: str, m: int, k: int, n: int, size: int) -> None:
+    """Where they were measured to be quicker than the portable kernel, which need not be there."""
+    scales = {"b_scale": "block" if "blocks" in kind else "block1d", "block": 64 if "64" in kind else 128}
+    made = fp8(m, k, n, a_scale="block", scales="e8m0" if "e8m0" in kind else "float32", **scales)
+    arguments = get_operator("gemm.mm").complete(Case(kind, made).build(torch.device("cpu"), 0))
+    with use_platform(named_platform("sm_90")):
+        name = _ours(tokenspeed_kernel.mm.explain(**arguments))
+    assert name == (f"cutedsl_mm_fp8_{kind}_{size}_rows" if size else "")
+    assert not name or registered.get_by_name(name).priority > Priority.PORTABLE
+
+
 @pytest.mark.parametrize(("m", "preferred"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False), (16, False)])
 @pytest.mark.parametrize("scale", ["channel", "block"])
 def test_products_with_scaled_weights_are_preferred_for_few_rows(

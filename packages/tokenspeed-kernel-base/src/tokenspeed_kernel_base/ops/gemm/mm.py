@@ -170,6 +170,12 @@ def _() -> list[Case]:
         Case("fp8 per block, one block", fp8(3, 96, 48, a_scale="block", b_scale="block", out_dtype=half)),
         Case("fp8 e5m2 with e4m3fn", fp8(4, 64, 32, a_scale="tensor", b_scale="channel", a_dtype=torch.float8_e5m2)),
         Case("fp8, no tokens", fp8(0, 256, 128, a_scale="block", b_scale="block")),
+        Case("fp8 per tensor, 130 tokens, bias", fp8(130, 96, 48, a_scale="tensor", b_scale="tensor", bias=torch.bfloat16)),
+        Case("fp8 per tensor, 130 tokens, float32", fp8(130, 96, 48, a_scale="tensor", b_scale="tensor", out_dtype=single)),
+        Case("fp8 per token and channel, 258 tokens", fp8(258, 96, 48, a_scale="token", b_scale="channel", bias=torch.bfloat16)),
+        Case("fp8 per token, 258 tokens, float32", fp8(258, 96, 48, a_scale="token", b_scale="tensor", out_dtype=single)),
+        Case("fp8 per block, 258 tokens", fp8(258, 512, 128, a_scale="block", b_scale="block")),
+        Case("fp8 per block, 258 tokens, float32", fp8(258, 512, 128, a_scale="block", b_scale="block", out_dtype=single)),
         Case("fp8 weight only, per channel", fp8(3, 160, 48, a_scale="", b_scale="channel", a_dtype=torch.bfloat16)),
         Case("fp8 weight only, per block", fp8(3, 160, 200, a_scale="", b_scale="block", a_dtype=half)),
         Case("mxfp8", micro(5, 96, 40, a="mxfp8", b="mxfp8")),
@@ -205,6 +211,20 @@ def _() -> list[Case]:
             large=True,
         ),
         Case("fp8 per token, 256 tokens", fp8(256, 7168, 2048, a_scale="token", b_scale="channel"), large=True),
+        *(
+            Case(
+                f"fp8, {name}, {m} tokens",
+                fp8(m, 7168, n, a_scale="block", b_scale=b_scale, block=block, scales=scales),
+                large=True,
+            )
+            for name, b_scale, block, scales in (
+                ("e8m0 scales of blocks", "block", 128, "e8m0"),
+                ("scales of columns", "block1d", 128, "float32"),
+                ("e8m0 scales of columns", "block1d", 128, "e8m0"),
+                ("blocks of 64", "block", 64, "float32"),
+            )
+            for m, n in ((512, 4096), (1024, 2048))
+        ),
         Case("fp8 per token, k of 2048, prefill 4096", fp8(4096, 2048, 7168, a_scale="token", b_scale="channel"), large=True),
         Case("dense to float32, prefill 4096", dense(4096, 2048, 4096, out_dtype=single), large=True),
         Case("mxfp4 weight only, 512 tokens", micro(512, 2880, 5760, a="dense", b="mxfp4"), large=True),

@@ -76,10 +76,25 @@ def _partition(atom: cute.CopyAtom, shared: cute.Tensor, tensor: cute.Tensor, bo
 
 
 @cute.jit
-def tma_load(atom: cute.CopyAtom, tensor: cute.Tensor, box: cutlass.Constexpr, shared: cute.Tensor, barrier: cute.Pointer) -> None:
-    """Starts the copy of a tensor's first box to shared memory; ``barrier`` counts its bytes."""
+def tma_load(
+    atom: cute.CopyAtom,
+    tensor: cute.Tensor,
+    box: cutlass.Constexpr,
+    shared: cute.Tensor,
+    barrier: cute.Pointer,
+    ctas: cutlass.Constexpr[int] = 0,
+) -> None:
+    """Starts the copy of a tensor's first box to shared memory; ``barrier`` counts its bytes.
+
+    Args:
+        ctas: a bit for each CTA of the cluster that gets it, at the same place and with its own barrier; 0 for this one alone. The
+            atom says whether it is a copy to several.
+    """
     target, source = _partition(atom, shared, tensor, box)
-    cute.copy(atom, source, target, tma_bar_ptr=barrier)
+    if cutlass.const_expr(ctas != 0):
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(ctas))
+    else:
+        cute.copy(atom, source, target, tma_bar_ptr=barrier)
 
 
 @cute.jit

@@ -39,16 +39,18 @@ def start_mma(
     b: cute.Tensor,
     accumulate: cutlass.Constexpr[bool] = False,
     steps: cutlass.Constexpr[int] = 0,
+    first: cutlass.Constexpr[int] = 0,
 ) -> None:
     """Starts ``acc = a @ b``, or ``acc += a @ b``, as a group of its own. Its operands are in use until it has been waited for.
 
     Args:
         steps: how many steps of 32 bytes along the axis that is summed; 0 for all.
+        first: the first of them.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     for i in cutlass.range_constexpr(steps or cute.size(b.shape[2])):
-        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+        cute.gemm(atom, acc, a[None, None, first + i], b[None, None, first + i], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

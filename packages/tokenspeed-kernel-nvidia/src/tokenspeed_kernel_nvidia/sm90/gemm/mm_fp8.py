@@ -1,0 +1,137 @@
+"""Products of fp8 by fp8 of many rows, as in prefill, on Hopper: see `mm_fp8_device`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature, format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_least, multiple_of
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
+    BLOCK,
+    FEWEST_K,
+    PAIR,
+    SERVED,
+    SIZES,
+    Config,
+    Scales,
+    Served,
+    Stored,
+    clusters_of,
+    config_of,
+    every_config,
+)
+
+E4M3 = torch.float8_e4m3fn
+BLOCKS = (BLOCK, 64)  # elements along k, and columns, that may share a scale
+Launch = Callable[..., Any]
+
+
+@program(arch="sm_90a", configs=every_config)
+def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8_device
+
+    return mm_fp8_device.host(config), mm_fp8_device.fake_arguments(config)
+
+
+def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored, int, int]:
+    """What scales there are, how they are stored, and how many elements along k and how many columns share one of b's."""
+    k, n = b.shape
+    packed = b_scale.dtype == torch.int32
+    # A shape that is several means the same in all.
+    along = BLOCK if packed else next(size for size in BLOCKS if a_scale.shape[1] == -(-k // size))
+    lines = next(size for size in (*BLOCKS, 1) if b_scale.shape[1] == -(-n // size))
+    stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
+    return "block" if (along, lines) == (BLOCK, BLOCK) else "column", stored, along, lines
+
+
+def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
+    """Where scales are, as `mm_fp8_sum_device.Scales` has it. ``k_axis``: that of blocks along k."""
+    size = scale.element_size()
+    step = scale.stride(k_axis) * size
+    # Four exponents of packed scales are one number.
+    four, one = (step, 1) if scale.dtype == torch.int32 else (4 * step, step)
+    return scale.data_ptr(), scale.stride(1 - k_axis) * size, four, one
+
+
+@functools.cache
+def _launch_of(scales: Scales, stored: Stored, block: int, m: int, n: int, device: int) -> tuple[Launch, int]:
+    """The program, and how many clusters it is launched with."""
+    count = multiprocessors(device)
+    config = config_of(scales, stored, block, m, n, count)
+    return mm_fp8_program(config), min(clusters_of(config, m, n), count // PAIR)
+
+
+def mm_fp8(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A product of fp8 operands: launches on checked arguments.
+
+    The public function is `tokenspeed_kernel_nvidia.mm`. Operands that do not lie in rows along k, or whose rows do not begin at
+    multiples of 16 bytes, are copied, and so is such an ``out`` in the end.
+    """
+    m, n = a.shape[0], b.shape[1]
+    written = to_write(out, a.new_empty((), dtype=torch.bfloat16), (m, n))
+    if not written.numel():
+        return deliver(written, out)
+    if bias is not None:
+        bias = bias.contiguous()
+    rows, weights = aligned(a).view(torch.uint8), aligned(b.mT).view(torch.uint8)
+    *kind, lines = kind_of(b, a_scale, b_scale)
+    launch, clusters = _launch_of(*kind, m, n, a.get_device())
+    given = (0, 0) if bias is None else (bias.data_ptr(), KINDS[bias.dtype])
+    launch(rows, weights, written, *given, *steps_of(a_scale, 1), *steps_of(b_scale, 0), lines, clusters)
+    return deliver(written, out)
+
+
+_STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
+
+
+def signatures_of(served: Served) -> set[FormatSignature]:
+    """The formats of calls that have these scales."""
+    block = served.block
+    # Scales of 128 x 128 weights are another program's than those of columns.
+    several = (block,) if served.scales == "block" else (1,) if block == BLOCK else (block, 1)
+    return {
+        format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
+        for stored in _STORED[served.stored]
+        for lines in several
+    }
+
+
+for _served in SERVED:
+    for _place, (_rows, _columns) in enumerate(SIZES):
+        # A size that another one follows is for these rows alone. They are a power of two: sizes that vary are rounded up.
+        _last = _place == len(SIZES) - 1
+        register_kernel(
+            "gemm", "mm", name=f"cutedsl_mm_fp8_{_served.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,
+            signatures=signatures_of(_served),
+            traits={
+                "m": at_least(_rows) if _last else _rows,
+                "k": at_least(FEWEST_K) & multiple_of(16),
+                "n": at_least(_columns) & multiple_of(8),
+                "out_dtype": "bfloat16",
+                "bias": any,
+                "wide_bias": any,
+            },
+            priority=Priority.PERFORMANT, tags={"determinism"},
+        )(mm_fp8)  # fmt: skip

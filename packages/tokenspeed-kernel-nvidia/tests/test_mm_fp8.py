@@ -1,0 +1,186 @@
+"""Products of fp8 by fp8 of many rows against the reference: on the emulator where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.ops.gemm._inputs import fp8
+from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
+from tokenspeed_kernel_nvidia import _machine
+from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8, mm_fp8_program, signatures_of, steps_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SERVED, Config, Scales, Served, Stored, config_of, every_config
+
+BF16, SINGLE = torch.bfloat16, torch.float32
+# Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most.
+TOLERANCE = 4.5e-3
+# What scales a call has, and what `kind_of` says of it.
+SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "blocks, e8m0": ({"b_scale": "block", "scales": "e8m0"}, ("block", "byte", 128, 128)),
+    "blocks, packed": ({"b_scale": "block", "scales": "packed"}, ("block", "byte", 128, 128)),
+    "rows of 128": ({"b_scale": "block1d"}, ("column", "float32", 128, 1)),
+    "rows of 128, e8m0": ({"b_scale": "block1d", "scales": "e8m0"}, ("column", "byte", 128, 1)),
+    "rows of 128, packed": ({"b_scale": "block1d", "scales": "packed"}, ("column", "byte", 128, 1)),
+    "blocks of 64": ({"b_scale": "block", "block": 64}, ("column", "float32", 64, 64)),
+    "rows of 64": ({"b_scale": "block1d", "block": 64}, ("column", "float32", 64, 1)),
+}
+
+
+@pytest.fixture(params=["gpu", "emulator"])
+def sm(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where to compute: on a GPU, or on an emulated one with two clusters, which so have several tiles each."""
+    if request.param == "gpu":
+        with _fresh():
+            yield request.getfixturevalue("sm90")
+        return
+    emulator = pytest.importorskip("sm90_emulator")
+    pytest.importorskip("cutlass")
+    if torch.cuda.is_available():
+        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
+    with _fresh(), emulator.emulated_sm90(multiprocessors=4, uninitialised=True, seed=1):
+        yield torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _fresh() -> Iterator[None]:
+    _machine.multiprocessors.cache_clear()
+    module._launch_of.cache_clear()
+    yield
+    _machine.multiprocessors.cache_clear()
+    module._launch_of.cache_clear()
+
+
+def arguments_of(device: torch.device, name: str, m: int, k: int, n: int, **options: Any) -> dict[str, Any]:
+    made = fp8(m, k, n, a_scale="block", **SCALES[name][0], **options)
+    return operator.operator.complete(Case(name, made).build(device, 0))
+
+
+def check(arguments: dict[str, Any], **changes: Any) -> Tensor:
+    """Compares all numbers, and the worst one."""
+    bias = None if arguments["bias"] is None else arguments["bias"].float()
+    wanted = operator(**{**arguments, "out": None, "out_dtype": SINGLE, "bias": bias}, solution="reference").double()
+    out = torch.full(wanted.shape, torch.nan, dtype=BF16, device=wanted.device)
+    got = mm_fp8(**{**arguments, "out": out, **changes})
+    assert got is changes.get("out", out)
+    off = got.double() - wanted
+    assert float(off.norm()) <= TOLERANCE * float(wanted.norm()), f"{float(off.norm() / wanted.norm()):.2e}"
+    size = wanted.norm() / wanted.numel() ** 0.5
+    assert float(off.abs().max()) <= 8 * TOLERANCE * float(size), f"{float(off.abs().max() / size):.2e}"
+    return got
+
+
+@pytest.fixture(params=[1, 2], ids=["narrow", "wide"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of one width, however many there are."""
+
+    def chosen(scales: Scales, stored: Stored, block: int, m: int, n: int, count: int) -> Config:
+        return Config(scales, stored, block, request.param)
+
+    monkeypatch.setattr(module, "config_of", chosen)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("name", SCALES)
+def test_scales(sm: torch.device, name: str) -> None:
+    """Tiles that are not full, some whose other half lies beyond all columns, and a last block that is short."""
+    arguments = arguments_of(sm, name, 600, 416, 520, bias=BF16)
+    assert kind_of(arguments["b"], arguments["a_scale"], arguments["b_scale"]) == SCALES[name][1]
+    assert torch.equal(check(arguments), check(arguments))
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 16, 8), (129, 128, 264), (256, 48, 1032), (300, 1424, 136)])
+def test_sizes(sm: torch.device, m: int, k: int, n: int) -> None:
+    for name in ("rows of 128", "blocks, e8m0"):
+        check(arguments_of(sm, name, m, k, n))
+
+
+@pytest.mark.parametrize("bias", [None, BF16, SINGLE], ids=str)
+def test_biases(sm: torch.device, bias: Any) -> None:
+    check(arguments_of(sm, "blocks, e8m0", 290, 160, 392, **({} if bias is None else {"bias": bias})))
+
+
+def test_memory_that_lies_otherwise(sm: torch.device) -> None:
+    """Weights along n, rows with gaps, scales of any strides, and a result with gaps: some are copied."""
+    arguments = arguments_of(sm, "rows of 128", 140, 272, 136)
+    gaps = torch.zeros(140, 280, dtype=torch.float8_e4m3fn, device=sm)
+    gaps[:, :272] = arguments["a"]
+    out = torch.full((140, 140), torch.nan, dtype=BF16, device=sm)
+    changes = {"a": gaps[:, :272], "b": arguments["b"].contiguous(), "out": out[:, :136]}
+    changes["a_scale"] = arguments["a_scale"].t().contiguous().t()
+    check(arguments, **changes)
+    assert out[:, 136:].isnan().all()
+
+
+def test_no_rows(sm: torch.device) -> None:
+    assert mm_fp8(**arguments_of(sm, "rows of 128", 0, 64, 16)).shape == (0, 16)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("name", ["blocks, e8m0", "rows of 128", "blocks of 64"])
+def test_nothing_is_read_before_it_is_there(name: str) -> None:
+    """Copies and products happen as late as they may, or at random times."""
+    emulator = pytest.importorskip("sm90_emulator")
+    pytest.importorskip("cutlass")
+    if torch.cuda.is_available():
+        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
+    arguments = arguments_of(torch.device("cpu"), name, 530, 1440, 520)
+    for options in ({"copies": "late"}, {"seed": 2}, {"seed": 3}):
+        with _fresh(), emulator.emulated_sm90(multiprocessors=4, uninitialised=True, **options):
+            check(arguments)
+
+
+def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
+    """A scale of e8m0 may be NaN, and a factor infinite."""
+    arguments = arguments_of(sm, "blocks, e8m0", 140, 272, 136)
+    arguments["a_scale"] = arguments["a_scale"].clone()
+    arguments["a_scale"].view(torch.uint8)[3, 1] = 255
+    got = mm_fp8(**arguments)
+    assert got[3].isnan().all()
+    assert got.isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize(("m", "n", "halves"), [(256, 2048, 1), (512, 4096, 1), (1024, 2048, 1), (4096, 7168, 2), (4096, 4096, 2)])
+def test_tiles_are_as_wide_as_was_measured_to_be_quicker(m: int, n: int, halves: int) -> None:
+    for served in SERVED:
+        assert config_of(served.scales, served.stored, served.block, m, n, 132).halves == halves
+
+
+@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
+def test_every_program_that_is_chosen_is_compiled_ahead(served: Served) -> None:
+    configs = served.configs()
+    assert {config_of(served.scales, served.stored, served.block, m, 4096, 132) for m in (512, 8192)} == {*configs}
+    assert {*configs} <= {*mm_fp8_program.usual()}
+
+
+@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
+def test_declared_scales_are_those_of_the_programs(served: Served) -> None:
+    """Each line of the table declares what `kind_of` tells to be its own, and no format is declared twice."""
+    own = {name for name, (_, kind) in SCALES.items() if kind[:3] == (served.scales, served.stored, served.block)}
+    signatures = {operator.operator.request(arguments_of(torch.device("cpu"), name, 40, 416, 520)).signature for name in own}
+    assert signatures
+    assert signatures <= signatures_of(served)
+    assert not any(signatures_of(served) & signatures_of(other) for other in SERVED if other is not served)
+
+
+def test_shared_memory_of_every_program() -> None:
+    """Operands and results fit, with what is beside them."""
+    for config in every_config():
+        side = 4 * config.columns + 16 * (config.stages + 1)
+        scales = 4 * config.stages * config.parts * config.columns if config.scales == "column" else 0
+        head = -(-(side + scales) // 1024) * 1024
+        assert head + config.stages * (config.a_bytes + config.b_bytes) + 8 * config.panels * 2048 <= 227 * 1024
+
+
+def test_steps_of_packed_scales() -> None:
+    """Four exponents of a number are bytes beside each other."""
+    packed = torch.zeros(3, 5, dtype=torch.int32).t()
+    assert steps_of(packed, 0)[1:] == (4 * packed.stride(1), 4 * packed.stride(0), 1)
+    single = torch.zeros(6, 7)
+    assert steps_of(single, 1)[1:] == (28, 16, 4)
