@@ -28,6 +28,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 )
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.traits import at_most
 
 SMALL = [case for case in get_operator("linear").all_cases() if not case.large]
 K, N = 64, 32
@@ -104,6 +105,9 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "in_features must be at least 1, got 0", {"in_features": 0}),
     (TypeError, "out_features must be int, got float 2.0", {"out_features": 2.0}),
     (TypeError, "bias must be bool, got int 1", {"bias": 1}),
+    (ValueError, "max_tokens must be at least 1 or None, got 0", {"max_tokens": 0}),
+    (TypeError, "max_tokens must be int, got float 2.0", {"max_tokens": 2.0}),
+    (TypeError, "max_tokens must be int, got bool True", {"max_tokens": True}),
     (TypeError, "dtype must be a torch.dtype, got str 'bf16'", {"dtype": "bf16"}),
     (TypeError, "weight_format must be str, got NoneType None", {"weight_format": None}),
     (ValueError, "weight_format must be one of 'dense', .*'nvfp4', got 'int4'", {"weight_format": "int4"}),
@@ -179,6 +183,16 @@ def test_modules_are_weights() -> None:
     torch.testing.assert_close(linear(x, module, plan), module(x))
 
 
+@pytest.mark.parametrize("solution", ["composed", "reference"])
+def test_calls_have_no_more_tokens_than_their_plan(solution: str) -> None:
+    plan, weights = plan_of(max_tokens=4), weights_of()
+    for few in (0, 1, 4):
+        assert linear(torch.randn(few, K), weights, plan, solution=solution).shape == (few, N)
+    with pytest.raises(ValueError, match=r"linear: x.shape\[0\] must be at most plan.max_tokens, which is 4, got 5"):
+        linear(torch.randn(5, K), weights, plan, solution=solution)
+    assert linear(torch.randn(5, K), weights, plan_of(), solution=solution).shape == (5, N)
+
+
 def test_plans_are_told_apart() -> None:
     with pytest.raises(TypeError, match="plan must be a LinearPlan, as linear_plan makes it, got dict"):
         linear_process_weights(weights_of(), {})  # type: ignore[arg-type]
@@ -197,15 +211,24 @@ def reverse(weights: LinearWeights, plan: LinearPlan) -> Any:
 
 @pytest.fixture
 def reversing() -> Iterator[str]:
+    yield from registered("reversing")
+
+
+@pytest.fixture
+def few() -> Iterator[str]:
+    yield from registered("few", max_tokens=at_most(4))
+
+
+def registered(name: str, **traits: Any) -> Iterator[str]:
     def kernel(x: Tensor, weights: Any, plan: LinearPlan, out: Tensor | None) -> Tensor:
         result = torch.nn.functional.linear(x, weights.weight.flip(0), weights.bias)
         return result if out is None else out.copy_(result)
 
-    traits = {"weight_layout": LAYOUT, "processed_weights": True, "bias": any}
+    traits = {"weight_layout": LAYOUT, "processed_weights": True, "bias": any, **traits}
     declared: dict[str, Any] = {"solution": "testing", "signatures": None, "priority": 12, "weight_preprocessor": reverse}
-    register_kernel("gemm", "linear", name="reversing", traits=traits, **declared)(kernel)
-    yield "reversing"
-    KernelRegistry.get().unregister("reversing")
+    register_kernel("gemm", "linear", name=name, traits=traits, **declared)(kernel)
+    yield name
+    KernelRegistry.get().unregister(name)
 
 
 def test_plan_prepare_bind_call(reversing: str) -> None:
@@ -223,6 +246,18 @@ def test_plan_prepare_bind_call(reversing: str) -> None:
     out = torch.empty(3, N)
     assert linear(x, weights, plan, out=out) is out
     torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 4, 5])
+def test_a_kernel_for_few_tokens(few: str, max_tokens: int | None) -> None:
+    plan, given, x = plan_of(max_tokens=max_tokens), weights_of(), torch.randn(1, K)
+    served = max_tokens in (1, 4)
+    assert plan.kernel == (few if served else "composed_linear")
+    weights = linear_process_weights(given, plan)
+    torch.testing.assert_close(linear(x, weights, plan), x @ given.weight.t())
+    if not served:
+        with pytest.raises(NoKernelFoundError, match=f"{few}.*max_tokens={max_tokens} is not at most 4"):
+            plan_of(max_tokens=max_tokens, solution="testing")
 
 
 def test_arranged_weights_reach_nobody_else(reversing: str) -> None:

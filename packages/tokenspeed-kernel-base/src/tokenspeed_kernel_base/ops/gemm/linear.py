@@ -47,7 +47,7 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
     Sums are in float32 (float64 for float64 tokens), and the result is rounded to x's dtype once, bias included.
 
     Args:
-        x: the plan's dtype ``[tokens, in_features]``.
+        x: the plan's dtype ``[tokens, in_features]``; at most ``plan.max_tokens`` tokens.
         weights: `LinearWeights` or any object with its attributes, in the layout that the plan asks for: what
             `linear_process_weights` returns. Where the plan asks for the canonical layout, weights that it has not seen will do as
             well. Weights that are a `Resource` reach the kernel as they are, whatever else they hold.
@@ -120,6 +120,10 @@ def _(check: Checker, x: Tensor, weights: LinearWeights, plan: LinearPlan) -> No
     check.bind("in_features", plan.in_features, "plan.in_features")
     check.bind("out_features", plan.out_features, "plan.out_features")
     check.tensor("x", x, "tokens in_features", plan.dtype)
+    if plan.max_tokens is not None:
+        check.require(
+            x.shape[0] <= plan.max_tokens, "x.shape[0]", f"at most plan.max_tokens, which is {plan.max_tokens}", x.shape[0]
+        )
     check_layout(check, weights, plan, "linear_process_weights")
     if plan.weight_layout == CANONICAL:
         check_canonical(check, weights, plan)
@@ -135,8 +139,10 @@ def _(
     weight_format: str = "dense",
     activation_dtype: str = "none",
     bias: bool = False,
+    max_tokens: int | None = None,
 ) -> LinearPlan:
-    plan = LinearPlan(in_features, out_features, dtype, weight_format, activation_dtype, bias, UNDECIDED, CANONICAL)
+    facts = (in_features, out_features, dtype, weight_format, activation_dtype, bias, max_tokens)
+    plan = LinearPlan(*facts, UNDECIDED, CANONICAL)
     check_plan(check, plan)
     return plan
 
@@ -215,18 +221,27 @@ def _() -> list[Case]:
         Case("fp8 per block, short last blocks", _inputs(3, 160, 200, dtype=half, **block)),
         Case("fp8 per block, fp8 activations", _inputs(5, 300, 200, activation_dtype="fp8_block", **block)),
         Case("mxfp4", _inputs(3, 96, 40, **mxfp4)),
+        Case("mxfp4, 3 tokens of at most 4", _inputs(3, 96, 40, max_tokens=4, **mxfp4)),
+        Case("mxfp4, 12 tokens of at most 16, bias, float16", _inputs(12, 192, 72, bias=True, dtype=half, max_tokens=16, **mxfp4)),
         Case("mxfp4, 17 tokens, bias, float16", _inputs(17, 192, 72, bias=True, dtype=half, **mxfp4)),
         Case("mxfp4, mxfp8 activations", _inputs(5, 64, 33, activation_dtype="mxfp8", **mxfp4)),
         Case("mxfp4 in all, bias", _inputs(5, 96, 40, activation_dtype="mxfp4", bias=True, **mxfp4)),
         Case("nvfp4, one token", _inputs(1, 144, 40, **nvfp4)),
-        Case("nvfp4, 9 tokens, float32 bias", _inputs(9, 512, 130, wide_bias=True, **nvfp4)),
+        Case("nvfp4, one token of at most one, float16", _inputs(1, 144, 40, dtype=half, max_tokens=1, **nvfp4)),
+        Case("nvfp4, 9 tokens of at most 16, float32 bias", _inputs(9, 512, 130, wide_bias=True, max_tokens=16, **nvfp4)),
         Case("nvfp4, 70 tokens, float16", _inputs(70, 80, 64, dtype=half, **nvfp4)),
         Case("nvfp4 in all", _inputs(5, 80, 48, activation_dtype="nvfp4", **nvfp4)),
-        Case("nvfp4, no tokens", _inputs(0, 80, 64, **nvfp4)),
-        *(Case(f"llama-70b o, nvfp4, decode {m}", _inputs(m, 8192, 8192, **nvfp4), large=True) for m in decode),
-        *(Case(f"llama-70b gate and up, nvfp4, decode {m}", _inputs(m, 8192, 57344, **nvfp4), large=True) for m in decode),
-        *(Case(f"llama-70b o, mxfp4, decode {m}", _inputs(m, 8192, 8192, **mxfp4), large=True) for m in decode),
-        *(Case(f"gpt-oss-120b qkv, mxfp4, decode {m}", _inputs(m, 2880, 5120, bias=True, **mxfp4), large=True) for m in decode),
+        Case("nvfp4, no tokens of at most 16", _inputs(0, 80, 64, max_tokens=16, **nvfp4)),
+        *(Case(f"llama-70b o, nvfp4, decode {m}", _inputs(m, 8192, 8192, max_tokens=m, **nvfp4), large=True) for m in decode),
+        *(
+            Case(f"llama-70b gate and up, nvfp4, decode {m}", _inputs(m, 8192, 57344, max_tokens=m, **nvfp4), large=True)
+            for m in decode
+        ),
+        *(Case(f"llama-70b o, mxfp4, decode {m}", _inputs(m, 8192, 8192, max_tokens=m, **mxfp4), large=True) for m in decode),
+        *(
+            Case(f"gpt-oss-120b qkv, mxfp4, decode {m}", _inputs(m, 2880, 5120, bias=True, max_tokens=m, **mxfp4), large=True)
+            for m in decode
+        ),
         Case("gpt-oss-120b qkv, dense, decode 64", _inputs(64, 2880, 5120, bias=True), large=True),
         Case("llama-70b o, nvfp4, prefill 4096", _inputs(4096, 8192, 8192, **nvfp4), large=True),
         Case("llama-70b o, fp8 per channel, decode 16", _inputs(16, 8192, 8192, activation_dtype="fp8", **channel), large=True),

@@ -57,6 +57,8 @@ class LinearPlan:
             ``"fp8_static"`` with one that the weights have; beside fp8_block ``"fp8_block"`` with a scale for each 128 features of
             a token; beside mxfp4 ``"mxfp8"`` or ``"mxfp4"``; beside nvfp4 ``"nvfp4"`` with a global scale that the weights have.
         bias: whether there is one.
+        max_tokens: the most tokens of a call, as a worker knows them that only decodes; None: any number. Some kernels are for few
+            tokens alone, and want weights in a layout of their own, in which they are of no use to more.
         kernel: the kernel that the weights are prepared for.
         weight_layout: the layout that it wants them in.
     """
@@ -67,6 +69,7 @@ class LinearPlan:
     weight_format: str
     activation_dtype: str
     bias: bool
+    max_tokens: int | None
     kernel: str
     weight_layout: str
 
@@ -84,7 +87,8 @@ def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
 
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
     """What a plan asks of a kernel. Each departure from the plain product is a flag of its own, so that a kernel that does not
-    declare it is refused."""
+    declare it is refused. A kernel that is for few tokens declares ``max_tokens``, and is refused a plan without a bound, too:
+    None is not at most any number."""
     rounded = {
         "fp8_activations": "fp8",
         "static_fp8_activations": "fp8_static",
@@ -97,6 +101,7 @@ def traits_of(plan: LinearPlan) -> dict[str, Any]:
         "in_features": plan.in_features,
         "out_features": plan.out_features,
         "bias": plan.bias,
+        "max_tokens": plan.max_tokens,
         **{flag: plan.activation_dtype == dtype for flag, dtype in rounded.items()},
         "weight_layout": plan.weight_layout,
         "processed_weights": plan.weight_layout != CANONICAL,
@@ -109,6 +114,9 @@ def check_plan(check: Checker, plan: LinearPlan, prefix: str = "") -> None:
         check_fields(check, plan, (name,), int, prefix)
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))
     check_fields(check, plan, ("bias",), bool, prefix)
+    if plan.max_tokens is not None:
+        check_fields(check, plan, ("max_tokens",), int, prefix)
+        check.require(plan.max_tokens >= 1, prefix + "max_tokens", "at least 1 or None", plan.max_tokens)
     check_fields(check, plan, ("dtype",), torch.dtype, prefix)
     check_fields(check, plan, ("weight_format", "activation_dtype", "kernel", "weight_layout"), str, prefix)
     check.one_of(prefix + "weight_format", plan.weight_format, tuple(ACTIVATION_DTYPES))

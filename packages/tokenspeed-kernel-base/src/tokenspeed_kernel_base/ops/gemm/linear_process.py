@@ -23,6 +23,7 @@ def linear_plan(
     weight_format: str = "dense",
     activation_dtype: str = "none",
     bias: bool = False,
+    max_tokens: int | None = None,
     override: str | None = None,
     solution: str | None = None,
 ) -> LinearPlan:
@@ -34,6 +35,8 @@ def linear_plan(
 
     Args:
         in_features to bias: see `LinearPlan`. float32 and float64 are dtypes of dense weights, the halves of all.
+        max_tokens: the most tokens of a call; None: any number. Say it where it is certain: a worker that only decodes knows it.
+            Then kernels are considered, too, that are for few tokens alone. A call with more raises ValueError.
         device: where the tensors will be; by default what `current_platform` stands for.
         platform: where the kernel shall run, in place of device.
         override: only this kernel; the platform and format gates still hold.
@@ -61,6 +64,7 @@ def linear_plan(
         weight_format=weight_format,
         activation_dtype=activation_dtype,
         bias=bias,
+        max_tokens=max_tokens,
         override=override,
         solution=solution,
         called="linear_plan",
