@@ -16,12 +16,10 @@ from tokenspeed_kernel_base.ops.quantization.encodings import decode_e2m1, decod
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_nvidia.sm90.gemm import linear
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (
-    BY_WARPGROUPS,
-    CLUSTER,
     GROUPS,
     HEAD_BYTES,
+    MAX_K,
     SHARED_BYTES,
-    blocks_of_launches,
     config_of,
     every_config,
 )
@@ -32,9 +30,8 @@ FORMATS = pytest.mark.parametrize("weight_format", ["mxfp4", "nvfp4"])
 
 
 def plan_of(k: int, n: int, weight_format: str, **options: Any) -> LinearPlan:
-    return tokenspeed_kernel.linear_plan(
-        k, n, weight_format=weight_format, platform=named_platform("sm_90"), solution="cutedsl", **options
-    )
+    facts = {"max_tokens": 16, "platform": named_platform("sm_90"), "solution": "cutedsl", **options}
+    return tokenspeed_kernel.linear_plan(k, n, weight_format=weight_format, **facts)
 
 
 def weights_of(k: int, n: int, weight_format: str, seed: int = 0, **more: Any) -> LinearWeights:
@@ -111,28 +108,37 @@ def test_configurations_fit() -> None:
         assert 8 <= GROUPS * config.stages <= 32  # a lane makes the barriers of each
         assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # bytes on their way
         assert 8 * 2 * GROUPS * (config.stages + 1) <= HEAD_BYTES
-    for tokens, room, k, launches in ((1, 8, 8192, 1), (9, 16, 28672, 1), (64, 64, 8192, 1), (64, 64, 8256, 2), (64, 64, 28672, 4)):
-        config = config_of("bfloat16", "nvfp4", tokens)
-        blocks = blocks_of_launches(config, k)
-        assert (config.tokens, len(blocks)) == (room, launches)
-        assert [first for first, _ in blocks] == [sum(count for _, count in blocks[:each]) for each in range(launches)]
-        assert sum(count for _, count in blocks) == k // 64
-        assert all(-(-count // CLUSTER) * 64 * 64 * 2 <= config.columns_bytes * 64 // room for _, count in blocks)
+    assert {config_of("bfloat16", "nvfp4", tokens) for tokens in range(1, 17)} <= set(every_config())
+    assert MAX_K == 28672  # of Llama 70B's down
 
 
 def test_which_plans_are_served() -> None:
     def chosen(**options: Any) -> str:
-        facts = {"in_features": 8192, "out_features": 8192, "weight_format": "nvfp4", **options}
+        facts = {"in_features": 8192, "out_features": 8192, "weight_format": "nvfp4", "max_tokens": 16, **options}
         return str(tokenspeed_kernel.linear_plan(**facts, platform=named_platform("sm_90")).kernel)
 
-    assert chosen() == chosen(bias=True, dtype=torch.float16) == "cutedsl_linear_nvfp4"
+    assert chosen() == chosen(bias=True, dtype=torch.float16) == chosen(max_tokens=1) == "cutedsl_linear_nvfp4"
+    assert chosen(in_features=MAX_K) == "cutedsl_linear_nvfp4"
     assert chosen(weight_format="mxfp4", in_features=2880) == "cutedsl_linear_mxfp4"
     for others in (
         {"weight_format": "dense"},
         {"weight_format": "fp8_block"},
         {"activation_dtype": "nvfp4"},
+        {"max_tokens": None},
+        {"max_tokens": 17},
+        {"in_features": MAX_K + 16},
     ):
         assert chosen(**others) == "composed_linear"
+    with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match="max_tokens=None is not at most 16"):
+        chosen(max_tokens=None, solution="cutedsl")
+
+
+def test_who_names_the_kernel_is_told_what_it_takes() -> None:
+    for k, tokens in ((64, 17), (MAX_K + 64, 1)):
+        plan = plan_of(k, 8, "nvfp4", max_tokens=None, override="cutedsl_linear_nvfp4")
+        weights = tokenspeed_kernel.linear_process_weights(weights_of(k, 8, "nvfp4"), plan)
+        with pytest.raises(ValueError, match=f"is for at most 16 tokens of 28672 features, got {tokens} of {k}"):
+            linear.linear(torch.randn(tokens, k).bfloat16(), weights, plan)
 
 
 # -- on the emulator ---------------------------------------------------------------------------------------------------------------
@@ -165,36 +171,27 @@ def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | Non
 
 @pytest.mark.usefixtures("emulated")
 @FORMATS
-@pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (20, torch.bfloat16), (50, torch.bfloat16)])
+@pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (9, torch.bfloat16)])
 def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) -> None:
     """Stages and buffers are used again; CTAs have 2 and 3 blocks of k, so that a last stage has one; the last panel is short."""
     k, n = 19 * 64 - 32, 10 * 64 + 24
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     weights, plan = weights_of(k, n, weight_format, bias=bias), plan_of(k, n, weight_format, bias=True, dtype=dtype)
-    config = config_of("bfloat16", weight_format, m)
-    assert (config.tokens >= BY_WARPGROUPS) == (m > 16)
     check(torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype), weights, plan)
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(("m", "launches"), [(5, 2), (40, 3)])
-def test_launches_that_share_k(m: int, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no room for the features of all tokens."""
-    k, n = 40 * 64, 72
-    monkeypatch.setattr("tokenspeed_kernel_nvidia.sm90.gemm.linear_config._ROOM", {8: 3, 16: 3, 32: 3, 64: 2})
-    monkeypatch.setattr(
-        "tokenspeed_kernel_nvidia.sm90.gemm.linear_config.Config.columns_bytes", property(lambda c: 6144 * c.tokens)
-    )
-    weights, plan = weights_of(k, n, "nvfp4", bias=torch.randn(n)), plan_of(k, n, "nvfp4", bias=True)
-    assert len(blocks_of_launches(config_of("bfloat16", "nvfp4", m), k)) == launches
-    check(torch.randn(m, k).bfloat16(), weights, plan)
+def test_rows_that_begin_anywhere() -> None:
+    """Of tokens and results; fewer blocks of k than CTAs."""
+    weights, plan = weights_of(64, 72, "nvfp4"), plan_of(64, 72, "nvfp4")
+    out = torch.empty(11, 200, dtype=torch.bfloat16)[:, 3:75]
+    check(torch.randn(11, 80).bfloat16()[:, 5:69], weights, plan, out)
 
 
 @pytest.mark.usefixtures("emulated")
-def test_more_tokens_than_a_launch_takes() -> None:
-    weights, plan = weights_of(64, 72, "nvfp4"), plan_of(64, 72, "nvfp4")
-    out = torch.empty(67, 200, dtype=torch.bfloat16)[:, 3:75]  # rows that begin anywhere
-    check(torch.randn(67, 80).bfloat16()[:, 5:69], weights, plan, out)
+def test_as_much_k_as_there_is_room_for() -> None:
+    weights, plan = weights_of(MAX_K, 24, "nvfp4"), plan_of(MAX_K, 24, "nvfp4")
+    check(torch.randn(16, MAX_K).bfloat16(), weights, plan)
 
 
 @pytest.mark.usefixtures("emulated")

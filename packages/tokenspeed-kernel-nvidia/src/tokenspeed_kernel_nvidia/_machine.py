@@ -53,8 +53,9 @@ def multiprocessors(device: int) -> int:
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
     """How many clusters of CTAs, one on a multiprocessor, a device runs at the same time.
 
-    A cluster is in one group of multiprocessors, and the groups of a device differ in size. Where the driver does not say how many
-    find place, as many as there are multiprocessors for.
+    A cluster is in one group of multiprocessors, and the groups of a device differ in size: an H100 has 132 multiprocessors and
+    place for 15 clusters of eight, not 16. Where the driver does not say how many find place, as many as there are multiprocessors
+    for.
 
     Args:
         device: PyTorch's number for it; negative for none.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_layout import LAYOUTS, block_bytes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_STRIPS, blocks_of
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_STRIPS
 
 CLUSTER = 8  # CTAs that share k; each finishes 8 rows of a panel of 64
-GROUPS = 4  # warpgroups that multiply, each another panel
+GROUPS = 4  # groups of four warps that multiply, each another panel
 MULTIPLIERS = 4 * GROUPS  # warps that multiply
 LOAD_WARP = MULTIPLIERS  # the warp that loads weights
 FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that add up what CTAs send
@@ -20,15 +19,22 @@ ROWS = 8  # of a panel that a CTA finishes
 SLAB = 2  # blocks of a panel in a stage
 HEAD_BYTES = 1024  # at the beginning of shared memory: barriers
 SHARED_BYTES = 227 * 1024  # shared memory that a CTA may have
-STAGES = 8  # of a warpgroup at most, so that the lanes of a warp make all barriers at once
-WIDTH = 32  # the most tokens whose sums are sent together
-# For each number of tokens, the most blocks of k of a CTA.
-_ROOM = {8: 64, 16: 56, 32: 28, 64: 16}
-MAX_TOKENS = max(_ROOM)  # of a launch
-# So many tokens are multiplied by wgmma. It takes 32 cycles to read its left operand, as long as 64 columns take. mma takes as long
-# as its columns do, but half as many cycles again for each. A warp reads columns from shared memory for each strip, which takes as
-# long for 32 tokens as wgmma's products.
-BY_WARPGROUPS = 32
+STAGES = 8  # of a group at most, so that the lanes of a warp make all barriers at once
+# Numbers of tokens that there are programs for. Microseconds on an H100 by this kernel, by the portable `mm` of the canonical
+# weights, and by cuBLAS with weights in bfloat16. More than 16 tokens were multiplied by wgmma, 64 a launch, which was no quicker
+# than `mm`, so that there are no programs for them any more:
+#
+#                                1 token           4                 16               64               256
+#   8192 x 8192, nvfp4      20.7  20.9  47.1  20.6  22.0  47.7  22.8  33.6  48.0  47.4  36.1  49.0   187   77   55
+#   2880 x 5120, nvfp4      10.7  10.4  12.9  10.7  10.7  12.9  11.7  14.7  13.0  26.1  22.5  13.3   101   40   16
+#   8192 x 57344, nvfp4      105   122   323   107   122   324   117   160   327   227   234   335   918  467  355
+#
+# Weights in mxfp4 take the same within 4%.
+TOKENS = (8, 16)
+MAX_TOKENS = max(TOKENS)
+# The most blocks of k of a CTA. The features of 16 tokens take 112 KiB then, and a group has five stages.
+ROOM = 56
+MAX_K = CLUSTER * ROOM * BLOCK
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Config:
     Attributes:
         dtype: the dtype of tokens and results.
         weights: the format of weights, of `LAYOUTS`.
-        tokens: the most tokens of a launch.
+        tokens: the most tokens of a call, of `TOKENS`.
     """
 
     dtype: str
@@ -58,17 +64,12 @@ class Config:
     @property
     def columns_bytes(self) -> int:
         """The bytes of shared memory that tokens take."""
-        return _ROOM[self.tokens] * BLOCK * self.tokens * 2
-
-    @property
-    def width(self) -> int:
-        """The number of tokens whose sums are sent together."""
-        return min(self.tokens, WIDTH)
+        return ROOM * BLOCK * self.tokens * 2
 
     @property
     def buffer_bytes(self) -> int:
-        """The bytes of the sums of so many tokens that all CTAs send for a panel's rows. Each warpgroup has a buffer for them."""
-        return CLUSTER * ROWS * self.width * 4
+        """The bytes of the sums that all CTAs send for a panel's rows. Each group has a buffer for them."""
+        return CLUSTER * ROWS * self.tokens * 4
 
     @property
     def _before_ring(self) -> int:
@@ -76,7 +77,7 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """The number of stages that each warpgroup has."""
+        """The number of stages that each group has."""
         return min(STAGES, (SHARED_BYTES - self._before_ring) // (GROUPS * self.stage_bytes))
 
     @property
@@ -86,18 +87,10 @@ class Config:
 
 
 def config_of(dtype: str, weights: str, tokens: int) -> Config:
-    """Returns the program for a number of tokens, or for most of them."""
-    return Config(dtype, weights, next((room for room in _ROOM if room >= tokens), max(_ROOM)))
-
-
-def blocks_of_launches(config: Config, k: int) -> list[tuple[int, int]]:
-    """Returns the first block of k of each launch, and how many it has: as many as there is room for tokens' features."""
-    blocks = blocks_of(k)
-    launches = -(-blocks // (CLUSTER * _ROOM[config.tokens]))
-    firsts = [launch * blocks // launches for launch in range(launches + 1)]
-    return [(first, end - first) for first, end in itertools.pairwise(firsts)]
+    """Returns the program for a number of tokens, which is at most `MAX_TOKENS`."""
+    return Config(dtype, weights, next(most for most in TOKENS if most >= tokens))
 
 
 def every_config() -> list[Config]:
     """Returns all configurations that there are."""
-    return [Config(dtype, weights, tokens) for dtype in DTYPES.values() for weights in LAYOUTS for tokens in _ROOM]
+    return [Config(dtype, weights, tokens) for dtype in DTYPES.values() for weights in LAYOUTS for tokens in TOKENS]

@@ -1,4 +1,4 @@
-"""Decoding of codes and scales in the order of `linear_layout`, to registers of a left operand of `mma` or `wgmma`."""
+"""Decoding of codes and scales in the order of `linear_layout`, to registers of a left operand of `mma`."""
 
 # mypy: ignore-errors
 

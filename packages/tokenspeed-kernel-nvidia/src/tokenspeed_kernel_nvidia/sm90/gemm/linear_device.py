@@ -23,7 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import (
     advance,
     first_to_fill,
 )
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, dtype_of, load_floats, store_floats
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, dtype_of, load_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (
     CLUSTER,
     FINISH_WARP,
@@ -50,7 +50,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     """Returns stand-ins for the arguments of `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     out = make_fake_tensor(dtype_of(config.dtype), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=2)
-    return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(3)), arguments.stream()
+    return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(3)), Int32(0), arguments.stream()
 
 
 class Linear(Products):
@@ -64,16 +64,12 @@ class Linear(Products):
         weights: Int64,
         factors: Int64,
         bias: Int64,
-        partial: Int64,
-        begin: Int32,
-        count: Int32,
         ctas: Int32,
         stream: cuda.CUstream,
     ):
         self.kernel(
             Matrix(x.iterator.toint(), x.stride[0] * 2), x.shape[0], x.shape[1],
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), out.shape[1], weights, factors, bias,
-            partial, begin, count,
         ).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), smem=self.config.shared_bytes, stream=stream,
             use_pdl=True, min_blocks_per_mp=1,
@@ -90,31 +86,20 @@ class Linear(Products):
         weights: Int64,
         factors: Int64,
         bias: Int64,
-        partial: Int64,
-        begin: Int32,
-        count: Int32,
     ):
-        """Multiplies with some blocks of k.
-
-        Args:
-            partial: the address of sums of launches before and after this one, see `Call`.
-            begin, count: this launch's blocks.
-        """
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         rank, cluster, clusters = cta % CLUSTER, cta // CLUSTER, ctas // CLUSTER
         panels, blocks = (n + (PANEL - 1)) // PANEL, (k + (BLOCK - 1)) // BLOCK
-        first, first_block = cluster * panels // clusters, rank * count // CLUSTER
+        first, first_block = cluster * panels // clusters, rank * blocks // CLUSTER
         share = Share(
             rank,
             first,
             (cluster + 1) * panels // clusters - first,
-            begin + first_block,
-            (rank + 1) * count // CLUSTER - first_block,
-            begin,
-            count,
+            first_block,
+            (rank + 1) * blocks // CLUSTER - first_block,
             blocks,
         )
         barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
@@ -123,7 +108,7 @@ class Linear(Products):
         base = barriers.toint() + HEAD_BYTES
         buffers = base + config.columns_bytes
         call = Call(
-            x, m, k, out, n, weights, factors, bias, partial, share, ring, sums, base, buffers,
+            x, m, k, out, n, weights, factors, bias, share, ring, sums, base, buffers,
             buffers + GROUPS * config.buffer_bytes,
         )  # fmt: skip
         # What runs next may begin when there is room; its own wait is for all that is done here.
@@ -162,9 +147,9 @@ class Linear(Products):
 
     @cute.jit
     def load(self, call: Call):
-        """Brings this CTA's blocks of all panels to the ring: of as many panels as there are warpgroups a slab each, in turns."""
+        """Brings this CTA's blocks of all panels to the ring: of as many panels as there are groups a slab each, in turns."""
         config, share = self.config, call.share
-        at = first_to_fill()  # of each warpgroup's stages
+        at = first_to_fill()  # of each group's stages
         if cute.arch.lane_idx() == 0:
             for panel in cutlass.range(0, share.panels, GROUPS, unroll=1):
                 for block in cutlass.range(0, share.blocks, SLAB, unroll=1):
@@ -185,50 +170,39 @@ class Linear(Products):
     @cute.jit
     def expect_sums(self, call: Call, at: Cursor):
         """Says how many bytes of sums come to a buffer: each CTA that has blocks of k sends its own."""
-        call.sums.commit(at, cutlass.min(call.share.count, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
+        call.sums.commit(at, cutlass.min(call.share.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
         """Finishes this CTA's rows of all panels, in the order in which they come."""
         index = (warp - FINISH_WARP) * LANES + cute.arch.lane_idx()
-        parts = self.config.tokens // self.config.width
-        for panel in cutlass.range(0, call.share.panels, GROUPS, unroll=1):
-            groups = cutlass.min(call.share.panels - panel, GROUPS)
-            for turn in cutlass.range(parts * groups, unroll=1):
-                part, group = turn // groups, turn % groups
-                at = Cursor(group, (panel // GROUPS * parts + part) % 2)
-                self.finish_rows(call, at, panel + group, part * self.config.width, index)
+        for panel in cutlass.range(call.share.panels, unroll=1):
+            self.finish_rows(call, Cursor(panel % GROUPS, panel // GROUPS % 2), panel, index)
 
     @cute.jit
-    def finish_rows(self, call: Call, at: Cursor, panel: Int32, first_token: Int32, index: Int32):
-        """Adds up what all CTAs send for some tokens, and writes the results. A lane has some rows of a token."""
+    def finish_rows(self, call: Call, at: Cursor, panel: Int32, index: Int32):
+        """Adds up what all CTAs send for a panel, and writes the results. A lane has some rows of a token."""
         config, share = self.config, call.share
-        rows = config.width // ROWS  # all lanes together have 8 rows of each token
-        column, own = index % config.width, index // config.width * rows
-        row, token = (share.first + panel) * PANEL + share.rank * ROWS + own, first_token + column
+        rows = config.tokens * ROWS // (FINISHERS * LANES)
+        token, own = index % config.tokens, index // config.tokens * rows
+        row = (share.first + panel) * PANEL + share.rank * ROWS + own
         factors = [load_floats("global", call.factors + Int64(row + i) * 4, 1) for i in range(rows)]
         biases = [Float32(0.0)] * rows
         if call.bias != 0:
             biases = [load_floats("global", call.bias + Int64(row + i) * 4, 1) for i in range(rows)]
-        partial = call.partial + (Int64(row) * config.tokens + token) * 4
         totals = [Float32(0.0)] * rows
-        if share.begin > 0:
-            totals = [load_floats("global.cg", partial + i * config.tokens * 4, 1) for i in range(rows)]
         call.sums.wait(at)
-        place = call.buffers + at.stage * config.buffer_bytes + (own * config.width + column) * 4
+        place = call.buffers + at.stage * config.buffer_bytes + (own * config.tokens + token) * 4
         for source in cutlass.range_constexpr(CLUSTER):
-            there = (source + 1) * share.count // CLUSTER > source * share.count // CLUSTER
+            there = (source + 1) * share.all_blocks // CLUSTER > source * share.all_blocks // CLUSTER
             for i in cutlass.range_constexpr(rows):
-                number = load_floats("shared", place + (source * ROWS + i) * config.width * 4, 1)
+                number = load_floats("shared", place + (source * ROWS + i) * config.tokens * 4, 1)
                 totals[i] += cutlass.select_(there, number, Float32(0.0))
         if index == 0:  # before others may send anew
             self.expect_sums(call, at)
         cute.arch.sync_warp()
         if index % LANES < CLUSTER:
             arrive_at(call.sums.empty.of(at).toint(), index % LANES)
-        last = share.begin + share.count == share.all_blocks
         for i in cutlass.range_constexpr(rows):
-            if not last:
-                store_floats("global", partial + i * config.tokens * 4, [totals[i]])
-            elif (token < call.m) & (row + i < call.n):
+            if (token < call.m) & (row + i < call.n):
                 store_number(call.out.at(token, row + i, 2), totals[i] * factors[i] + biases[i], self.dtype)

@@ -1,8 +1,8 @@
 """The part of `linear_device` that multiplies: tokens as right operands in shared memory, weights decoded to left operands, and the
 sums that are sent to other CTAs.
 
-Tokens lie as `wgmma` wants its right operand without a swizzle: 8 elements of k of eight tokens in 128 bytes, those of the next
-eight tokens after them, and then the next 8 elements of k. `ldmatrix` reads the same without conflicts.
+Tokens lie so that `ldmatrix` reads them without conflicts: 8 elements of k of eight tokens in 128 bytes, those of the next eight
+tokens after them, and then the next 8 elements of k.
 """
 
 # mypy: ignore-errors
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece, load_words, of_rank
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, ldmatrix, mma_m16n8k16
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import BY_WARPGROUPS, GROUPS, MULTIPLIERS, ROWS, SLAB, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import GROUPS, MULTIPLIERS, ROWS, SLAB, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_decode_device import decode, multipliers_of
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_layout import block_bytes
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Matrix, Table
@@ -38,8 +37,7 @@ class Share:
         rank: the CTA in its cluster.
         first, panels: its panels, which are those of the whole cluster.
         first_block, blocks: its blocks of k.
-        begin, count: those of the launch.
-        all_blocks: the number of blocks of k.
+        all_blocks: the blocks of k of all CTAs.
     """
 
     rank: Int32
@@ -47,14 +45,12 @@ class Share:
     panels: Int32
     first_block: Int32
     blocks: Int32
-    begin: Int32
-    count: Int32
     all_blocks: Int32
 
 
 @dataclass(frozen=True)
 class Call:
-    """A launch, and the shared memory of a CTA.
+    """A call, and the shared memory of a CTA.
 
     Attributes:
         x: the tokens.
@@ -62,9 +58,8 @@ class Call:
         out: the results, of ``n`` columns.
         weights, factors: addresses of what `linear_layout` says.
         bias: likewise; 0 if there is none.
-        partial: the address of sums over the blocks of launches so far, float32 ``[64 * panels, tokens of a program]``.
         share: what this CTA has of the weights.
-        ring: the barriers of the ring; each warpgroup has stages of its own, one after another.
+        ring: the barriers of the ring; each group has stages of its own, one after another.
         sums: the barriers of the buffers of sums.
         columns, buffers, ring_at: addresses in shared memory.
     """
@@ -77,7 +72,6 @@ class Call:
     weights: Int64
     factors: Int64
     bias: Int64
-    partial: Int64
     share: Share
     ring: Pipeline
     sums: Pipeline
@@ -110,14 +104,10 @@ class Products:
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32):
-        """Multiplies this CTA's blocks of every panel with the tokens. A warpgroup has every fourth panel, a warp a strip of it."""
+        """Multiplies this CTA's blocks of every panel with the tokens. A group has every fourth panel, a warp a strip of it."""
         self.copy_tokens(call, warp)
-        group, strip = warp // PANEL_STRIPS, warp % PANEL_STRIPS
         if call.share.blocks > 0:
-            if const_expr(self.config.tokens >= BY_WARPGROUPS):
-                self.multiply_by_warpgroups(call, group, strip)
-            else:
-                self.multiply_by_warps(call, group, strip)
+            self.multiply_panels(call, warp // PANEL_STRIPS, warp % PANEL_STRIPS)
 
     @cute.jit
     def copy_tokens(self, call: Call, warp: Int32):
@@ -131,14 +121,13 @@ class Products:
             to = call.columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16
             copy_piece(to, 0, source, cutlass.select_(inside, Int32(16), Int32(0)))
         cute.arch.inline_ptx("cp.async.wait_all;", read_only_args=[])
-        cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=MULTIPLYING, number_of_threads=32 * MULTIPLIERS)
 
     # -- products --------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply_by_warps(self, call: Call, group: Int32, strip: Int32):
-        """Multiplies panels of a warpgroup by mma."""
+    def multiply_panels(self, call: Call, group: Int32, strip: Int32):
+        """Multiplies a strip of each of a group's panels."""
         share, lane = call.share, cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((4 * self.tiles,), Float32)
         at = first_to_read()
@@ -168,62 +157,8 @@ class Products:
                 for at in cutlass.range_constexpr(4):
                     acc[4 * tile + at] = sums[at]
 
-    @cute.jit
-    def multiply_by_warpgroups(self, call: Call, group: Int32, strip: Int32):
-        """Multiplies panels by wgmma: a block is decoded while the one before is multiplied."""
-        share, lane, tokens = call.share, cute.arch.lane_idx(), self.config.tokens
-        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, tokens, 16), source, major, major)
-        mma = cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
-        mine = mma.get_slice(0)
-        blocks = self.config.columns_bytes // (2 * BLOCK * tokens)
-        # ((token of eight, eight), (element of eight, eight), block)
-        shape = ((8, self.tiles), (8, BLOCK // 8), blocks)
-        layout = cute.make_layout(shape, stride=((8, 64), (1, 64 * self.tiles), BLOCK * tokens))
-        columns = cute.make_tensor(cute.make_ptr(self.dtype, call.columns, cute.AddressSpace.smem, assumed_align=128), layout)
-        right = mine.make_fragment_B(mine.partition_B(columns))
-        acc = cute.make_rmem_tensor(mine.partition_shape_C((64, tokens)), Float32)
-        left = [mine.make_fragment_A(mma.partition_shape_A((64, BLOCK))) for _ in range(SLAB)]
-        at = first_to_read()
-        for panel in cutlass.range(group, share.panels, GROUPS, unroll=1):
-            acc.fill(0.0)
-            for begin in cutlass.range(0, share.blocks - share.blocks % SLAB, SLAB, unroll=1):
-                stage = self.stage_of(at, group)
-                call.ring.wait(stage)
-                for each in cutlass.range_constexpr(SLAB):
-                    self.start_block(mma, acc, left[each], right, begin + each, *self.load_block(call, stage, strip, each, lane))
-                cute.arch.sync_warp()
-                call.ring.release(stage)
-                at = advance(at, self.config.stages)
-            if share.blocks % SLAB > 0:
-                stage = self.stage_of(at, group)
-                call.ring.wait(stage)
-                self.start_block(mma, acc, left[0], right, share.blocks - 1, *self.load_block(call, stage, strip, 0, lane))
-                cute.arch.sync_warp()
-                call.ring.release(stage)
-                at = advance(at, self.config.stages)
-            warpgroup.wait_group(0)
-            self.send(call, panel, strip, lane, acc)
-
-    @cute.jit
-    def start_block(
-        self, mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, block: Int32, words: Any, scales: Any
-    ):
-        """Starts the products of a block. Those of the block before last are done then, which had the same registers."""
-        warpgroup.wait_group(1)
-        registers = cute.recast_tensor(left, Uint32)
-        for step, operand in enumerate(self.decoded(words, scales)):
-            for at in cutlass.range_constexpr(4):
-                registers[4 * step + at] = operand[at]
-        warpgroup.fence()
-        for step in cutlass.range_constexpr(STEPS):
-            atom = cute.make_mma_atom(mma.op)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
-            cute.gemm(atom, acc, left[None, None, step], right[None, None, step, block], acc)
-        warpgroup.commit_group()
-
     def stage_of(self, at: Cursor, group: Int32) -> Cursor:
-        """Returns a stage of the ring of a warpgroup."""
+        """Returns a stage of the ring of a group."""
         return Cursor(at.stage + group * self.config.stages, at.phase)
 
     def load_block(self, call: Call, stage: Cursor, strip: Int32, each: int, lane: Int32) -> Any:
@@ -245,28 +180,21 @@ class Products:
 
     def columns_of(self, columns: Int32, step: int, lane: Int32) -> list:
         """Returns the right operands of a step, two registers for each eight tokens; of eight tokens alone those of two steps."""
-        if self.tiles == 1:
-            return [*ldmatrix(columns + (2 * step + lane // 8) * CORE_BYTES + lane % 8 * 16, False)]
-        right = []
-        for pair in range(self.tiles // 2):
-            chunk, tile = 2 * step + lane // 8 % 2, 2 * pair + lane // 16
-            right += ldmatrix(columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16, False)
-        return right
+        chunk, tile = (2 * step + lane // 8, 0) if self.tiles == 1 else (2 * step + lane // 8 % 2, lane // 16)
+        return [*ldmatrix(columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16, False)]
 
     # -- sums ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def send(self, call: Call, panel: Int32, strip: Int32, lane: Int32, acc: cute.Tensor):
         """Sends a panel's sums: eight rows of a strip to each of two CTAs."""
-        config = self.config
-        group, parts = panel % GROUPS, config.tokens // config.width
-        place = call.buffers + group * config.buffer_bytes + (call.share.rank * ROWS + lane // 4) * (config.width * 4)
-        for part in cutlass.range_constexpr(parts):
-            to = Cursor(group, (panel // GROUPS * parts + part + 1) % 2)
-            call.sums.acquire(to)
-            for row in cutlass.range_constexpr(2):
-                rank = 2 * strip + row
-                there, barrier = of_rank(place + lane % 4 * 8, rank), of_rank(call.sums.full.of(to).toint(), rank)
-                for tile in cutlass.range_constexpr(config.width // 8):
-                    at = 4 * (part * (config.width // 8) + tile) + 2 * row
-                    send_pair(there + tile * 32, [acc[at], acc[at + 1]], barrier)
+        config, group = self.config, panel % GROUPS
+        place = call.buffers + group * config.buffer_bytes + (call.share.rank * ROWS + lane // 4) * (config.tokens * 4)
+        to = Cursor(group, (panel // GROUPS + 1) % 2)
+        call.sums.acquire(to)
+        for row in cutlass.range_constexpr(2):
+            rank = 2 * strip + row
+            there, barrier = of_rank(place + lane % 4 * 8, rank), of_rank(call.sums.full.of(to).toint(), rank)
+            for tile in cutlass.range_constexpr(self.tiles):
+                at = 4 * tile + 2 * row
+                send_pair(there + tile * 32, [acc[at], acc[at + 1]], barrier)
