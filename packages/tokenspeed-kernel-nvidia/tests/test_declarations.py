@@ -30,6 +30,7 @@ OPERATORS = [
     ("attention", "mla_extend_with_kvcache"),
     ("attention", "mla_prefill"),
     ("attention", "mla_sparse_with_kvcache"),
+    ("gemm", "linear"),
     ("gemm", "mm"),
     ("moe", "moe_apply"),
 ]

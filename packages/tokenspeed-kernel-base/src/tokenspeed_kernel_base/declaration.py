@@ -94,6 +94,7 @@ class Operator(Generic[P, R]):
         hints: Sequence[str],
         exact: bool,
         reference_traits: Mapping[str, Any],
+        composed_traits: Mapping[str, Any],
         fixed_traits: Iterable[str],
         varying: Sequence[str],
         capacity: Iterable[str],
@@ -111,7 +112,8 @@ class Operator(Generic[P, R]):
         self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
         self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
         self.scales = frozenset(scales)
-        self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
+        self._formats = tuple(formats)
+        self._body_traits = {REFERENCE: dict(reference_traits), COMPOSED: dict(composed_traits)}
         self.fixed_traits = frozenset(fixed_traits)
         unknown = {*formats, *outs, *mutates, *hints, *bounds, *self.scales}.union(in_place, *in_place.values()) - set(self.names)
         if unknown:
@@ -241,7 +243,7 @@ class Operator(Generic[P, R]):
             self.mode,
             solution=solution,
             format_signatures=None,
-            traits=self._reference_traits if solution == REFERENCE else {},
+            traits=self._body_traits[solution],
             universal=True,
             priority=priority,
             tags=tags,

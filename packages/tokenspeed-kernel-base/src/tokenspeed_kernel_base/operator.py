@@ -136,6 +136,7 @@ def operator(
     hints: Sequence[str] = (),
     exact: bool = False,
     reference_traits: Mapping[str, Any] | None = None,
+    composed_traits: Mapping[str, Any] | None = None,
     fixed_traits: Iterable[str] = (),
     varying: Sequence[str] = (),
     capacity: Iterable[str] = (),
@@ -157,6 +158,8 @@ def operator(
         hints: parameters that repeat on the host what a tensor says; they may spare work, and never decide.
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the body itself, where it does not serve everything the signature can say.
+        composed_traits: the same of the body as it runs with its parts' best kernels, of an operator that is composed: where its
+            parts cannot take what is prepared for kernels of this operator alone, say.
         fixed_traits: traits that say what the operands are; an override does not get past them.
         varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
             found by the power of two above them, and by the exact value of every size that is not named here. The first one counts
@@ -187,6 +190,7 @@ def operator(
             hints=hints,
             exact=exact,
             reference_traits=reference_traits or {},
+            composed_traits=composed_traits or {},
             fixed_traits=fixed_traits,
             varying=varying,
             capacity=capacity,

@@ -21,16 +21,24 @@ that arranges the object. A plan compares each kernel as a call would, as if the
 The hooks ``traits`` and ``formats`` of such an operator see the plan alone, so that plan and call ask the same of a kernel.
 
 An operator that takes the plans of another one declares ``prepare`` and no ``plan``; its other hooks may see what they like.
+
+Weights are a dataclass of tensors with an attribute ``layout``, for which functions take any object with its attributes in place:
+`as_weights` makes it, and `Preparation.arranged` is all that a ``prepare`` hook has to do.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from tokenspeed_kernel_base.checks import Checker
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import Checker, describe
+from tokenspeed_kernel_base.parameters import resolved_annotations
 from tokenspeed_kernel_base.registry import KernelRegistry, load_object
+from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, Verdict, consider
 from tokenspeed_kernel_base.spec import KernelSpec
 
@@ -38,6 +46,8 @@ from tokenspeed_kernel_base.spec import KernelSpec
 CANONICAL = "canonical"
 # The kernel of a plan that is being made.
 UNDECIDED = "undecided"
+
+W = TypeVar("W")
 
 
 def wanted_layout(spec: KernelSpec, trait: str) -> str:
@@ -89,6 +99,64 @@ def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
 
 
+def check_fields(check: Checker, plan: Any, names: Iterable[str], kind: type, prefix: str = "") -> None:
+    """Raises TypeError for an attribute of a plan that is not of this kind. ``prefix`` stands before the names."""
+    for name in names:
+        value = getattr(plan, name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            expected = "a torch.dtype" if kind is torch.dtype else kind.__name__
+            check.fail(prefix + name, expected, f"{type(value).__name__} {describe(value)}", TypeError)
+
+
+def layout_of(weights: Any) -> str:
+    """The layout that any weights object is in."""
+    return getattr(weights, "layout", CANONICAL)
+
+
+def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout: str | None = None) -> W:
+    """A new object of a weights class with any object's tensors, in ``layout`` or the object's own; the object itself if it is a
+    resource. What has a default in the class the object may lack.
+
+    Raises:
+        TypeError: an attribute is missing or is no tensor, or a resource is not derived from the class.
+        ValueError: the tensors are on several devices, or a resource is in another layout.
+    """
+    values: dict[str, Any] = {}
+    first = ""
+    annotations, fields = resolved_annotations(cls), dataclasses.fields(cls)  # type: ignore[arg-type]
+    for field in fields:
+        name = field.name
+        if name == "layout":
+            continue
+        if not hasattr(weights, name) and field.default is dataclasses.MISSING:
+            check.fail(argument, f"an object with {name}", type(weights).__name__, TypeError)
+        value = values[name] = getattr(weights, name, field.default)
+        if value is None and annotations[name] is not Tensor:
+            continue
+        if not isinstance(value, Tensor):
+            check.fail(f"{argument}.{name}", "a tensor", value, TypeError)
+        first = first or name
+        device = values[first].device
+        if value.device != device:
+            check.fail(f"{argument}.{name}", f"on {device} like {argument}.{first}", value)
+    if not isinstance(weights, Resource):
+        make: Callable[..., W] = cls
+        return make(**values, layout=layout_of(weights) if layout is None else layout)
+    if not isinstance(weights, cls):
+        check.fail(argument, f"derived from {cls.__name__} if it is a Resource", type(weights).__name__, TypeError)
+    if layout is not None and layout_of(weights) != layout:
+        check.fail(f"the layout of {argument}", repr(layout), repr(layout_of(weights)))
+    return weights
+
+
+def check_layout(check: Checker, weights: Any, plan: Any, prepare: str) -> None:
+    """Raises ValueError for a call's weights that are not in the layout that its plan wants. ``prepare``: what makes those."""
+    layout = layout_of(weights)
+    if layout != plan.weight_layout:
+        wanted = f"{plan.weight_layout!r}, which {plan.kernel} of the plan wants: {prepare}(weights, plan) makes it"
+        check.fail("weights.layout", wanted, repr(layout))
+
+
 class Preparation(NamedTuple):
     """What a ``prepare`` hook works with.
 
@@ -103,6 +171,36 @@ class Preparation(NamedTuple):
     operator: str
     planned: str
     package: str | None = None
+
+    def arranged(self, weights: Any, plan: Any, cls: type[W], check_canonical: Callable[[Checker, Any, Any], None]) -> W:
+        """Weights in the layout ``plan.weight_layout``, as a ``prepare`` hook gives them; those in it already stay as they are.
+
+        Args:
+            weights: any object with the attributes of ``cls``, in the canonical layout or the plan's.
+            plan: the plan, already checked.
+            cls: a dataclass of tensors with an attribute ``layout``. What is for its keywords alone is kept where the kernel's
+                preprocessor leaves it out.
+            check_canonical: raises unless canonical weights are what the plan says.
+
+        Raises:
+            TypeError, ValueError: see above, and `preprocess`.
+        """
+        check = self.check
+        given = as_weights(check, "weights", weights, cls)
+        layout = layout_of(given)
+        if layout == plan.weight_layout != CANONICAL:
+            return given
+        if layout != CANONICAL:
+            check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(layout))
+        check_canonical(check, given, plan)
+        made = self.preprocess("weights", given, plan, plan.weight_layout)
+        made = as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", made, cls, plan.weight_layout)
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            # A preprocessor that need not change what is for keywords alone need not know it.
+            kept = getattr(given, field.name)
+            if field.kw_only and kept is not None and getattr(made, field.name) is None:
+                setattr(made, field.name, kept)
+        return made
 
     def preprocess(self, argument: str, given: Any, plan: Any, layout: str) -> Any:
         """What the ``weight_preprocessor`` of the plan's kernel makes of an object in the canonical layout; the object itself where

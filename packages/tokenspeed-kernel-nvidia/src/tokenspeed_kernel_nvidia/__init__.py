@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; others work al
     from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
     from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import mla_sparse_with_kvcache
+    from tokenspeed_kernel_base.ops.gemm.linear import linear
     from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import re
 import sys
 from importlib import metadata
+from typing import Any
 
 import torch
 
 ARCH = (9, 0)
 DSL = "nvidia-cutlass-dsl"
 NEEDED_DSL = (4, 8)
+_NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 
 
 @functools.cache
@@ -43,6 +47,51 @@ def capability_of(device: int) -> tuple[int, int]:
 def multiprocessors(device: int) -> int:
     """Streaming multiprocessors of a device, by PyTorch's number for it."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
+    """How many clusters of CTAs, one on a multiprocessor, a device runs at the same time.
+
+    A cluster is in one group of multiprocessors, and the groups of a device differ in size: an H100 has 132 multiprocessors and
+    place for 15 clusters of eight, not 16. Where the driver does not say how many find place, as many as there are multiprocessors
+    for.
+
+    Args:
+        device: PyTorch's number for it; negative for none.
+        size: CTAs of a cluster.
+        threads: of a CTA.
+        shared_bytes: dynamic shared memory of a CTA.
+    """
+    most = max(1, multiprocessors(device) // size)
+    if device < 0:
+        return most
+    found = 0
+    with contextlib.suppress(ImportError, RuntimeError, AttributeError), torch.cuda.device(device):
+        found = _clusters_at_once(most, size, threads, shared_bytes)
+    return min(found, most) or most
+
+
+def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> int:
+    """What the driver says; 0 where it does not."""
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    error, module = driver.cuModuleLoadData(_NOTHING)
+    if error:
+        return 0
+    _, function = driver.cuModuleGetFunction(module, b"nothing")
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.cuFuncSetAttribute(function, attribute, shared_bytes)
+    value = driver.CUlaunchAttributeValue()
+    value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = size, 1, 1
+    cluster = driver.CUlaunchAttribute()
+    cluster.id, cluster.value = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = most * size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.attrs, config.numAttrs = shared_bytes, [cluster], 1
+    error, found = driver.cuOccupancyMaxActiveClusters(function, config)
+    driver.cuModuleUnload(module)
+    return 0 if error else int(found)
 
 
 def require_sm90(function: str, device: torch.device) -> None:

@@ -18,6 +18,9 @@ from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, s
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
+from tokenspeed_kernel_base.ops.gemm.linear_process import linear_plan, linear_process_weights
+from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.kvcache.host_pages import HostPages
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import MlaCacheViews, mla_cache_views
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -105,6 +108,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
     from tokenspeed_kernel_base.ops.embedding.apply_rope_mla import apply_rope_mla
     from tokenspeed_kernel_base.ops.gemm.bmm import bmm
+    from tokenspeed_kernel_base.ops.gemm.linear import linear
     from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
     from tokenspeed_kernel_base.ops.kvcache.compact_kv_cache import compact_kv_cache
@@ -157,6 +161,8 @@ __all__ = [
     "Explanation",
     "HostPages",
     "KernelRegistry",
+    "LinearPlan",
+    "LinearWeights",
     "MlaCacheViews",
     "MoEPlan",
     "MoEWeights",
@@ -184,6 +190,8 @@ __all__ = [
     "get_operator",
     "kernel_override",
     "kernel_scope",
+    "linear_plan",
+    "linear_process_weights",
     "list_plugins",
     "mla_cache_views",
     "moe_plan",

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
-from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, as_weights, check_canonical, layout_of
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, check_canonical
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     BLOCK_FP8,
     BLOCK_MX,
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 )
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
-from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation
+from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation, check_layout
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -163,11 +163,8 @@ def _(check: Checker, x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk
     check.tensor("x", x, "tokens hidden", plan.dtype)
     check.tensor("topk_weights", topk_weights, "tokens top_k", torch.float32)
     check.tensor("topk_ids", topk_ids, "tokens top_k", torch.int32)
-    layout = layout_of(weights)
-    if layout != plan.weight_layout:
-        wanted = f"{plan.weight_layout!r}, which {plan.kernel} of the plan wants: moe_process_weights(weights, plan) makes it"
-        check.fail("weights.layout", wanted, repr(layout))
-    if layout == CANONICAL:
+    check_layout(check, weights, plan, "moe_process_weights")
+    if plan.weight_layout == CANONICAL:
         check_canonical(check, weights, plan)
 
 
@@ -220,21 +217,8 @@ def _(
 
 @moe_apply.prepare
 def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
-    check = preparation.check
-    check_plan(check, plan, "plan.")
-    given = as_weights(check, "weights", weights)
-    if given.layout == plan.weight_layout != CANONICAL:
-        return given
-    if given.layout != CANONICAL:
-        check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(given.layout))
-    check_canonical(check, given, plan)
-    arranged = preparation.preprocess("weights", given, plan, plan.weight_layout)
-    made = as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", arranged, plan.weight_layout)
-    for name in ("w13_input_scale", "w2_input_scale"):  # a preprocessor that need not change them need not know them
-        scale = getattr(given, name)
-        if scale is not None and getattr(made, name) is None:
-            setattr(made, name, scale)
-    return made
+    check_plan(preparation.check, plan, "plan.")
+    return preparation.arranged(weights, plan, MoEWeights, check_canonical)
 
 
 @moe_apply.fake

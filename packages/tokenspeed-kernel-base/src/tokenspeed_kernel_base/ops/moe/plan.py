@@ -11,7 +11,7 @@ import torch
 from tokenspeed_kernel_base.checks import FLOATS, Checker, describe
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
-from tokenspeed_kernel_base.planning import CANONICAL
+from tokenspeed_kernel_base.planning import CANONICAL, check_fields
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
 
 WEIGHT_FORMATS = ("dense", "fp8_block", "mxfp4")
@@ -104,13 +104,9 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
 def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
     """Raises TypeError or ValueError for a plan that makes no sense. ``prefix`` stands before the fields' names."""
     for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
-        value = getattr(plan, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            check.fail(prefix + name, "int", _typed(value), TypeError)
-        check.require(value >= 1, prefix + name, "at least 1", value)
-    for name in ("w13_interleaved", "bias"):
-        if not isinstance(getattr(plan, name), bool):
-            check.fail(prefix + name, "bool", _typed(getattr(plan, name)), TypeError)
+        check_fields(check, plan, (name,), int, prefix)
+        check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))
+    check_fields(check, plan, ("w13_interleaved", "bias"), bool, prefix)
     for name in ("alpha", "beta", "limit"):
         value = getattr(plan, name)
         if value is None and name == "limit":
@@ -119,16 +115,12 @@ def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
             check.fail(prefix + name, "float" + " or None" * (name == "limit"), _typed(value), TypeError)
         check.require(math.isfinite(value), prefix + name, "finite", value)
     check.require(plan.limit is None or plan.limit > 0, prefix + "limit", "positive or None", plan.limit)
-    if not isinstance(plan.dtype, torch.dtype):
-        check.fail(prefix + "dtype", "a torch.dtype", _typed(plan.dtype), TypeError)
+    check_fields(check, plan, ("dtype",), torch.dtype, prefix)
     check.one_of(prefix + "dtype", plan.dtype, sorted(FLOATS, key=str))
     check.one_of(prefix + "weight_format", plan.weight_format, WEIGHT_FORMATS)
     check.one_of(prefix + "activation_dtype", plan.activation_dtype, ACTIVATION_DTYPES)
     check.one_of(prefix + "activation", plan.activation, ACTIVATIONS)
-    for name in ("kernel", "weight_layout"):
-        value = getattr(plan, name)
-        if not isinstance(value, str):
-            check.fail(prefix + name, "str", _typed(value), TypeError)
+    check_fields(check, plan, ("kernel", "weight_layout"), str, prefix)
     blocked = [name for name in ("weight_format", "activation_dtype") if getattr(plan, name) == "mxfp4"]
     for name in ("hidden_size", "intermediate_size") if blocked else ():
         value = getattr(plan, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.planning import CANONICAL
-from tokenspeed_kernel_base.resources import Resource
 
 
 @dataclass
@@ -56,42 +55,6 @@ class MoEWeights:
     layout: str = CANONICAL
     w13_input_scale: Tensor | None = field(default=None, kw_only=True)
     w2_input_scale: Tensor | None = field(default=None, kw_only=True)
-
-
-def layout_of(weights: Any) -> str:
-    """The layout that any weights object is in."""
-    return getattr(weights, "layout", CANONICAL)
-
-
-def as_weights(check: Checker, argument: str, weights: Any, layout: str | None = None) -> MoEWeights:
-    """A new `MoEWeights` of any weights object's tensors, in ``layout`` or the object's own; the object itself if it is a resource.
-
-    Raises:
-        TypeError: an attribute is missing or is no tensor, or a resource is not derived from `MoEWeights`.
-        ValueError: the tensors are on several devices, or a resource is in another layout.
-    """
-    values: dict[str, Any] = {}
-    device: torch.device | None = None
-    for name in (each.name for each in fields(MoEWeights)):
-        if name == "layout":
-            continue
-        if not hasattr(weights, name) and not name.endswith("_input_scale"):
-            check.fail(argument, f"an object with {name}", type(weights).__name__, TypeError)
-        value = values[name] = getattr(weights, name, None)
-        if value is None and not name.endswith("_weight"):
-            continue
-        if not isinstance(value, Tensor):
-            check.fail(f"{argument}.{name}", "a tensor", value, TypeError)
-        device = device or value.device
-        if value.device != device:
-            check.fail(f"{argument}.{name}", f"on {device} like {argument}.w13_weight", value)
-    if not isinstance(weights, Resource):
-        return MoEWeights(**values, layout=layout_of(weights) if layout is None else layout)
-    if not isinstance(weights, MoEWeights):
-        check.fail(argument, "derived from MoEWeights if it is a Resource", type(weights).__name__, TypeError)
-    if layout is not None and weights.layout != layout:
-        check.fail(f"the layout of {argument}", repr(layout), repr(weights.layout))
-    return weights
 
 
 def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:

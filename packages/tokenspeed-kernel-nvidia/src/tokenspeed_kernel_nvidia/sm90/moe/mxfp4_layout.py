@@ -32,6 +32,7 @@ Rows and k are padded with zeros.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,9 +53,8 @@ BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # of a strip
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
 _LEAST = 64  # so that kernels can subtract from a field; nothing so much smaller than the rest of a row adds to a sum
-# Where the sign of each register's code and the lowest of its other three bits stand.
-_SIGN_BITS = (7, 0, 15, 8)
-_LOW_BITS = (1, 4, 9, 12)
+# Where the bits of each register's code stand, from the lowest to the sign.
+PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
 # Experts that are arranged together. Intermediates are as large as so many experts' weights, some times over.
 _AT_ONCE = 16
 
@@ -98,7 +98,7 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
     result = torch.empty(experts, panels, panel_bytes(2 * half_k), dtype=torch.uint8, device=codes.device)
     for first in range(0, experts, _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
-        relative, factor = _exponents(scale[some].index_select(1, rows))
+        relative, factor = relative_scales(scale[some].index_select(1, rows))
         number = len(factor)
         head = torch.zeros(number, padded, 2, STRIP, dtype=torch.float32, device=codes.device)
         head[:, :strips, 0] = factor.view(number, strips, STRIP)
@@ -106,16 +106,20 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
             head[:, :strips, 1] = bias[some].index_select(1, rows).view(number, strips, STRIP)
         block = torch.empty(number, padded, k_blocks, BLOCK_BYTES, dtype=torch.uint8, device=codes.device)
         block[:, strips:] = 0
-        block[:, :strips, :, :CODE_BYTES] = _words(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
-        block[:, :strips, :, CODE_BYTES:] = _scale_bytes(relative)
+        block[:, :strips, :, :CODE_BYTES] = words_of(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
+        block[:, :strips, :, CODE_BYTES:] = scale_bytes(relative)
         result[some, :, :PANEL_HEAD_BYTES] = head.view(number, panels, -1).view(torch.uint8)
         blocks = result[some, :, PANEL_HEAD_BYTES:].view(number, panels, k_blocks, PANEL_STRIPS, BLOCK_BYTES)
         blocks.copy_(block.view(number, panels, PANEL_STRIPS, k_blocks, BLOCK_BYTES).transpose(2, 3))
     return result
 
 
-def _words(codes: Tensor) -> Tensor:
-    """Arranges codes, uint8 ``[experts, rows, k / 2]``, as int32 ``[experts, strips, blocks, lane, 4]``."""
+def words_of(codes: Tensor, places: Sequence[Sequence[int]] = PLACES) -> Tensor:
+    """Arranges codes, uint8 ``[experts, rows, k / 2]``, as int32 ``[experts, strips, blocks, lane, 4]``.
+
+    Args:
+        places: where in 16 bits the bits of each register's code stand, from the lowest to the sign.
+    """
     experts, rows, half_k = codes.shape
     padded = torch.nn.functional.pad(codes, (0, blocks_of(2 * half_k) * BLOCK // 2 - half_k))
     # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
@@ -123,21 +127,21 @@ def _words(codes: Tensor) -> Tensor:
     # A table, because shifting takes a pass over memory for each step.
     bits = (
         of_byte.index_select(0, bytes_of[register // 2, register % 2].flatten().int())
-        for register, of_byte in enumerate(_bits_of_bytes(codes.device))
+        for register, of_byte in enumerate(_bits_of_bytes(codes.device, places))
     )
     words: Tensor = functools.reduce(Tensor.bitwise_or_, bits)
     return words.view(bytes_of.shape[2:]).flatten(3, 4)
 
 
-def _bits_of_bytes(device: torch.device) -> Tensor:
+def _bits_of_bytes(device: torch.device, places: Sequence[Sequence[int]]) -> Tensor:
     """Returns int32 ``[4, 256]``: for each register, the bits of a word that a byte with two neighbouring codes becomes."""
     pair = torch.arange(256, dtype=torch.int32, device=device)
     pair = (pair | pair << 12) & 0x000F000F  # a code in each half
-    places = zip(_SIGN_BITS, _LOW_BITS, strict=True)
-    return torch.stack([(pair >> 3 & 0x00010001) << sign | (pair & 0x00070007) << low for sign, low in places])
+    bits = [[(pair >> bit & 0x00010001) << place for bit, place in enumerate(of_code)] for of_code in places]
+    return torch.stack([torch.stack(of_code).sum(0, dtype=torch.int32) for of_code in bits])
 
 
-def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
+def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Returns scales relative to the largest of their row, and the factors of rows, float32.
 
     A scale more than 2^189 times smaller than the largest of its row becomes as large as that limit. A NaN makes the results of its
@@ -148,7 +152,7 @@ def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
     return relative, e8m0_to_float(largest)
 
 
-def _scale_bytes(relative: Tensor) -> Tensor:
+def scale_bytes(relative: Tensor) -> Tensor:
     """Arranges scales, uint8 ``[experts, rows, k / 32]``, as ``[experts, strips, blocks, 32]``."""
     experts, rows, halves = relative.shape
     padded = torch.nn.functional.pad(relative, (0, halves % 2))

@@ -1,0 +1,92 @@
+"""The weights of a linear layer, and what makes them right for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.ops.gemm.linear_plan import BLOCKS, E4M3, STATIC, LinearPlan
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
+from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks, check_scalar
+from tokenspeed_kernel_base.planning import CANONICAL
+
+
+@dataclass
+class LinearWeights:
+    """The weights of a linear layer.
+
+    Functions of this package take any object with these attributes in its place, `torch.nn.Linear` for one; what it lacks but for
+    ``weight`` counts as None, and one without ``layout`` as canonical. In the canonical layout the out-features come first; with
+    ``n`` of those and ``k`` in-features:
+
+    * dense: weight of the plan's dtype ``[n, k]``; no scales.
+    * fp8_channel: weight float8_e4m3fn ``[n, k]``; scales float32, to be multiplied, one for each out-feature: ``[n, 1]``.
+    * fp8_block: weight float8_e4m3fn ``[n, k]``; scales float32, one for each block of 128 x 128: ``[ceil(n/128), ceil(k/128)]``.
+    * mxfp4: weight uint8 ``[n, k/2]``, two e2m1 codes a byte, the lower nibble first; scales e8m0 (uint8 or float8_e8m0fnu)
+      ``[n, k/32]``.
+    * nvfp4: weight likewise; scales float8_e4m3fn ``[n, k/16]``, and a global scale.
+
+    Attributes:
+        weight: see above.
+        weight_scale: its scales, or None.
+        weight_global_scale: float32 ``[]`` or ``[1]``, a factor of all weights in nvfp4, or None.
+        bias: of the plan's dtype or float32 ``[n]``, or None.
+        layout: ``"canonical"``, or the name of the layout that `linear_process_weights` brought the tensors into. What the shapes
+            and dtypes are then is between that function and the kernels that declare the layout.
+        input_scale: float32 ``[1]``, the scale of the tokens where a plan's ``activation_dtype`` is ``"fp8_static"``, and their
+            global scale where it is ``"nvfp4"``. None otherwise.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor | None = None
+    weight_global_scale: Tensor | None = None
+    bias: Tensor | None = None
+    layout: str = CANONICAL
+    input_scale: Tensor | None = field(default=None, kw_only=True)
+
+
+def check_canonical(check: Checker, weights: Any, plan: LinearPlan) -> None:
+    """Raises ValueError or TypeError unless the weights are what the plan says, in the canonical layout."""
+    check.bind("in_features", plan.in_features, "plan.in_features")
+    check.bind("out_features", plan.out_features, "plan.out_features")
+    fmt = plan.weight_format
+    scale, global_scale, bias, input_scale = (
+        getattr(weights, name, None) for name in ("weight_scale", "weight_global_scale", "bias", "input_scale")
+    )
+    stated = f"plan.weight_format is {fmt!r}"
+    _wanted(check, "weights.weight_scale", scale, fmt != "dense", stated)
+    _wanted(check, "weights.weight_global_scale", global_scale, fmt == "nvfp4", stated)
+    _wanted(check, "weights.bias", bias, plan.bias, f"plan.bias is {plan.bias}")
+    rounded = f"plan.activation_dtype is {plan.activation_dtype!r}"
+    _wanted(check, "weights.input_scale", input_scale, plan.activation_dtype in STATIC, rounded)
+    if fmt in BLOCKS:
+        codes, groups = (_divided(check, "in_features", divisor) for divisor in (2, BLOCKS[fmt]))
+        check.tensor("weights.weight", weights.weight, f"out_features {codes}", torch.uint8)
+        dtypes = {E4M3} if fmt == "nvfp4" else E8M0
+        check.tensor("weights.weight_scale", scale, f"out_features {groups}", dtypes)
+    else:
+        check.tensor("weights.weight", weights.weight, "out_features in_features", plan.dtype if fmt == "dense" else E4M3)
+        shape = "out_features 1"
+        if fmt == "fp8_block":
+            shape = " ".join(_divided(check, size, BLOCK_FP8) for size in ("out_features", "in_features"))
+        check.tensor("weights.weight_scale", scale, shape, torch.float32)
+    if global_scale is not None:
+        check_scalar(check, "weights.weight_global_scale", global_scale)
+    check.tensor("weights.bias", bias, "out_features", {plan.dtype} if plan.dtype == torch.float64 else {plan.dtype, torch.float32})
+    check.tensor("weights.input_scale", input_scale, "1", torch.float32)
+
+
+def _wanted(check: Checker, argument: str, value: Any, wanted: bool, because: str) -> None:
+    if (value is not None) != wanted:
+        check.fail(argument, f"{'a tensor' if wanted else 'None'}, because {because}", value)
+
+
+def _divided(check: Checker, size: str, divisor: int) -> str:
+    """Binds and names a size divided, rounded up."""
+    name = f"ceil({size}/{divisor})"
+    check.bind(name, blocks(check[size], divisor), "the plan")
+    return name

@@ -1,0 +1,122 @@
+"""The layouts ``"sm90_linear_mxfp4"`` and ``"sm90_linear_nvfp4"`` of a linear layer's weights, made when a model is loaded.
+
+Codes lie as in `mxfp4_layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k. But factors and biases
+of rows have tensors of their own, scales in nvfp4 are others, and the bits of codes stand where bfloat16 needs fewest instructions:
+those of a0 as they stand, those of a2 and a1 after a shift by 3 and 6, and those of a3, for which there is what the others leave,
+after three shifts.
+
+    bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
+    code  0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
+
+    2176 bytes a block of k of a panel in mxfp4, of which each strip has 544; 2304 and 576 in nvfp4:
+                                int32 [32, 4]         codes: four words for each lane of a warp
+                                uint8 [8, 2, 2]       scales in mxfp4: [row, half of the block, first or second eight rows]
+                                uint8 [8, 4, 2]       scales in nvfp4: [row, quarter of the block, first or second eight rows]
+
+A scale in mxfp4 is an exponent field relative to the largest of its row. A scale in nvfp4 has five bits of exponent and three of
+mantissa, and no subnormal numbers: 2^(e - 22) * (1 + m / 8), so that few instructions make a multiplier of it. Its sign is in the
+codes, and where it is 0 they are. So the factor of a row is its largest scale in mxfp4, and the global scale in nvfp4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
+from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
+    BLOCK,
+    CODE_BYTES,
+    PANEL,
+    PANEL_STRIPS,
+    STRIP,
+    blocks_of,
+    panels_of,
+    relative_scales,
+    scale_bytes,
+    words_of,
+)
+
+# Of a0 to a3, see `mxfp4_layout.PLACES`. 3e at bit 13 is the upper one.
+PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))
+LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
+SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # of a strip's block
+# Multipliers of nvfp4 are this much too small: the largest scale has the largest exponent that float16 has.
+NVFP4_FACTOR = 2.0**-7
+# Panels that are arranged together. Intermediates are as large as so many panels, some times over.
+_AT_ONCE = 128
+
+
+def block_bytes(weight_format: str) -> int:
+    """Returns the bytes of a strip's block."""
+    return CODE_BYTES + SCALE_BYTES[weight_format]
+
+
+def prepare_weights(weights: LinearWeights, plan: LinearPlan) -> LinearWeights:
+    """Brings canonical weights in mxfp4 or nvfp4 into the layout above.
+
+    Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``, factors of rows in place of scales, float32 ``[64 * panels]``,
+    and a bias likewise. It waits for the device: kernels read these without waiting for those before them.
+    """
+    assert weights.weight_scale is not None  # checked by the operator
+    codes, scale = weights.weight, weights.weight_scale.view(torch.uint8)
+    n, half_k = codes.shape
+    panels, blocks = panels_of(n), blocks_of(2 * half_k)
+    size = block_bytes(plan.weight_format)
+    result = torch.empty(panels, blocks, PANEL_STRIPS, size, dtype=torch.uint8, device=codes.device)
+    factors = codes.new_zeros(panels * PANEL, dtype=torch.float32)
+    for first in range(0, panels, _AT_ONCE):
+        count = min(_AT_ONCE, panels - first)
+        rows = slice(first * PANEL, min(n, (first + count) * PANEL))
+        short = count * PANEL - (rows.stop - rows.start)
+        if plan.weight_format == "mxfp4":
+            relative, factors[rows] = relative_scales(scale[rows])
+            some, scales = codes[rows], scale_bytes(_padded(relative, short)[None])[0]
+        else:
+            some, stored = _without_signs(codes[rows], scale[rows])
+            scales = _quarters(_padded(stored, short), blocks)
+        words = words_of(_padded(some, short)[None], PLACES)[0]
+        made = torch.cat([words.flatten(2).view(torch.uint8), scales], -1)
+        result[first : first + count] = made.view(count, PANEL_STRIPS, blocks, size).transpose(1, 2)
+    if plan.weight_format == "nvfp4":
+        assert weights.weight_global_scale is not None
+        factors[:n] = weights.weight_global_scale / NVFP4_FACTOR
+    bias = None
+    if weights.bias is not None:
+        bias = factors.new_zeros(panels * PANEL)
+        bias[:n] = weights.bias
+    if codes.is_cuda:
+        torch.cuda.current_stream(codes.device).synchronize()
+    return LinearWeights(result, factors, None, bias, layout=LAYOUTS[plan.weight_format])
+
+
+def _padded(rows: Tensor, more: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, more))
+
+
+def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes and scales of the same weights, where no scale has a sign, is 0 or subnormal."""
+    table = torch.tensor(_multiplier_bytes(), dtype=torch.uint8, device=scale.device)
+    magnitude = scale & 0x7F
+    change = torch.where(scale >= 0x80, 0x88, 0).to(torch.uint8).repeat_interleave(8, -1)
+    kept = torch.where(magnitude == 0, 0, 0xFF).to(torch.uint8).repeat_interleave(8, -1)
+    return (codes ^ change) & kept, table[magnitude.int()]
+
+
+def _multiplier_bytes() -> list[int]:
+    """Returns what stands for each scale in e4m3 without its sign."""
+    found = [0]
+    for bits in range(1, 0x7F):
+        exponent, mantissa = bits >> 3, bits & 7
+        if exponent == 0:  # subnormal
+            shift = 4 - mantissa.bit_length()
+            exponent, mantissa = 1 - shift, (mantissa << shift) & 7
+        found.append((exponent + 15) << 3 | mantissa)
+    return [*found, 0xFF]  # NaN
+
+
+def _quarters(scale: Tensor, blocks: int) -> Tensor:
+    """Arranges scales, uint8 ``[rows, k / 16]``, as ``[strips, blocks, 64]``."""
+    padded = torch.nn.functional.pad(scale, (0, 4 * blocks - scale.shape[1]))
+    return padded.view(-1, 2, STRIP // 2, blocks, 4).permute(0, 3, 2, 4, 1).flatten(2)
