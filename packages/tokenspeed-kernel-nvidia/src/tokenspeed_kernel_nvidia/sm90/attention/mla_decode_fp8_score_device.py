@@ -65,17 +65,16 @@ class Fp8Scorer(Fp8Tiles, Scorer):
         place = row * ROPE + (((thread >> 4) & 1) ^ ((row >> 1) & 3)) * CHUNK_BYTES
         for step in cutlass.range_constexpr(ROPE_STEPS):
             self.put_words(words, step, registers.ldmatrix(self.rope_at(call, rope_at) + (place ^ (step * STEP)), False))
-        cute.arch.sync_warp()
-        self.release_queries_rope(call, rope_at)
+        first = at
         place = self.place_of_lane(thread)
         for piece in cutlass.range_constexpr(PIECES):
             call.pieces.wait(at)
             for step in cutlass.range_constexpr(PIECE_STEPS):
                 four = registers.ldmatrix(self.panel_at(call, at, 0) + (place ^ (step * STEP)), False)
                 self.put_words(words, ROPE_STEPS + piece * PIECE_STEPS + step, four)
-            cute.arch.sync_warp()
-            self.release(call.pieces.empty, at)
             at = advance(at, c.pieces)
+        cute.arch.fence_view_async_shared()
+        self.release_queries(call, first)
         scale = self.scale_of(call)
         return at, (scale, scale)
 
@@ -133,12 +132,10 @@ class Fp8Scorer(Fp8Tiles, Scorer):
                     other = index - c.low_kept
                     to = (others ^ (other % PIECE_STEPS * STEP)) + other // PIECE_STEPS * PANEL_BYTES
                     registers.stmatrix(to, low)
-            cute.arch.sync_warp()
-            self.release(call.pieces.empty, at)
             at = advance(at, c.pieces)
         cute.arch.fence_view_async_shared()
+        self.release_queries(call, first)
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
-        self.release_queries_rope(call, rope_at)
         return at, (scales[0], scales[1])
 
     @cute.jit
@@ -151,11 +148,6 @@ class Fp8Scorer(Fp8Tiles, Scorer):
         """
         to = self.panel_at(call, at, 0) + each % 2 * (8 * PIECE) + (place ^ (step * 64 + each // 2 * 32))
         return [x for word in load_words("shared", to, 2) for x in registers.widened(self.dtype, word)]
-
-    @cute.jit
-    def release_queries_rope(self, call: Call, rope_at: Cursor):
-        """Releases the stage that queries have among rotary parts, instead of all who release a block's."""
-        self.release(call.ropes.empty, rope_at, 2)
 
     # -- scores ----------------------------------------------------------------------------------------------------------------
 

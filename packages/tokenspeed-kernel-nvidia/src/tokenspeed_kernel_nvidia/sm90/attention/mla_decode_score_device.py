@@ -21,7 +21,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     PIECES,
     PLANNED,
     PLANNERS,
-    READERS,
     SCORED,
     SCORES,
     STARTING,
@@ -95,7 +94,7 @@ class Scorer(Tiles):
             _, _, whole = self.visible(call, length)
             count = cutlass.min(first + whole, call.end()) - begin
             at, scale = self.take_queries(call, ops.words, at, rope_at)
-            self.hand_over(call, rope_at)  # nothing, but so phases of stages that queries had are like all others
+            self.hand_over(call, rope_at)  # nothing: the stage is released by who has values, as all others are
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
@@ -139,6 +138,7 @@ class Scorer(Tiles):
         thread = self.thread_of_scores()
         place = self.place_of_lane(thread)
         others = call.storage.others.data_ptr().toint() + place
+        first = at
         # All have computed the last scores of the unit before.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         for panel in cutlass.range_constexpr((LATENT + ROPE) // PANEL):
@@ -155,16 +155,24 @@ class Scorer(Tiles):
                         words[(panel * STEPS + step) * 4 + each] = four[each]
                 else:
                     registers.stmatrix((others ^ (step * 32)) + (panel - c.kept // PANEL) * PANEL_BYTES, four)
-            if const_expr(rotary):
-                cute.arch.sync_warp()
-                self.release(call.ropes.empty, rope_at, READERS)  # instead of all who release a block's
-            elif const_expr(panel % PIECE_PANELS == PIECE_PANELS - 1):
-                cute.arch.sync_warp()
-                self.release(call.pieces.empty, at)
+            if const_expr(not rotary and panel % PIECE_PANELS == PIECE_PANELS - 1):
                 at = advance(at, c.pieces)
         cute.arch.fence_view_async_shared()
+        self.release_queries(call, first)
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         return at, call.scale
+
+    @cute.jit
+    def release_queries(self, call: Call, at: Cursor):
+        """Lets blocks have the pieces that queries took. The warps with values release the stage of the rotary part.
+
+        What this warp has read is in registers when it has passed `fence_view_async_shared`: a bulk copy that overwrites it is of
+        another proxy, and an arrival alone does not order it behind loads that are on their way.
+        """
+        cute.arch.sync_warp()
+        for _ in cutlass.range_constexpr(self.config.query_pieces):
+            self.release(call.pieces.empty, at)
+            at = advance(at, self.config.pieces)
 
     @cute.jit
     def place_of_lane(self, thread: Int32) -> Int32:

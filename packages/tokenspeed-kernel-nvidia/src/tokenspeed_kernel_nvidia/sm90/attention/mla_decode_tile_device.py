@@ -198,15 +198,15 @@ class Tiles(Sharing):
         return call.storage.ropes.data_ptr().toint() + at.stage * (ROWS * self.ropes.row_bytes)
 
     @cute.jit
-    def release(self, barriers: Barriers, at: Cursor, times: cutlass.Constexpr[int] = 1):
+    def release(self, barriers: Barriers, at: Cursor):
         """A warp is done with what copies of all CTAs of the cluster overwrite."""
         barrier = barriers.of(at)
         for rank in cutlass.range_constexpr(self.config.cluster):
             with cute.arch.elect_one():
                 if cutlass.const_expr(self.config.cluster == 1):
-                    cute.arch.mbarrier_arrive(barrier, arrive_count=times)
+                    cute.arch.mbarrier_arrive(barrier)
                 else:
-                    cute.arch.mbarrier_arrive(barrier, rank, times)
+                    cute.arch.mbarrier_arrive(barrier, rank)
 
     # -- units -----------------------------------------------------------------------------------------------------------------
 

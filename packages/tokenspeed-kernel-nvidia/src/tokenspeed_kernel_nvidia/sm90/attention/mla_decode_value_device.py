@@ -72,7 +72,10 @@ class Valuer(Storer):
         while begin < call.end():
             _, _, whole = self.visible(call, self.length_of(call, unit))
             count = cutlass.min(first + whole, call.end()) - begin
-            call.probs_full.wait(rope_at)  # queries
+            # Queries. If others released their stage, it could be handed over a second time before this warp has seen the first,
+            # and a wait for a phase does not tell it from the phase after the next.
+            call.probs_full.wait(rope_at)
+            self.release(call.ropes.empty, rope_at)
             at, rope_at = skip(at, c.query_pieces, c.pieces), advance(rope_at, c.stages)
             for own in cutlass.range_constexpr(len(acc)):
                 acc[own].fill(0.0)
