@@ -90,6 +90,16 @@ def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
     check(arguments_of(*drawn(batch), heads, sm90))
 
 
+@pytest.mark.parametrize("heads", [64, 128])
+def test_runs_agree(sm90: torch.device, heads: int) -> None:
+    """Thousands of short units, many times: what a CTA gives back must have been read when another one overwrites it."""
+    arguments = arguments_of(*drawn(200), heads, sm90)
+    first, _ = mla_extend.mla_extend_with_kvcache(**arguments)
+    for _ in range(60):
+        again, _ = mla_extend.mla_extend_with_kvcache(**arguments)
+        assert torch.equal(again, first)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_more_queries_than_keys(sm90: torch.device, heads: int) -> None:
     """Some of which see nothing."""

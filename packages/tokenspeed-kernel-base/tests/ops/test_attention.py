@@ -705,7 +705,14 @@ def test_traits_and_formats() -> None:
     assert traits == {**latent, "scaled": True, "is_causal": True}
     assert str(signature) == "kv_cache: float8_e4m3fn, q: float8_e4m3fn"
     traits, _ = request(mla_decode_with_kvcache, "three new tokens")
-    assert traits == {**latent, "scaled": False, "multi_query": True, "return_lse": True, "tree_mask": False}
+    assert traits == {
+        **latent,
+        "scaled": False,
+        "grouped_scales": False,
+        "multi_query": True,
+        "return_lse": True,
+        "tree_mask": False,
+    }
     traits, _ = request(mla_prefill, "lengths known on the host")
     assert traits == {
         **unset,
