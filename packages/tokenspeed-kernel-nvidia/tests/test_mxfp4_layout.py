@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -126,24 +129,29 @@ def test_a_scale_that_is_nan_makes_its_row_nan_alone() -> None:
     assert not torch.cat((w2[1, :5], w2[1, 6:])).isnan().any()
 
 
-def test_memory_beside_what_is_kept(sm90: torch.device) -> None:
+def most_allocated(function: Callable[[], Any]) -> tuple[int, Any]:
+    """The bytes of tensors that a function had at once on the CPU, and its result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = function()
+    events = sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    allocated = itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    return max(allocated), result
+
+
+def test_memory_beside_what_is_kept() -> None:
     """A layer is arranged some experts at a time: it never needs as much again as it keeps."""
-    experts, size = 64, 2880
+    experts, size = 64, 192
 
     def projection(rows: int) -> tuple[Tensor, Tensor, Tensor]:
         shapes = ((experts, rows, size // 2), (experts, rows, size // 32))
-        codes, scale = (torch.full(shape, 120, dtype=torch.uint8, device=sm90) for shape in shapes)
-        return codes, scale, torch.zeros(experts, rows, device=sm90)
+        codes, scale = (torch.full(shape, 120, dtype=torch.uint8) for shape in shapes)
+        return codes, scale, torch.zeros(experts, rows)
 
     weights = MoEWeights(*projection(2 * size), *projection(size))
-    facts: dict[str, Any] = {"weight_format": "mxfp4", "bias": True, "device": sm90}
+    facts: dict[str, Any] = {"weight_format": "mxfp4", "bias": True, "device": "cpu"}
     plan = moe_apply.plan(experts, 4, size, size, override="reference_moe_apply", **facts)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats(sm90)
-    before = torch.cuda.memory_allocated(sm90)
-    prepared = layout.prepare_weights(weights, plan)
-    most, kept = torch.cuda.max_memory_allocated(sm90) - before, torch.cuda.memory_allocated(sm90) - before
+    most, prepared = most_allocated(lambda: layout.prepare_weights(weights, plan))
+    kept = prepared.w13_weight.nbytes + prepared.w2_weight.nbytes
     given = sum(part.nbytes for part in vars(weights).values() if isinstance(part, Tensor))
-    assert kept == pytest.approx(prepared.w13_weight.nbytes + prepared.w2_weight.nbytes, rel=1e-3)
-    assert kept <= 1.01 * given
+    assert kept <= 1.1 * given  # heads of panels count more than in a layer of a model
     assert most - kept <= 0.35 * kept

@@ -55,8 +55,8 @@ _LARGEST = 253
 _LEAST = 64  # so that kernels can subtract from a field; nothing so much smaller than the rest of a row adds to a sum
 # Where the bits of each register's code stand, from the lowest to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
-# Experts that are arranged together. Intermediates are as large as so many experts' weights, some times over.
-_AT_ONCE = 16
+# Experts that are arranged together. Intermediates are as large as so many experts' weights, four times over.
+_AT_ONCE = 8
 
 
 def blocks_of(k: int) -> int:
@@ -121,7 +121,8 @@ def words_of(codes: Tensor, places: Sequence[Sequence[int]] = PLACES) -> Tensor:
         places: where in 16 bits the bits of each register's code stand, from the lowest to the sign.
     """
     experts, rows, half_k = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, blocks_of(2 * half_k) * BLOCK // 2 - half_k))
+    missing = blocks_of(2 * half_k) * BLOCK // 2 - half_k
+    padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
     bytes_of = padded.view(experts, rows // STRIP, 2, 8, -1, 4, 2, 4).permute(6, 2, 0, 1, 4, 3, 7, 5)
     # A table, because shifting takes a pass over memory for each step.
