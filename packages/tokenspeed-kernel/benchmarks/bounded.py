@@ -24,16 +24,25 @@ class OutOfTimeError(Exception):
 def within(seconds: float) -> Iterator[None]:
     """Raises `OutOfTimeError` in its block when that has taken so many seconds, as soon as Python code runs.
 
-    It works in the main thread only, and blocks are not nested.
+    It works in the main thread only, and blocks are not nested. Where the block makes another error of it, as a compiler does that
+    takes it for its own fault, that is its cause.
     """
+    over = OutOfTimeError(f"it took more than {seconds:.0f} s")
+    is_over = False
 
     def stop(number: int, frame: Any) -> None:
-        raise OutOfTimeError(f"it took more than {seconds:.0f} s")
+        nonlocal is_over
+        is_over = True
+        raise over
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
     try:
         yield
+    except Exception as error:
+        if is_over and error is not over:
+            raise over from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -117,6 +117,20 @@ def test_what_takes_too_long_is_left(program: ModuleType) -> None:
         time.sleep(60.0)
 
 
+def test_an_error_that_is_made_of_the_end_of_time_is_that(program: ModuleType) -> None:
+    def compile_slowly() -> None:
+        try:
+            time.sleep(60.0)
+        except program.OutOfTimeError:
+            raise RuntimeError("a bug of the compiler's") from None
+
+    with pytest.raises(program.OutOfTimeError, match="more than 0 s") as raised, program.within(0.05):
+        compile_slowly()
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match="another"), program.within(5.0):
+        raise RuntimeError("another")
+
+
 def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     words = ["--output", str(output), "--peers", str(tmp_path), "--seconds", "60", "--only", "zero"]
