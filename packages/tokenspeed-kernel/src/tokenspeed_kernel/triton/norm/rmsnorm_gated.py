@@ -92,7 +92,9 @@ def rmsnorm_gated(
         if heads > 1 and _like_tokens(source) and _like_tokens(gates):
             source, gates = (a.as_strided((tokens * heads, 1, hidden), (a.stride(1), 0, 1)) for a in (source, gates))
             tokens, heads = tokens * heads, 1
-        tile = tile_for(hidden, heads == 1 and tokens * hidden >= _MANY * multiprocessors(x.device))
+        tile = tile_for(hidden, tokens * heads * hidden >= _MANY * multiprocessors(x.device))
+        if 1 < heads < tile.rows:
+            tile = tile_for(hidden, False)
         rows = tile.rows if heads == 1 else min(tile.rows, next_power_of_2(heads))
         early = may_overlap(x.device)
         grid = (cdiv(tokens, rows),) if heads == 1 else (tokens, cdiv(heads, rows))
