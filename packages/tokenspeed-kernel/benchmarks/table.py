@@ -181,8 +181,10 @@ class Section(NamedTuple):
 SECTIONS = {
     "<!-- kernels, measured on an H200 -->": Section(HERE / "h200.json", kernels),
     "<!-- what a call costs -->": Section(HERE / "dispatch.json", calls),
-    "<!-- families, measured on an H200 -->": Section(HERE / "h200_families.json", families),
+    "<!-- operators, measured on an H100 -->": Section(HERE / "h100_families.json", operators),
+    "<!-- families, measured on an H100 -->": Section(HERE / "h100_families.json", families),
     "<!-- operators, measured on an H200 -->": Section(HERE / "h200_families.json", operators),
+    "<!-- families, measured on an H200 -->": Section(HERE / "h200_families.json", families),
 }
 
 
