@@ -44,6 +44,12 @@ def _load(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     decoder.emit("ld", kind=_space(words), more=more, imm_other=int(ordered), **listed, **address)
 
 
+@binder("fence", "membar")
+def _fence(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    """What it orders is in order anyway; but a load is waited for."""
+    decoder.emit("fence")
+
+
 @binder("st")
 def _store(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     if words[1] == "async":

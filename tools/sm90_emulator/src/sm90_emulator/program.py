@@ -21,9 +21,9 @@ INSTRUCTION = np.dtype(
     ],
     align=True,
 )  # fmt: skip
-# Hints, and what orders accesses that are in order anyway.
+# Hints.
 _NOTHING = {
-    "fence", "membar", "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
+    "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 // Instructions that are more than a formula for each lane. Included for the names only; interpret.h has the code.
 OTHER(nop)
+OTHER(fence)
 OTHER(bra)
 OTHER(exit)
 OTHER(trap)

@@ -3,6 +3,7 @@
 #pragma once
 #include "memory.h"
 #include "numbers.h"
+#include "loads.h"
 
 enum { BULK_LOAD, BULK_STORE, TENSOR_LOAD, TENSOR_STORE, SEND, BULK_PEER };
 enum { NO_REDUCTION, ADD, MIN, MAX, INC, DEC, AND, OR, XOR };
@@ -171,6 +172,7 @@ static void perform(Copy *copy) {
                 TensorMap map = tensor_map(copy->map);
                 size = copy_tile(peer, &map, copy->coordinates, here, true, 0, copy->waited);
             }
+            overwrite(cta, peer, here, size);
             mbarrier_arrive(peer, barrier, 0, 0, size);
             M->launch->copied_bytes += size;
         }
@@ -193,12 +195,14 @@ static void perform(Copy *copy) {
     case BULK_PEER: {
         const u8 *from = shared_read(cta, (u32)copy->address, size);
         memcpy(shared_write(cta, copy->to, size), from, size);
+        overwrite(cta, cta_of(cta, copy->to), copy->to, size);
         mbarrier_arrive(cta, copy->barrier, 0, 0, size);
         break;
     }
     case SEND:
         if (copy->to >> RANK_SHIFT != copy->barrier >> RANK_SHIFT) fail("st.async: the number and its mbarrier are in different CTAs");
         memcpy(shared_write(cta, copy->to, size), &copy->value, size);
+        overwrite(cta, cta_of(cta, copy->to), copy->to, size);
         mbarrier_arrive(cta, copy->barrier, 0, 0, size);
     }
 }

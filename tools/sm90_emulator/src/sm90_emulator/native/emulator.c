@@ -69,6 +69,7 @@ static void begin_cluster(u64 number) {
         cta->shared = aligned_alloc(1024, size);
         memset(cta->shared, (int)launch->shared_byte, size);
         cta->written = calloc(1, size), cta->barrier_here = calloc(1, size / 8);
+        cta->given_back = cluster->size > 1 ? calloc(size / 16, sizeof *cta->given_back) : NULL;
         cta->warps_count = cta->running = (threads + LANES - 1) / LANES;
         cta->warps = calloc(cta->warps_count, sizeof *cta->warps);
         cluster->ctas[rank] = cta;
@@ -81,9 +82,9 @@ static void begin_cluster(u64 number) {
 static void forget(Cta *cta) {
     for (u32 w = 0; w < cta->warps_count; w++) {
         Warp *warp = &cta->warps[w];
-        free(warp->regs), free(warp->products), free(warp->group_ends), free(warp->copies), free(warp->local);
+        free(warp->regs), free(warp->products), free(warp->group_ends), free(warp->copies), free(warp->loads), free(warp->local);
     }
-    free(cta->warps), free(cta->shared), free(cta->written), free(cta->barrier_here), free(cta);
+    free(cta->warps), free(cta->shared), free(cta->written), free(cta->barrier_here), free(cta->given_back), free(cta);
 }
 
 // Takes CTAs that have ended out; their memory stays until their cluster has.

@@ -1,4 +1,4 @@
-        case OP_nop: case OP_wgmma_fence: break;
+        case OP_nop: case OP_fence: case OP_wgmma_fence: break;
         case OP_bra: {
             if (active == group) {
                 pc = (u32)ins->target;
@@ -100,9 +100,11 @@
             break;
         }
         case OP_ld: {
-            u32 size = ins->more & 255;
+            u32 size = ins->more & 255, shared[LANES], of_shared = 0;
             EACH {
                 u64 address = address_of(regs, constants, ins, lane);
+                shared[lane] = (u32)address;
+                of_shared |= (u32)(ins->kind == SHARED || (ins->kind == GENERIC && is_shared(address))) << lane;
                 const u8 *at = access_at(warp, ins->kind, address, size * (u32)ins->count, false, lane);
                 // What is read while others may write it, as flags are, is told by its order.
                 if (!warp->waited && !ins->imm_other) require_waited((u64)at, size * (u32)ins->count, "loaded");
@@ -112,6 +114,7 @@
                     put(regs, pool[ins->list + i], ins->more, value, 1u << lane);
                 }
             }
+            if (of_shared) begin_load(warp, ins, pool, shared, of_shared, size * (u32)ins->count);
             break;
         }
         case OP_st: {
@@ -376,6 +379,7 @@
             EACH {
                 u32 count = ins->b != NONE ? REG(u32, ins->b)[lane] : 1;
                 u32 address = (u32)address_of(regs, constants, ins, lane);
+                if (warp->loads_count && address >> RANK_SHIFT != cta->rank) give_back(warp);
                 u64 state = ins->op == OP_mbarrier_expect_tx ? mbarrier_arrive(cta, address, 0, ins->kind == 2 ? 0 : count, ins->kind == 2 ? count : 0)
                           : ins->kind ? mbarrier_arrive(cta, address, 1, count, 0)
                                       : mbarrier_arrive(cta, address, count, 0, 0);
@@ -510,7 +514,10 @@
             MEET(FULL)
             u32 addresses[LANES];
             for (u32 lane = 0; lane < LANES; lane++) addresses[lane] = (u32)address_of(regs, constants, ins, lane);
-            if (ins->op == OP_ldmatrix) load_matrices(warp, ins, addresses);
+            if (ins->op == OP_ldmatrix) {
+                load_matrices(warp, ins, addresses);
+                begin_load(warp, ins, pool, addresses, ins->count == 4 ? FULL : (1u << 8 * ins->count) - 1, 16);
+            }
             else store_matrices(warp, ins, addresses);
             break;
         }

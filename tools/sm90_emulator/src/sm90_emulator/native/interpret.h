@@ -151,6 +151,7 @@ select:
             continue;
         }
         threads += (u64)__builtin_popcount(active);
+        if (warp->loads_count) use_results(warp, ins, pool);
         if (ins->op < ELEMENTWISE_COUNT) {
             ELEMENTWISE[ins->op](regs, constants, ins, active);
             pc++;

@@ -113,6 +113,17 @@ typedef struct {
     u32 lane;
 } CopyAsync;
 
+// A load from shared memory whose result nobody has used yet: the first registers that it writes, and where each lane reads.
+typedef struct {
+    s32 registers[4];
+    u32 count, at, lanes, bytes;
+    u32 addresses[LANES];
+} Load;
+
+typedef struct {
+    u32 load, warp;  // the number of the instruction that loads, plus 1: 0 for none
+} GivenBack;
+
 typedef struct Warp {
     char *regs;
     u32 pc[LANES];
@@ -133,6 +144,8 @@ typedef struct Warp {
     CopyAsync *copies;
     u32 copies_room, copies_first, copies_count;
     u32 copy_groups[LANES], bulk_groups[LANES];
+    Load *loads;
+    u32 loads_room, loads_count;
     char *local;
 } Warp;
 
@@ -158,6 +171,7 @@ typedef struct Cta {
     u32 warps_count, running;
     Barrier barriers[BARRIERS];
     u32 pending;  // copies into or out of its memory
+    GivenBack *given_back;  // of each 16 bytes of a cluster's CTA: see loads.h
     u32 registers_left;  // by warps, for others to take; of each lane
     bool done;
 } Cta;
