@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import re
@@ -54,8 +53,7 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
     """How many clusters of CTAs, one on a multiprocessor, a device runs at the same time.
 
     A cluster is in one group of multiprocessors, and the groups of a device differ in size: an H100 has 132 multiprocessors and
-    place for 15 clusters of eight, not 16. Where the driver does not say how many find place, as many as there are multiprocessors
-    for.
+    place for 15 clusters of eight, not 16. If the driver answers with an error, one for each ``size`` multiprocessors.
 
     Args:
         device: PyTorch's number for it; negative for none.
@@ -66,19 +64,18 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
     most = max(1, multiprocessors(device) // size)
     if device < 0:
         return most
-    found = 0
-    with contextlib.suppress(ImportError, RuntimeError, AttributeError), torch.cuda.device(device):
+    with torch.cuda.device(device):
         found = _clusters_at_once(most, size, threads, shared_bytes)
     return min(found, most) or most
 
 
 def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> int:
-    """What the driver says; 0 where it does not."""
+    """What the driver says; 0 if it answers with an error."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     error, module = driver.cuModuleLoadData(_NOTHING)
     if error:
         return 0
-    _, function = driver.cuModuleGetFunction(module, b"nothing")
+    _, function = driver.cuModuleGetFunction(module, b"nothing")  # after an error, the last call has one, too
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     driver.cuFuncSetAttribute(function, attribute, shared_bytes)
     value = driver.CUlaunchAttributeValue()

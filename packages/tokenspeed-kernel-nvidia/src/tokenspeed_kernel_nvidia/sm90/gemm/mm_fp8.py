@@ -47,10 +47,15 @@ def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored, int, int]:
-    """What scales there are, how they are stored, and how many elements along k and how many columns share one of b's."""
+    """What the scales of a call are.
+
+    Returns:
+        What scales belong to, and how they are stored, as in `Config`; the number of elements along k that share a scale; and the
+        number of columns of ``b`` that share one.
+    """
     k, n = b.shape
     packed = b_scale.dtype == torch.int32
-    # A shape that is several means the same in all.
+    # Where k or n is so small that a scale's shape fits several sizes, all of them give every element the same scale.
     along = BLOCK if packed else next(size for size in BLOCKS if a_scale.shape[1] == -(-k // size))
     lines = next(size for size in (*BLOCKS, 1) if b_scale.shape[1] == -(-n // size))
     stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
@@ -66,7 +71,7 @@ def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
     return scale.data_ptr(), scale.stride(1 - k_axis) * size, four, one
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # rows differ from prefill to prefill, so there is no end to them
 def _launch_of(scales: Scales, stored: Stored, block: int, m: int, n: int, device: int) -> tuple[Launch, int]:
     """The program, and how many clusters it is launched with."""
     count = multiprocessors(device)
