@@ -1,4 +1,4 @@
-"""Kernels of latent attention that are held against the reference, executed on the emulator, or recorded instead of launched."""
+"""For tests of launchers: their kernels are compared to a reference, executed on the emulator, or recorded instead of launched."""
 
 from __future__ import annotations
 
@@ -42,18 +42,35 @@ def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], argument
 
 
 @contextlib.contextmanager
-def emulated(launcher: ModuleType, multiprocessors: int, **options: Any) -> Iterator[None]:
-    """While it is open, programs of a launcher's module are executed on the emulator."""
+def emulated(cached: Any, multiprocessors: int, **options: Any) -> Iterator[None]:
+    """While it is open, programs are executed on the emulator.
+
+    Args:
+        cached: the launcher's function that finds programs for a device, as `functools` caches it.
+        multiprocessors: of the emulated device.
+        **options: of `sm90_emulator.emulated_sm90`. Loads of shared memory that nobody has written are errors unless they say
+            otherwise.
+    """
     sm90_emulator = pytest.importorskip("sm90_emulator")
     pytest.importorskip("cutlass")
     if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
         pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
-    _machine.multiprocessors.cache_clear()
-    launcher._programs_of.cache_clear()
-    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, uninitialised=True, **options):
+    strict = {"uninitialised": True, **options}
+    with fresh(cached), sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, **strict):
         yield
-    _machine.multiprocessors.cache_clear()
-    launcher._programs_of.cache_clear()
+
+
+@contextlib.contextmanager
+def fresh(cached: Any) -> Iterator[None]:
+    """Before and after, a launcher's cached function and the device's number of multiprocessors are found anew."""
+
+    def forget() -> None:
+        _machine.multiprocessors.cache_clear()
+        cached.cache_clear()
+
+    forget()
+    yield
+    forget()
 
 
 def recorded(launcher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:

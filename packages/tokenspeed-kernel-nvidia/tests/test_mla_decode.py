@@ -115,7 +115,7 @@ def test_a_graph_stays_right_when_lengths_change(sm90: torch.device) -> None:
 # -- on the emulator -----------------------------------------------------------------------------------------------------------
 
 
-emulated = partial(launched.emulated, mla_decode)
+emulated = partial(launched.emulated, mla_decode._programs_of)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_graph_stays_right_when_indices_change(sm90: torch.device) -> None:
 # -- on the emulator -----------------------------------------------------------------------------------------------------------
 
 
-emulated = partial(launched.emulated, mla_sparse)
+emulated = partial(launched.emulated, mla_sparse._programs_of)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
-from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8, mm_fp8_program, signatures_of, steps_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SERVED, Config, Scales, Served, Stored, config_of, every_config
+
+from .launched import emulated, fresh
 
 BF16, SINGLE = torch.bfloat16, torch.float32
 # Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most.
@@ -37,24 +37,11 @@ SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 def sm(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where to compute: on a GPU, or on an emulated one with two clusters, which so have several tiles each."""
     if request.param == "gpu":
-        with _fresh():
+        with fresh(module._launch_of):
             yield request.getfixturevalue("sm90")
         return
-    emulator = pytest.importorskip("sm90_emulator")
-    pytest.importorskip("cutlass")
-    if torch.cuda.is_available():
-        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
-    with _fresh(), emulator.emulated_sm90(multiprocessors=4, uninitialised=True, seed=1):
+    with emulated(module._launch_of, 4, seed=1):
         yield torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _fresh() -> Iterator[None]:
-    _machine.multiprocessors.cache_clear()
-    module._launch_of.cache_clear()
-    yield
-    _machine.multiprocessors.cache_clear()
-    module._launch_of.cache_clear()
 
 
 def arguments_of(device: torch.device, name: str, m: int, k: int, n: int, **options: Any) -> dict[str, Any]:
@@ -126,13 +113,9 @@ def test_no_rows(sm: torch.device) -> None:
 @pytest.mark.parametrize("name", ["blocks, e8m0", "rows of 128", "blocks of 64"])
 def test_nothing_is_read_before_it_is_there(name: str) -> None:
     """Copies and products happen as late as they may, or at random times."""
-    emulator = pytest.importorskip("sm90_emulator")
-    pytest.importorskip("cutlass")
-    if torch.cuda.is_available():
-        pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
     arguments = arguments_of(torch.device("cpu"), name, 530, 1440, 520)
     for options in ({"copies": "late"}, {"seed": 2}, {"seed": 3}):
-        with _fresh(), emulator.emulated_sm90(multiprocessors=4, uninitialised=True, **options):
+        with emulated(module._launch_of, 4, **options):
             check(arguments)
 
 
