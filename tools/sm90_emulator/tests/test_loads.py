@@ -12,7 +12,8 @@ from .snippets import run
 
 MATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r2];"
 VECTOR = "ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r2];"
-# CTA 0 loads 512 bytes and says so at CTA `to`'s mbarrier. CTA `by` waits at its own, and copies to those bytes of both.
+# CTA 0 loads 512 bytes of its shared memory, and then arrives at the first mbarrier of CTA `to`. CTA `by` waits at its own first
+# mbarrier, and then starts a multicast copy, which overwrites those 512 bytes in both CTAs. Both wait for it at their second one.
 BODY = """
 mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 16, %r1; mov.u32 %r30, %cluster_ctarank; setp.ne.u32 %p1, %r0, 0;
 @%p1 bra made; mbarrier.init.shared.b64 [%r1+8192], 1; mbarrier.init.shared.b64 [%r1+8200], 1;

@@ -282,7 +282,7 @@ def scaled(x: Tensor, scale: Tensor | None, per_head: int = 1) -> Tensor:
 
 
 def latents_of(a: dict[str, Any]) -> Tensor:
-    """The cache of latents with their rotary parts, which may lie apart."""
+    """The cache as one tensor of latents and rotary parts, with scales applied where there are any."""
     scales = a.get("kv_scale_cache")
     if scales is None:
         return a["kv_cache"]

@@ -1,4 +1,4 @@
-"""The cache of latents with a scale for each 128: its bytes, what is stored, and attention to it, against plain arithmetic."""
+"""Latent caches with a scale for each 128 elements: their layout in bytes, storing to them and attention to them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _vector(x: Tensor) -> Tensor:
 
 
 def _are_blocks(b: Tensor, b_scale: Tensor) -> bool:
-    # A shape that is several means the same in all.
+    # One block along k with a scale for each column has the shape of scales of columns, and means the same.
     return b_scale.ndim == 2 and b_scale.shape != (1, b.shape[1])
 
 

@@ -86,9 +86,11 @@ def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
 
 
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
-    """What a plan asks of a kernel. Each departure from the plain product is a flag of its own, so that a kernel that does not
-    declare it is refused. A kernel that is for few tokens declares ``max_tokens``, and is refused a plan without a bound, too:
-    None is not at most any number."""
+    """The traits of a plan.
+
+    Each thing that a plan adds to a plain product is a trait of its own. A kernel that does not declare it is not selected. A
+    kernel for few tokens declares ``max_tokens``. It is not selected for a plan without a bound, where ``max_tokens`` is None.
+    """
     rounded = {
         "fp8_activations": "fp8",
         "static_fp8_activations": "fp8_static",

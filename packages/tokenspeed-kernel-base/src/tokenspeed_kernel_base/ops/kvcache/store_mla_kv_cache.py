@@ -210,7 +210,7 @@ def _groups(
     fused: bool = True,
     unusual: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The same for a cache in pages of bytes, with groups of very different sizes.
+    """Arguments for a cache in pages of bytes. Groups of 128 elements of a latent differ much in magnitude, and so in their scales.
 
     ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and tiny numbers.
     """

@@ -32,7 +32,7 @@ shl.b32 b, {$r0}, 1;
 lop3.b32 a, b, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# A float16 has a code at bits 15 and 11...9, which makes it 2^-14 times its value.
+# To a float16, the sign of a code goes to bit 15, and the rest to bits 11...9. That is 2^-14 times the code's value.
 _FLOAT16 = """{
 .reg .b32 a, b;
 and.b32 a, {$r0}, 0x80008000;

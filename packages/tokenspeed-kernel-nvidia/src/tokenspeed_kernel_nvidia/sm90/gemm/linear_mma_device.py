@@ -1,5 +1,7 @@
-"""The part of `linear_device` that multiplies: tokens as right operands in shared memory, weights decoded to left operands, and the
-sums that are sent to other CTAs.
+"""The part of `linear_device` that multiplies.
+
+Weights are decoded to left operands in registers, and tokens are right operands in shared memory. Each CTA sends its sums to the
+CTAs of the cluster that add them up.
 
 Tokens lie so that `ldmatrix` reads them without conflicts: 8 elements of k of eight tokens in 128 bytes, those of the next eight
 tokens after them, and then the next 8 elements of k.

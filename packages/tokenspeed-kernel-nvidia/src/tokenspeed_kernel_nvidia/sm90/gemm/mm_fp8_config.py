@@ -100,18 +100,20 @@ class Served:
 # | 4096 x 2048 x 7168 |                     | 167.9 156.7  192.4  | 149.8 142.5  182.8  |                     |
 # | 4096 x 7168 x 4096 | 239.3 215.2  311.0  |                     | 288.0 276.1  344.7  | 399.3 371.5  514.9  |
 #
-# Others serve other scales. PyTorch's product, those of whole rows: 8192 x 8192 x 8192 837 here, 794 there, 2048 x 8192 x 57344
-# 1546 and 1467; and float32 ones of 128 x 128 weights: 4096 x 2048 x 7168 109.0 and 107.3. The portable kernel, mxfp8:
-# 4096 x 8192 x 8192 1804 and 770.
+# Three kinds of scales are left to other kernels, which are quicker. PyTorch's product serves a scale for each row: it takes 794 us
+# for 8192 x 8192 x 8192, where this kernel took 837, and 1467 for 2048 x 8192 x 57344, where this one took 1546. It also serves
+# float32 scales of 128 x 128 weights: 107.3 us for 4096 x 2048 x 7168, 109.0 here. The portable kernel serves mxfp8: 770 us for
+# 4096 x 8192 x 8192, 1804 here.
 SERVED = (
     Served("e8m0_blocks", "block", "byte"),
     Served("columns", "column", "float32"),
     Served("e8m0_columns", "column", "byte"),
     Served("blocks_of_64", "column", "float32", 64),
 )
-# Rows of a and columns of b from which on calls are served. Both sizes give 64 pairs of CTAs a tile of 128 columns each, of 66
-# pairs that an H100 has. With e8m0 scales of columns either kernel takes as long for one size as for the other, so other scales are
-# served at both where one was measured. For a quarter of the tiles this kernel takes as long, and the portable one does not.
+# The fewest rows of a and columns of b of a call that is served. Each of these sizes has 64 tiles of 128 columns for the 66 pairs
+# of CTAs of an H100. With e8m0 scales of columns a kernel takes the same time for both sizes. So both are served for all scales,
+# though the others were measured at one. Smaller calls are left to the portable kernel: with a quarter of the tiles
+# (256 x 7168 x 2048) this kernel takes as long as with all of them, because most multiprocessors are idle.
 SIZES = ((512, 4096), (1024, 2048))
 # Elements along k: fewer have not been measured.
 FEWEST_K = 2048

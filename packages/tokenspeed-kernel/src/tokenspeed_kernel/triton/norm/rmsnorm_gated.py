@@ -31,7 +31,8 @@ _LONGEST_ROW, _MOST_ELEMENTS_A_WARP = 16384, 1024
 # 8 elements a thread, two loads of 16 bytes: of more, the assembler puts the loads of gates behind the sums of squares, to save
 # registers, and a program waits for them one after the other. 2048 rows of 128, on an H100: 2.0 us, and 3.7 with 32 a thread.
 _ELEMENTS_A_WARP, _ELEMENTS, _MOST_WARPS = 256, 1024, 8
-# Elements a multiprocessor from which on programs are four times as large: 262144 rows of 128 took 67.9 us for 70.1.
+# Where each multiprocessor has at least _MANY elements to do, a program does _TOGETHER times as many at once: 262144 rows of 128
+# then took 67.9 us, and 70.1 otherwise.
 _MANY, _TOGETHER = 65536, 4
 
 
