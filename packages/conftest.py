@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 # What was tuned on this machine must not decide what a test sees. Read when the package is imported, here and in processes started.
 os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
 
-from tokenspeed_kernel_base import config, measured, memo, platform, selection, watch
+from tokenspeed_kernel_base import config, lowering, measured, memo, platform, selection, watch
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -71,6 +72,25 @@ def settings_from(monkeypatch: pytest.MonkeyPatch) -> Callable[..., config.Setti
         return config.reload_settings()
 
     return read
+
+
+def _opcheck(function: Any, arguments: dict[str, Any]) -> None:
+    op = function.operator
+    custom_op, flat = function.caller.lowering.choose([arguments[name] for name in op.names])
+    tests = ["test_autograd_registration", "test_faketensor"]
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    if not any(t.element_size() == 1 and t.is_floating_point() for t in tensors):
+        tests.append("test_schema")  # it compares values in a way that PyTorch lacks for 8-bit floats
+    copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+    if not any(t.isnan().any() for t in lowering.as_list(function(**copies))):
+        tests.append("test_aot_dispatch_dynamic")  # it takes NaN for a difference
+    torch.library.opcheck(custom_op, (*flat, None, None), test_utils=tests)
+
+
+@pytest.fixture(scope="session")
+def opcheck() -> Callable[[Any, dict[str, Any]], None]:
+    """``opcheck(function, arguments)``: PyTorch's own tests of custom operators, for a call with all arguments by name."""
+    return _opcheck
 
 
 _declared = 0

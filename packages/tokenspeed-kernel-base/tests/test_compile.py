@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 from tokenspeed_kernel_base.lowering import count_outputs, schema
@@ -89,7 +90,7 @@ def _same(got: Any, wanted: Any) -> None:
 def test_compiled_calls_agree_with_eager_ones(op: Any, name: str) -> None:
     arguments = {"weights": W, "plan": Plan(1), **CALLS[name]}
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: op(x, **arguments), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: op(x, **arguments), fullgraph=True)
     for x in (torch.randn(4, 3), torch.randn(5, 3)):
         _same(compiled(x), op(x, **arguments))
 
@@ -101,7 +102,7 @@ def test_provided_outputs_in_compiled_code(op: Any, given: tuple[str, ...]) -> N
     outputs = {"out": torch.empty(4, 3), "total_out": torch.empty(4)}
     outputs = {name: outputs[name] for name in given}
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x, outputs: op(x, W, Plan(1), flag=True, **outputs), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x, outputs: op(x, W, Plan(1), flag=True, **outputs), fullgraph=True)
     _same(compiled(x, outputs), wanted)
     for name, output in outputs.items():
         _same(output, wanted[("out", "total_out").index(name)])
@@ -111,7 +112,7 @@ def test_mutation_in_compiled_code(op: Any) -> None:
     cache = torch.zeros(2)
     torch._dynamo.reset()
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True)
     def step(x: Tensor, cache: Tensor) -> Tensor:
         op(x, W, Plan(1), cache=cache)
         return cache * 2
@@ -150,27 +151,26 @@ def test_opcheck(op: Any) -> None:
         None,
         None,
     )
-    torch.library.opcheck(getattr(torch.ops.tokenspeed_kernel, op.__name__).default, (*values, None, None))
+    torch.library.opcheck(getattr(torch.ops.tokenspeed_kernel, op.__name__).out, (*values, None, None))
 
 
 def test_override_and_solution_reach_compiled_calls(op: Any) -> None:
     x = torch.randn(4, 3)
     for keywords in ({"override": f"reference_{op.__name__}"}, {"solution": "reference"}):
         torch._dynamo.reset()
-        _same(
-            torch.compile(lambda x, k=keywords: op(x, W, Plan(1), **k), fullgraph=True, backend="aot_eager")(x), op(x, W, Plan(1))
-        )
+        compiled = torch.compile(lambda x, k=keywords: op(x, W, Plan(1), **k), fullgraph=True)
+        _same(compiled(x), op(x, W, Plan(1)))
     torch._dynamo.reset()
     with pytest.raises(Exception, match="no kernel named absent"):
-        torch.compile(lambda x: op(x, W, Plan(1), override="absent"), fullgraph=True, backend="aot_eager")(x)
+        torch.compile(lambda x: op(x, W, Plan(1), override="absent"), fullgraph=True)(x)
     with kernel_override("testing", op.__name__, f"reference_{op.__name__}"):
         torch._dynamo.reset()
-        torch.compile(lambda x: op(x, W, Plan(1)), fullgraph=True, backend="aot_eager")(x)
+        torch.compile(lambda x: op(x, W, Plan(1)), fullgraph=True)(x)
 
 
 def test_wrong_calls_are_found_in_compiled_code_too(op: Any) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x, out: op(x, W, Plan(1), out=out), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x, out: op(x, W, Plan(1), out=out), fullgraph=True)
     with pytest.raises(Exception, match="out must have shape"):
         compiled(torch.ones(4, 3), torch.empty(7))
 
@@ -187,9 +187,36 @@ def test_export(op: Any) -> None:
 
 
 def test_the_schema(op: Any) -> None:
-    text = str(getattr(torch.ops.tokenspeed_kernel, op.__name__).default._schema)
+    packet = getattr(torch.ops.tokenspeed_kernel, op.__name__)
+    text = str(packet.out._schema)
     assert "Tensor(a15!)? out, Tensor(a16!)? total_out, str? override, str? solution) -> (Tensor, Tensor)" in text
     assert "Tensor weights_main, Tensor? weights_bias, SymInt[] weights_blocks, SymInt? weights_handle" in text
     assert "lengths" not in text
+    assert not packet.default._schema.is_mutable
+    assert {a.name for a in packet.out._schema.arguments} - {a.name for a in packet.default._schema.arguments} == {
+        "cache", "out", "total_out",
+    }  # fmt: skip
     assert schema("f", (), (), 0) == "f(str? override, str? solution) -> ()"
     assert count_outputs(everything) == 2
+
+
+def add_one(x: Tensor, states: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    if states is not None:
+        states.add_(x)
+    return x + 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("given", [(), ("states",), ("out",), ("states", "out")], ids=" ".join)
+def test_one_output_in_inductors_code(declare: Callable[..., Any], given: tuple[str, ...], dynamic: bool | None) -> None:
+    """Inductor rejects an overload that returns one tensor and mutates none of those that its schema lets it mutate."""
+    function = declare(add_one, formats=("x",), mutates=("states",))
+    function.fake(lambda x: torch.empty_like(x))
+    x = torch.randn(4, 3)
+    tensors = {name: torch.zeros_like(x) for name in given}
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, tensors: function(2 * x, **tensors) * 2, fullgraph=True, dynamic=dynamic)
+    _same(compiled(x, tensors), (2 * x + 1) * 2)
+    for name, wanted in (("states", 2 * x), ("out", 2 * x + 1)):
+        if name in tensors:
+            _same(tensors[name], wanted)

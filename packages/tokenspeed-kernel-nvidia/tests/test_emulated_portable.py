@@ -35,3 +35,14 @@ def test_a_kernel_agrees_with_the_reference_in_any_order(operator: str, name: st
         result = verify_case(KernelRegistry.get().get_by_name(f"triton_{operator}"), case)
     assert result.status is Status.PASSED, result.reason
     assert any(launch.products for launch in emulator.launches)
+
+
+@pytest.mark.parametrize("kernel", ["triton_rmsnorm_moe_topk", "triton_rmsnorm_qkv_rope_32"])
+def test_rows_shorter_than_a_cache_line_are_prefetched(kernel: str) -> None:
+    """Only Hopper and later prefetch: the interpreter and other GPUs never compile these lines."""
+    spec = KernelRegistry.get().get_by_name(kernel)
+    (case,) = (case for case in get_operator(spec.operator).all_cases() if case.name == "a row shorter than a cache line")
+    with emulated_sm90(triton=True) as emulator:
+        result = verify_case(spec, case)
+    assert result.status is Status.PASSED, result.reason
+    assert emulator.launches

@@ -33,9 +33,7 @@ from tokenspeed_kernel_base.spec import KernelSpec
 
 OPERATORS = [op for op in operators() if op.body.__module__.startswith(ops.__name__ + ".")]
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.package == tokenspeed_kernel.__name__]
-SMALL = [(op, case) for op in OPERATORS for case in op.all_cases() if not case.large]
 each_operator = pytest.mark.parametrize("op", OPERATORS, ids=str)
-each_small_case = pytest.mark.parametrize(("op", "case"), SMALL, ids=[f"{op.mode}-{case.name}" for op, case in SMALL])
 
 
 class Faults:
@@ -321,43 +319,6 @@ def test_its_small_cases_work(op: Operator[Any, Any]) -> None:
     with Faults(str(op)) as faults:
         for check in (_drawn_twice, _cost_is_sensible, _runs_as_declared, _outputs_can_be_provided):
             faults.attempt(check, op, small_cases(op))
-
-
-def _custom_op_check(op: Operator[Any, Any], case: Case) -> None:
-    arguments = complete(op, case)
-    flat = lowering.spread(op.mode, op.parameters, [*arguments.values()])
-    custom_op = getattr(torch.ops.tokenspeed_kernel, op.mode).default
-    tests = ["test_autograd_registration", "test_faketensor"]
-    eager = {n: v.clone() if n in op.mutates and v is not None else v for n, v in arguments.items()}
-    wanted = lowering.as_list(op.function(**eager))
-    if not any(t.float().isnan().any() for t in wanted):
-        tests.append("test_aot_dispatch_dynamic")  # it takes NaN for a difference
-    if not any(t.element_size() == 1 and t.is_floating_point() for t in tensors_of(flat)):
-        tests.append("test_schema")  # it compares values in a way that PyTorch lacks for 8-bit floats
-    torch.library.opcheck(custom_op, (*flat, None, None), test_utils=tests)
-
-    traced = {n: v.clone() if n in op.mutates and v is not None else v for n, v in arguments.items()}
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda kwargs: op.function(**kwargs), fullgraph=True, backend="aot_eager")
-    got = lowering.as_list(compiled(traced))
-    for one, other in zip(got, wanted, strict=True):
-        assert torch.equal(bits(one), bits(other))
-    for name in op.mutates:
-        if arguments[name] is not None:
-            assert torch.equal(bits(traced[name]), bits(eager[name])), name
-
-
-@each_operator
-def test_it_works_under_torch_compile(op: Operator[Any, Any]) -> None:
-    small = small_cases(op)
-    first = min(small, key=lambda c: (sum(t.numel() for t in tensors_of([*c.build().values()])) == 0, small.index(c)))
-    _custom_op_check(op, first)
-
-
-@pytest.mark.slow
-@each_small_case
-def test_every_case_works_under_torch_compile(op: Operator[Any, Any], case: Case) -> None:
-    _custom_op_check(op, case)
 
 
 # -- each kernel ------------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Caller:
         op: the operator.
         package: the package whose kernels serve it; None for all kernels.
         function: what users call: the operator's signature and docstring, and the keywords ``override`` and ``solution``.
+        lowering: its calls as those of a custom operator of PyTorch.
     """
 
     def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
@@ -42,7 +43,7 @@ class Caller:
         self._written = (*op.outs, *op.mutates)
         self._value_guards: dict[tuple[str, ...], Callable[..., Any]] = {}
         outputs = lowering.count_outputs(op.body)
-        self._lowered = lowering.define(
+        self.lowering = lowering.define(
             package or lowering.NAMESPACE, op.mode, op.parameters, op.outs, op.mutates, outputs, self._call, op.fake_outputs
         )
         self.function = self._make_function()
@@ -50,7 +51,7 @@ class Caller:
     def _make_function(self) -> Any:
         op = self.op
         function: Any = dispatch.build_public_function(
-            op.mode, op.parameters, self._written, self._memo, self._recent, self.decide, self._lowered
+            op.mode, op.parameters, self._written, self._memo, self._recent, self.decide, self.lowering.call
         )
         function.__doc__, function.__module__ = op.body.__doc__, op.body.__module__ if self.package is None else self.package
         function.__qualname__ = op.body.__qualname__
@@ -86,7 +87,7 @@ class Caller:
         op = self.op
         arguments = dict(zip(op.names, args, strict=True))
         if is_traced(op.parameters, arguments):
-            return (lambda *values: self._lowered(*values, override, solution)), False
+            return (lambda *values: self.lowering.call(*values, override, solution)), False
         check = op.check_call(arguments, values=False)  # the guard looks at values, now and whenever they change
         request, selected = self._select(arguments, check, override, solution)
         decided = self._decided(

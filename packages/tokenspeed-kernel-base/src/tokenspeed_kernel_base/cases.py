@@ -25,7 +25,8 @@ class Draw:
 
     def __init__(self, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self.device = torch.device(device)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+        # Meta tensors have no values, and no generator of their own.
+        self.generator = torch.Generator("cpu" if self.device.type == "meta" else self.device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
         """Normally distributed with standard deviation ``scale``. Dtypes that cannot be sampled are cast from float32."""

@@ -1,10 +1,14 @@
 """Operators as custom operators of PyTorch, for torch.compile, export and fake tensors.
 
 Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters: objects are spread
-over their attributes, hints are dropped (they repeat what a tensor says), and resources are named by their handles. A custom
-operator that writes to arguments must return a fixed number of tensors, none of which it was given. So an output that the caller
-provides is declared as mutated, and a stand-in is returned in its place, as in the place of an output that the call does not have;
-`lowered` puts things right.
+over their attributes, hints are dropped (they repeat what a tensor says), and resources are named by their handles.
+
+An operator has up to two overloads. ``default`` lacks the optional tensors that a call writes to, such as ``out``. It is functional
+unless the operator always mutates something. ``out`` takes them all, and serves calls that pass at least one of them. One overload
+for both will not do: Inductor rejects a call whose only output is new and whose mutable arguments are all None.
+
+A custom operator returns a fixed number of tensors, none of which it was given. So a stand-in takes the place of an output that the
+caller provides, or that the call does not have, and `lowered` replaces it.
 
 Operators have no gradients: with gradients enabled, an argument that requires one is an error here as in an ordinary call.
 """
@@ -14,9 +18,9 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,8 +80,18 @@ def count_outputs(body: Callable[..., Any]) -> int:
     return max(counts)
 
 
-def schema(name: str, parameters: Sequence[Parameter], mutated: Sequence[str], outputs: int) -> str:
-    """The custom operator's schema, e.g. ``rmsnorm(Tensor x, Tensor weight, float eps, ...) -> (Tensor, Tensor)``."""
+def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str], outputs: int) -> str:
+    """An overload's schema, e.g. ``rmsnorm(Tensor x, Tensor weight, float eps, ...) -> (Tensor, Tensor)``.
+
+    Args:
+        name: of the operator, with the overload's behind a dot.
+        parameters: those that the overload takes.
+        mutated: names of those that are written to.
+        outputs: how many tensors are returned.
+
+    Raises:
+        TypeError: a parameter's type has no counterpart in a schema.
+    """
     arguments = []
     for index, leaf in enumerate(leaves(parameters)):
         optional = "?" if leaf.optional else ""
@@ -191,6 +205,18 @@ def merge_outputs(provided: Sequence[torch.Tensor | None], made: Sequence[torch.
     return [t for t in merged if t.dim() != len(_STAND_IN_SHAPE)]
 
 
+class Lowering(NamedTuple):
+    """How an operator's calls become calls of its custom operator.
+
+    Attributes:
+        call: a function of all parameters, override and solution, that torch.compile can trace.
+        choose: from a call's arguments in order, the overload that serves it, and what that is given before override and solution.
+    """
+
+    call: Callable[..., Any]
+    choose: Callable[[Sequence[Any]], tuple[Callable[..., Any], list[Any]]]
+
+
 def define(
     namespace: str,
     name: str,
@@ -200,7 +226,7 @@ def define(
     outputs: int,
     call: Callable[..., Any],
     fake: Callable[[dict[str, Any]], Any],
-) -> Callable[..., Any]:
+) -> Lowering:
     """Registers the custom operator.
 
     Args:
@@ -214,47 +240,69 @@ def define(
         fake: outputs of the right shapes and dtypes, from arguments by name.
 
     Returns:
-        A function of all parameters, override and solution, that torch.compile can trace.
+        How calls become calls of it.
     """
-    lib = library(namespace)
-    lib.define(schema(name, parameters, [*outs, *mutates], outputs))  # type: ignore[no-untyped-call]
-    out_positions = [[p.name for p in parameters].index(out) for out in outs]
+    written = frozenset((*outs, *mutates))
+    # Flags rather than indices: with dynamic shapes, Dynamo takes integers of a closure for symbols.
+    avoidable = [p.name in written and p.optional for p in parameters]
+    out_positions = [index for out in outs for index, p in enumerate(parameters) if p.name == out]
 
-    def returned(arguments: list[Any], results: list[torch.Tensor]) -> Any:
-        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
-        given = [arguments[i] is not None for i in out_positions]
-        values = [
-            torch.empty(_STAND_IN_SHAPE, dtype=torch.bool, device=device)
-            if i >= len(results) or (i < len(given) and given[i])
-            else results[i]
-            for i in range(outputs)
-        ]
-        return from_list(values)
+    def overload(suffix: str, taken: Sequence[Parameter]) -> Callable[..., Any]:
+        """Defines an overload that takes some of the parameters; the others are None in its calls."""
 
-    def run(*values: Any) -> Any:
-        *flat, override, solution = values
-        arguments = gather(parameters, flat)
-        return returned(arguments, as_list(call(*arguments, override=override, solution=solution)))
+        def by_name(flat: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> dict[str, Any]:
+            given = zip((p.name for p in taken), gather(taken, flat, find), strict=True)
+            return {**dict.fromkeys(p.name for p in parameters), **dict(given)}
 
-    def run_fake(*values: Any) -> Any:
-        arguments = gather(parameters, values[:-2], Unfound)
-        return returned(arguments, as_list(fake(dict(zip((p.name for p in parameters), arguments, strict=True)))))
+        def returned(arguments: dict[str, Any], results: list[torch.Tensor]) -> Any:
+            device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
+            provided = [arguments[out] is not None for out in outs]
+            values = [
+                torch.empty(_STAND_IN_SHAPE, dtype=torch.bool, device=device)
+                if i >= len(results) or (i < len(provided) and provided[i])
+                else results[i]
+                for i in range(outputs)
+            ]
+            return from_list(values)
 
-    def without_gradients(*values: Any) -> Any:
-        names = [leaf.name for leaf in leaves(parameters)]
-        refuse_gradients(name, ((n, v) for n, v in zip(names, values, strict=False) if isinstance(v, torch.Tensor)))
-        with torch._C._AutoDispatchBelowAutograd():
-            return custom_op(*values)
+        def run(*values: Any) -> Any:
+            *flat, override, solution = values
+            arguments = by_name(flat)
+            return returned(arguments, as_list(call(**arguments, override=override, solution=solution)))
 
-    lib.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    lib.impl(name, without_gradients, "Autograd")  # type: ignore[no-untyped-call]
-    lib.impl(name, run_fake, "Meta")  # type: ignore[no-untyped-call]
-    custom_op = getattr(getattr(torch.ops, namespace), name).default
+        def run_fake(*values: Any) -> Any:
+            arguments = by_name(values[:-2], Unfound)
+            return returned(arguments, as_list(fake(arguments)))
+
+        def without_gradients(*values: Any) -> Any:
+            names = [leaf.name for leaf in leaves(taken)]
+            refuse_gradients(name, ((n, v) for n, v in zip(names, values, strict=False) if isinstance(v, torch.Tensor)))
+            with torch._C._AutoDispatchBelowAutograd():
+                return custom_op(*values)
+
+        lib = library(namespace)
+        qualified = f"{name}.{suffix}" if suffix else name
+        lib.define(schema(qualified, taken, written, outputs))  # type: ignore[no-untyped-call]
+        lib.impl(qualified, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        lib.impl(qualified, without_gradients, "Autograd")  # type: ignore[no-untyped-call]
+        lib.impl(qualified, run_fake, "Meta")  # type: ignore[no-untyped-call]
+        custom_op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
+        return custom_op
+
+    needed = [p for p, avoid in zip(parameters, avoidable, strict=True) if not avoid]
+    functional = overload("", needed)
+    writing = overload("out", parameters) if any(avoidable) else functional
+
+    def choose(arguments: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        if any(avoid and argument is not None for avoid, argument in zip(avoidable, arguments, strict=True)):
+            return writing, spread(name, parameters, arguments)
+        kept = [argument for avoid, argument in zip(avoidable, arguments, strict=True) if not avoid]
+        return functional, spread(name, needed, kept)
 
     def lowered(*values: Any) -> Any:
         *arguments, override, solution = values
-        flat = spread(name, parameters, arguments)
+        custom_op, flat = choose(arguments)
         made = as_list(custom_op(*flat, override, solution))
         return from_list(merge_outputs([arguments[i] for i in out_positions], made))
 
-    return lowered
+    return Lowering(lowered, choose)

@@ -246,6 +246,7 @@ def _() -> list[Case]:
         Case("fp8 cache", _inputs(9, 96, 8, 2, 32, page_size=4, cache_dtype=fp8)),
         Case("gpt-oss-120b heads, narrow, decode 4 with cache", _inputs(4, 160, 16, 2, 64, page_size=16)),
         *(Case(f"gpt-oss-120b heads, narrow, decode {m} with cache", _inputs(m, 160, 8, 1, 64, page_size=16)) for m in (1, 2)),
+        Case("a row shorter than a cache line", _inputs(2, 16, 4, 2, 32)),
         Case("no tokens", _inputs(0, 64, 4, 2, 16)),
         *(Case(f"gpt-oss-120b decode {m} with cache", _inputs(m, *gpt_oss, page_size=64), large=True) for m in (1, 4, 16, 64)),
         Case("gpt-oss-120b prefill 4096 with cache", _inputs(4096, *gpt_oss, page_size=64), large=True),

@@ -191,6 +191,7 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 4, no residual", _inputs(4, 2880, 128, 4, residual=False)),
         Case("gpt-oss-20b decode 16, float16", _inputs(16, 2880, 32, 4, torch.float16)),
         Case("groups, sigmoid and correction, float32", _inputs(5, 96, 64, 6, torch.float32, bias=False, **groups)),
+        Case("a row shorter than a cache line", _inputs(2, 16, 8, 2)),
         Case("no tokens", _inputs(0, 64, 8, 2)),
         *(Case(f"gpt-oss-120b decode {m}", _inputs(m, 2880, 128, 4), large=True) for m in (8, 16, 64)),
         Case("gpt-oss-120b prefill 4096", _inputs(4096, 2880, 128, 4), large=True),

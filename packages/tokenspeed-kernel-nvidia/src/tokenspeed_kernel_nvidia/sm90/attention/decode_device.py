@@ -12,9 +12,9 @@ from typing import Any, Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode_gather_device import CacheRows, Gatherer
@@ -138,7 +138,7 @@ class Decode(Gatherer, Consumers):
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         kv_head, group, _ = cute.arch.block_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         call = Call(
             q, out, page_table, cache_seqlens, batch, partial, counters, lse, sinks, q_len, gqa_ratio, kv_heads, max_seqlen_k,
             window_left, groups, page_shift, scale, k_scales, v_scales, cap_scale, group,

@@ -12,9 +12,9 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
@@ -149,7 +149,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         call = Call(
             page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
             cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale, cu_seqlens_q, is_causal,

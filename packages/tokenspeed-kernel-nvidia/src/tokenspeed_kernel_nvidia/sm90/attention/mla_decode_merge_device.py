@@ -12,8 +12,8 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Storer
@@ -133,7 +133,7 @@ class MlaMerge(Storer):
         share, rank, index = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        shared = cutlass.utils.SmemAllocator().allocate_array(Float32, WARPS * 32 * self.numbers)
+        shared = SmemAllocator().allocate_array(Float32, WARPS * 32 * self.numbers)
         call = MergeCall(units, q_len, out, lse, partial, groups, rank, cu_seqlens_q)
         if const_expr(self.config.narrow):
             # What runs next waits until this launch has ended, which waits for what was before. 1 x 8192 with 128 heads took 14.2

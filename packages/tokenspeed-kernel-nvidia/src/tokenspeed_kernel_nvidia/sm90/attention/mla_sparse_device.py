@@ -12,8 +12,8 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
@@ -91,7 +91,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         call = Call(
             indices, topk_length, tokens, Int32(1), Int32(1), top_k, out, lse, partial, groups, page_shift, scale,
             cta // c.ranks, cta % c.ranks, storage.plan.data_ptr(), storage,

@@ -10,8 +10,9 @@ from typing import Optional
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, utils
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_convert_device import CONVERTERS, Converters
@@ -145,7 +146,7 @@ class Prefill(Converters, Consumers):
         to_cap: Optional[Float32],
     ):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = self.shared_of(utils.SmemAllocator().allocate(self.storage()))
+        shared = self.shared_of(SmemAllocator().allocate(self.storage()))
         if warp_index == 0:
             cpasync.prefetch_descriptor(q.atom)
             cpasync.prefetch_descriptor(k.atom)

@@ -20,6 +20,7 @@ from typing import Any, Optional
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, WARPGROUPS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.window_mma_device import Consumers, Output
@@ -175,7 +176,7 @@ class Window(Consumers):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = thread % LANES
-        shared = Shared(cutlass.utils.SmemAllocator().allocate(self.storage()))
+        shared = Shared(SmemAllocator().allocate(self.storage()))
         if warp_index == 0:
             for tma in (q, k, v, out_tma):
                 cpasync.prefetch_descriptor(tma.atom)

@@ -12,10 +12,10 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
@@ -86,7 +86,7 @@ class MmFp8(Consumers):
     def kernel(self, call: Call):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         pipe, biases = self.pipe(storage), self.biases_pipe(storage)
         if warp == 0:
             cpasync.prefetch_descriptor(call.a.atom)

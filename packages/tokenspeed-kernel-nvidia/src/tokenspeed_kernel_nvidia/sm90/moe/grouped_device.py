@@ -11,8 +11,8 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, Product
@@ -69,7 +69,7 @@ class GroupedProduct(Loader, Consumers):
     def kernel(self, call: Call):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         if warp == 0:
             weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
             with cute.arch.elect_one():

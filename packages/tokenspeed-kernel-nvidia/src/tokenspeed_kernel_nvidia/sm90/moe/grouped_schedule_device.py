@@ -13,8 +13,8 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import of_rank, send_word
@@ -117,7 +117,7 @@ class SchedulePairs:
 
     @cute.kernel
     def kernel(self, pairs: Pairs):
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         counts = storage.counts.data_ptr()
         threads = self.config.ctas * THREADS
         rank, _, _ = cute.arch.block_idx()

@@ -11,8 +11,8 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Float32, Int32, Int64, cute
+from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
@@ -115,7 +115,7 @@ class Stream(Schedule, Consumers):
         counters: Int64,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        storage = SmemAllocator().allocate(self.storage())
         call = Call(
             layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
             pipeline(storage.full, storage.empty), pipeline(storage.summed, storage.taken), storage.ring.data_ptr().toint(),

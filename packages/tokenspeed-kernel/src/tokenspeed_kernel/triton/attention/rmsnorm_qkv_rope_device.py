@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import prefetch, start
+from tokenspeed_kernel.triton.common_device import prefetch_rows, start
 from tokenspeed_kernel.triton.kvcache._write_device import slot_of
 from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_rms
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
@@ -123,10 +123,9 @@ def rmsnorm_qkv_rope_kernel(
     column = tl.arange(0, 2 * PAIRS)
     output = head * HEAD_DIM + first + column // 2 + column % 2 * half
     weight_rows = qkv_weight + output.to(tl.int64) * weight_row
-    if TILE.early:  # while the kernel before still runs; it may be the one that writes them, so they are not loaded yet
-        LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
-        line = tl.arange(0, TILE.hidden // LINE)[None, :] * LINE
-        prefetch(tl.where(line < hidden, weight_rows[:, None] + line, qkv_weight))
+    if TILE.early:  # while the preceding kernel still runs; it may be the one that writes them, so they are not loaded yet
+        rows = weight_rows[:, None]
+        prefetch_rows(rows, tl.full(rows.shape, True, tl.int1), hidden, 1, qkv_weight, TILE.hidden)
     start(TILE.early)
     product = _multiply(inputs, weight_rows, dtype, program, TILE)
     if BIAS:

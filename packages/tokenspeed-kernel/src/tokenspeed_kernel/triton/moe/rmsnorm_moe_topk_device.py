@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import prefetch, start
+from tokenspeed_kernel.triton.common_device import prefetch_rows, start
 from tokenspeed_kernel.triton.moe.moe_topk_device import route
 from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_rms
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
@@ -66,15 +66,12 @@ def rmsnorm_moe_topk_kernel(
     inside = column < hidden
     expert = block * BLOCK + tl.arange(0, BLOCK)
     real = expert < EXPERTS
-    # First what is the most, and depends on nothing.
-    rows = router_weight + expert[:, None].to(tl.int64) * router_expert + column * router_column
-    if EARLY:  # while the kernel before still runs; it may be the one that writes them, so they are not loaded yet
-        LINE: tl.constexpr = 1024 // router_weight.dtype.element_ty.primitive_bitwidth
-        line = tl.arange(0, HIDDEN_PADDED // LINE)[None, :] * LINE
-        lines = router_weight + expert[:, None].to(tl.int64) * router_expert + line * router_column
-        prefetch(tl.where(real[:, None] & (line < hidden), lines, router_weight))
+    # Issue the largest independent loads first.
+    rows = router_weight + expert[:, None].to(tl.int64) * router_expert
+    if EARLY:  # while the preceding kernel still runs; it may be the one that writes them, so they are not loaded yet
+        prefetch_rows(rows, real[:, None], hidden, router_column, router_weight, HIDDEN_PADDED)
     start(EARLY)
-    router = tl.load(rows, mask=real[:, None] & inside, other=0.0)
+    router = tl.load(rows + column * router_column, mask=real[:, None] & inside, other=0.0)
     total = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)

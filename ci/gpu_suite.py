@@ -1,0 +1,161 @@
+"""Runs every test that needs an NVIDIA GPU, in parts that fit a time limit, and records what became of them.
+
+    python ci/gpu_suite.py --part 1/2        # about 6 minutes on an H200 with 16 cores
+    python ci/gpu_suite.py --part 2/2
+
+A hash of its name decides which part a test belongs to, so that each part has its share of slow ones. A part is added to
+`gpu_suite.json`; one of another commit or machine begins a new record. What a test compiles stays in the caches on disk, for all
+workers and parts.
+
+It needs this tree's packages, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A failure's message is cut
+to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import shlex
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "ci" / "gpu_suite.json"
+TESTS = ("packages", "tools/gpt_oss/tests")
+LINES = 20  # of a failure's message
+SLOWEST = 12  # tests that the record names
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """This file is a plugin of pytest, too, which each worker loads."""
+    parser.addoption("--part", default="1/1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests of the part."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+
+
+class Suite:
+    """A plugin of pytest's controlling process: counts outcomes, and stops at the time limit."""
+
+    session: pytest.Session | None = None
+
+    def __init__(self, part: str, seconds: float, full: Path | None) -> None:
+        self.part, self.full = part, full
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
+        self.outcomes, self.reasons = collections.Counter[str](), collections.Counter[str]()
+        self.durations: dict[str, float] = collections.defaultdict(float)
+        self.failures: dict[str, str] = {}
+        self.stopped = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.durations[report.nodeid] += report.duration
+        if report.failed:
+            whole = report.longreprtext
+            self.failures[f"{report.nodeid} ({report.when})"] = whole
+            lines = whole.splitlines()
+            if len(lines) > LINES:
+                report.longrepr = "\n".join([f"... {len(lines) - LINES + 1} lines before", *lines[1 - LINES :]])
+            report.sections.clear()
+        if report.when == "call" or not report.passed:
+            self.outcomes["xfailed" if hasattr(report, "wasxfail") else report.outcome] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if time.monotonic() > self.deadline and self.session is not None:
+            self.stopped = True
+            self.session.shouldstop = "the time limit of the part"
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.session = session
+
+    def pytest_sessionfinish(self) -> None:
+        if self.full is not None and self.failures:
+            self.full.write_text("\n\n".join(f"==== {name}\n{text}" for name, text in self.failures.items()))
+
+    def result(self, command: str) -> dict[str, Any]:
+        """What the record says of the part."""
+        slowest = sorted(self.durations.items(), key=lambda entry: -entry[1])[:SLOWEST]
+        return {
+            "part": self.part,
+            "command": command,
+            "complete": not self.stopped,
+            "seconds": round(time.monotonic() - self.started),
+            "tests": dict(sorted(self.outcomes.items())),
+            "failures": sorted(self.failures),
+            "skips": dict(self.reasons.most_common()),
+            "slowest": {name: round(seconds, 1) for name, seconds in slowest},
+        }
+
+
+def described(commit: str | None) -> dict[str, Any]:
+    """The machine and the tree, as benchmarks describe them."""
+    from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
+
+    found = dataclasses.asdict(collect_metadata())
+    kept = {name: found[name] for name in ("device", "driver", "python", "torch", "triton")}
+    return {"commit": commit or found["git_commit"], **kept}
+
+
+def added(record: Path, part: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+    """The record with a part in the place of an earlier one of the same name; a new one for another commit, machine or division."""
+    kept: list[dict[str, Any]] = []
+    if record.exists():
+        before = json.loads(record.read_text())
+        if all(before.get(name) == value for name, value in where.items()):
+            kept = before["parts"]
+    division = part["part"].partition("/")[2]
+    parts = [p for p in kept if p["part"] != part["part"] and p["part"].partition("/")[2] == division]
+    parts = sorted([*parts, part], key=lambda p: int(p["part"].partition("/")[0]))
+    total = sum((collections.Counter(p["tests"]) for p in parts), collections.Counter[str]())
+    whole = len(parts) == int(division) and all(p["complete"] for p in parts)
+    return {
+        **where,
+        "whole": whole,
+        "seconds": sum(p["seconds"] for p in parts),
+        "tests": dict(sorted(total.items())),
+        "parts": parts,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="which part of how many")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 4) - 2))
+    parser.add_argument("--seconds", type=float, default=560, help="time limit: no further test is begun after it")
+    parser.add_argument("--commit", help="of this tree, where it is no checkout")
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--full", type=Path, help="file for the whole messages of failures")
+    parser.add_argument("rest", nargs="*", help="further arguments for pytest, behind --")
+    chosen = parser.parse_args()
+    suite = Suite(chosen.part, chosen.seconds, chosen.full)
+    options = f"-m nvidia -n {chosen.workers} --dist worksteal -q --tb=short --show-capture=no -rfE".split()
+    options += ["-p", Path(__file__).stem, "--part", chosen.part]
+    status = pytest.main([*map(str, map(ROOT.joinpath, TESTS)), f"--rootdir={ROOT}", *options, *chosen.rest], plugins=[suite])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        return int(status)
+    command = shlex.join(["python", "ci/gpu_suite.py", *sys.argv[1:]])
+    record = added(chosen.record, suite.result(command), described(chosen.commit))
+    chosen.record.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record["parts"][-1]["tests"]), "complete" if not suite.stopped else "stopped at the time limit")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
