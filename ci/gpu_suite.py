@@ -22,10 +22,12 @@ import shlex
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "ci" / "gpu_suite.json"
@@ -45,6 +47,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
     items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
+    """Ends a worker that has lost its CUDA context, in which all further tests would fail. pytest-xdist starts another in its
+    place, and counts the test as failed once more."""
+    yield  # what became of the test is sent first
+    if report.failed and "PYTEST_XDIST_WORKER" in os.environ:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 class Suite:

@@ -171,6 +171,21 @@ def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
         assert verify_case(reference, case, CPU).status is Status.PASSED
 
 
+def test_values_on_a_device_decide_what_is_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call reads no offsets from a device. A reference that follows wrong ones there loses the whole process."""
+    op = get_operator("kvcache.positions_to_slots")
+    spec = KernelRegistry.get().get_by_name("reference_positions_to_slots")
+    space = CaseSpace(op, spec, torch.device("cpu"))
+    check_call = Operator.check_call
+    monkeypatch.setattr(Operator, "check_call", lambda op, arguments: check_call(op, arguments, values=False))  # as on a device
+    (case,) = (case for case in op.all_cases() if case.name.startswith("pages of 24"))
+    arguments = case.build()
+    assert space.look(case) is not None
+    wrong = {**arguments, "cu_seqlens_q": torch.tensor([0, 0, 0, 0, 3], dtype=torch.int32)}
+    op.check_call(op.complete(wrong))
+    assert space.look(Case("offsets end early", lambda draw: wrong)) is None
+
+
 # -- what surrounds the values ------------------------------------------------------------------------------------------------
 
 

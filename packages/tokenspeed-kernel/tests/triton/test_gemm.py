@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel.triton.common import for_architecture
 from tokenspeed_kernel.triton.gemm import _split_k, decoded, direct, once, words
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel.workbench.numerics.verify import default_device
@@ -235,7 +236,9 @@ def test_words_want_lines_along_k() -> None:
     w = operand(b, b_scale, -1)
     a = _normal(4, 128, seed=1, dtype=BF16)
     assert words.serves(operand(a, None, -2), w)
-    assert not words.serves(operand(_normal(200, 128, seed=1, dtype=BF16), None, -2), w)
+    most = for_architecture(words._ROWS, a.device)
+    assert words.serves(operand(_normal(most, 128, seed=1, dtype=BF16), None, -2), w)
+    assert not words.serves(operand(_normal(most + 1, 128, seed=1, dtype=BF16), None, -2), w)
     odd = _normal(4, 129, seed=1, dtype=BF16)[:, 1:]
     for other in (_transposed(a), odd):
         assert not words.serves(operand(other, None, -2), w)

@@ -17,7 +17,7 @@ import torch
 
 from tokenspeed_kernel.workbench.numerics.narrow import Narrowed, axes_of, count_items, narrowed
 from tokenspeed_kernel.workbench.numerics.recipes import values_of
-from tokenspeed_kernel.workbench.numerics.verify import CaseResult, default_device, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, check_with_values, default_device, verify_case
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
@@ -125,7 +125,7 @@ class _Search:
         """Elements, values that are given, and how large they are; None for what the operator refuses."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
-            self.op.check_call(arguments)
+            check_with_values(self.op, arguments)
         except Exception:  # whatever a maker of inputs raises for values that do not go together
             return None
         elements = sum(t.numel() for _, t in tensor_arguments(self.op.parameters, arguments))

@@ -172,7 +172,7 @@ def verify_case(
             if changed:
                 said = f"the case does not draw the same {', '.join(changed)} twice"
                 return result(Status.ERROR, said, faults=(Fault("error case", said),))
-            op.check_call(arguments)
+            check_with_values(op, arguments)
             rejected = refusal(op, spec, arguments)
             if rejected is not None and rejected[0] != "implementation":
                 return result(Status.SKIPPED, f"{rejected[0]}: {rejected[1]}")
@@ -251,6 +251,18 @@ def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, An
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()  # so that a failed launch is blamed on this call
     return result
+
+
+def check_with_values(op: Operator[Any, Any], arguments: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError for a call that the operator refuses, or would refuse if its tensors lay in host memory.
+
+    An ordinary call reads no values from a device. Inputs that are made up must be valid all the same: an index out of range costs
+    the reference the whole process there.
+    """
+    op.check_call(arguments)
+    if op.host_values:
+        values = {name: arguments[name] for name in op.host_values}
+        op.check_values({**arguments, **{n: v.cpu() if isinstance(v, Tensor) else v for n, v in values.items()}})
 
 
 def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> tuple[str, str] | None:

@@ -15,7 +15,7 @@ import torch
 
 from tokenspeed_kernel.workbench.numerics.narrow import narrowed
 from tokenspeed_kernel.workbench.numerics.recipes import changes_towards, growth, same_value
-from tokenspeed_kernel.workbench.numerics.verify import refusal
+from tokenspeed_kernel.workbench.numerics.verify import check_with_values, refusal
 from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
@@ -107,7 +107,7 @@ class CaseSpace:
         """A case with its traits; None if the operator refuses it or it is too large."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
-            self.op.check_call(arguments)
+            check_with_values(self.op, arguments)
             request = self.op.request(arguments)
         except Exception:  # whatever a maker of inputs raises for values that do not go together
             return None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics.compare import compare_results
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
-from tokenspeed_kernel.workbench.numerics.verify import written_to
+from tokenspeed_kernel.workbench.numerics.verify import check_with_values, written_to
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import Operator, get_operator
@@ -39,7 +39,7 @@ class Inputs:
     def build(cls, spec: KernelSpec, case: Case, device: torch.device, seed: int) -> Inputs:
         op = get_operator(spec.operator)
         one, other = (op.complete(case.build(device, seed)) for _ in range(2))
-        op.check_call(one)
+        check_with_values(op, one)
         return cls(op, one, op.prepared(other, spec))
 
     def plain_tensors(self) -> dict[str, Tensor]:
@@ -150,7 +150,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     values = _other_values(inputs, Inputs.build(spec, case, device, seed + 1), seed)
     put_back()
     inputs.overwrite(values)
-    op.check_call(inputs.plain)
+    check_with_values(op, inputs.plain)
     untouched = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
     expected, expected_written = _reference(inputs)
     return faults + _differing(inputs, *replay(), expected, expected_written, tolerance, "the replay of the graph on other inputs")
