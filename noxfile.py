@@ -132,6 +132,7 @@ def lint(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Builds the documentation site into build/site. A broken link, and a public name without a description, are errors."""
     _install(session, "docs", runtime=False)
+    session.install("--no-deps", "-e", AMD, "-e", NVIDIA)  # what their kernels serve is read from their declarations
     session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 

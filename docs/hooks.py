@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import posixpath
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
+
+from coverage_table import coverage_table
 
 import tokenspeed_kernel
 from tokenspeed_kernel_base import config as settings
@@ -141,10 +146,16 @@ def _operator_table(argument: str, page: str) -> str:
     return "\n".join(["| family | operators |", "|---|---|", *rows])
 
 
+def _coverage(argument: str, page: str) -> str:
+    """What the backends do not serve of a family, as a table."""
+    return coverage_table(argument)
+
+
 # ``generate(argument, page)``: what stands behind the colon, and the page that it is for.
 _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "reference": _reference,
     "environment variables": _variables,
     "operators": _operator_table,
     "tags": _tags,
+    "coverage": _coverage,
 }
