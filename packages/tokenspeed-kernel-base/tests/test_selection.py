@@ -132,6 +132,15 @@ def test_objectives(add: Callable[..., Any], hopper: PlatformInfo, objective: An
     assert chosen(platform=hopper, objective=objective) == expected
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float8_e4m3fn, "plain"), (torch.bfloat16, "quick")])
+def test_accuracy_avoids_weights_in_fp8(add: Callable[..., Any], dtype: torch.dtype, expected: str) -> None:
+    add("quick", priority=16, tags={"fp8_weights"}, format_signatures=None)
+    add("plain", priority=4, format_signatures=None)
+    signature = format_signature(q=dense_tensor_format(torch.bfloat16), k_cache=dense_tensor_format(dtype))
+    assert select_kernel("norm", "scale", signature).name == "quick"
+    assert select_kernel("norm", "scale", signature, objective="accuracy").name == expected
+
+
 def test_an_unknown_objective_names_the_known_ones(three: None) -> None:
     with pytest.raises(ValueError, match="'fastest' is not a valid SelectionObjective"):
         chosen(objective="fastest")

@@ -72,6 +72,7 @@ class Operator(Generic[P, R]):
         varying: sizes that change from call to call, the one that counts a batch's items first; all others are fixed by the model.
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
+        padded: the offsets behind whose last one rows are padding, of an operator that allows it.
         scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
         planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
         layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
@@ -99,6 +100,7 @@ class Operator(Generic[P, R]):
         varying: Sequence[str],
         capacity: Iterable[str],
         bounds: Sequence[str],
+        padded: str | None,
         scales: Iterable[str],
         planned: str | None,
         layout: str | None,
@@ -111,7 +113,7 @@ class Operator(Generic[P, R]):
         self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
         self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
         self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
-        self.scales = frozenset(scales)
+        self.padded, self.scales = padded, frozenset(scales)
         self._formats = tuple(formats)
         self._body_traits = {REFERENCE: dict(reference_traits), COMPOSED: dict(composed_traits)}
         self.fixed_traits = frozenset(fixed_traits)
@@ -279,11 +281,16 @@ class Operator(Generic[P, R]):
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
         body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
         results = [result.contiguous() for result in lowering.as_list(body(*args))]
+        rows = slice(self.counted_rows(arguments))
         for index, output in enumerate(provided):
             if output is not None and index < len(results):
-                output.copy_(results[index])
+                output[rows].copy_(results[index][rows])
                 results[index] = output
         return lowering.from_list(results)
+
+    def counted_rows(self, arguments: Mapping[str, Any]) -> int | None:
+        """How many first rows of the outputs are not padding; None where all count. Reads the value from the device."""
+        return None if self.padded is None else int(arguments[self.padded][-1])
 
     def all_cases(self) -> list[Case]:
         """The declared cases."""

@@ -21,6 +21,7 @@ class SelectionObjective(enum.Enum):
     THROUGHPUT = "throughput"
     PORTABILITY = "portability"  # kernels with the fewest demands on the platform
     DETERMINISM = "determinism"  # bitwise the same from run to run
+    ACCURACY = "accuracy"  # no softmax weights in fp8: those without the tag ``fp8_weights``
     DEBUG = "debug"  # the plainest: lowest priority first
 
 

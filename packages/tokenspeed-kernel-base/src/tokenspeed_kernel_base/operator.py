@@ -141,6 +141,7 @@ def operator(
     varying: Sequence[str] = (),
     capacity: Iterable[str] = (),
     bounds: Sequence[str] = (),
+    padded: str | None = None,
     scales: Iterable[str] = (),
     planned: str | None = None,
     layout: str | None = None,
@@ -168,6 +169,8 @@ def operator(
         bounds: integer parameters that bound a varying size. They vary, too, and a decision holds for all values that the ``check``
             hook allows with `Checker.bound`; it looks at them in no other way, and the hooks ``traits``, ``formats`` and ``fake``
             in none.
+        padded: the parameter with the offsets of a batch's items, where rows behind the last offset are padding: they belong to no
+            item, and a call leaves those rows of its outputs as they are.
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
         planned: the parameter that a plan is given as, for operators whose kernel is chosen before any tensor exists.
         layout: the trait, and the plan's attribute, that says in which layout what is prepared for a kernel lies.
@@ -195,6 +198,7 @@ def operator(
             varying=varying,
             capacity=capacity,
             bounds=bounds,
+            padded=padded,
             scales=scales,
             planned=planned,
             layout=layout,

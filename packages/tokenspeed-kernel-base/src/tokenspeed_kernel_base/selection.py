@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed_kernel_base import config, measured, memo
+from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.explanation import (
     Explanation,
     NoKernelFoundError,
@@ -275,14 +276,15 @@ def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tu
     mine = results.get(spec.name)
     if mine is not None:
         parts.append(_tuned_reason(spec.name, results))
-    preference, why = _preference(spec, request.objective)
+    preference, why = _preference(spec, request)
     if why:
         parts.append(why)
     parts.append(f"priority {spec.priority}")
     return (-mine.us if mine is not None else float("-inf"), preference, spec.priority), ", ".join(parts)
 
 
-def _preference(spec: KernelSpec, objective: SelectionObjective) -> tuple[float, str]:
+def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
+    objective = request.objective
     if objective is SelectionObjective.DEFAULT:
         return 0, ""
     if objective is SelectionObjective.DEBUG:
@@ -299,6 +301,9 @@ def _preference(spec: KernelSpec, objective: SelectionObjective) -> tuple[float,
         )
         # A reference demands least of all, and is not what one ports to.
         return (-demands if spec.priority >= Priority.PORTABLE else -5), f"{demands} demands on the platform"
+    if objective is SelectionObjective.ACCURACY:
+        rounds = "fp8_weights" in spec.tags and any(fmt.storage_dtype in FP8 for _, fmt in request.signature.roles)
+        return -float(rounds), "tagged fp8_weights" if rounds else ""
     tagged = objective.value in spec.tags
     return float(tagged), f"tagged {objective.value}" if tagged else ""
 

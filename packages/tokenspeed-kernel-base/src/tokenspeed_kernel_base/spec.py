@@ -33,6 +33,7 @@ TAGS = {
     "throughput": "the objective of that name prefers it",
     "determinism": "it gives the same bits from run to run, which the conformance kit checks; the objective prefers it",
     "batch_invariant": "an item's result does not depend on what else is in its batch, which the conformance kit checks",
+    "fp8_weights": "it may round the softmax's weights to fp8 where an operand is fp8; the objective `accuracy` avoids it",
     "waits": "it may wait for the device, so that it is not for CUDA graphs",
 }
 """What a kernel may be tagged with, and what that says of it."""

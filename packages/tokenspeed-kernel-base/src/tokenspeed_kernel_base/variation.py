@@ -60,13 +60,14 @@ class Variation(NamedTuple):
         found = self.work.get(name) or [default]
         return [found[i % len(found)] for i in range(count)]
 
-    def parts(self, name: str, count: int, total: int) -> list[int]:
-        """``count`` lengths that add up to ``total``: those that were read, if they do; else in proportion, or all alike."""
+    def parts(self, name: str, count: int, total: int, *, padded: bool = False) -> list[int]:
+        """``count`` lengths that add up to ``total``: those that were read, if they do; else in proportion, or all alike. Where
+        ``padded``, they may add up to less."""
         if not count:
             return []
         shares = self.values(name, count, 1)
         whole = sum(shares)
-        if whole != total:
+        if whole > total or (whole < total and not padded):
             if not whole:
                 shares, whole = [1] * count, count
             ends = [sum(shares[: i + 1]) * total // whole for i in range(count)]

@@ -190,14 +190,24 @@ def check_scale(
 
 
 def check_values_offsets(
-    check: Checker, name: str, offsets: Tensor | None, tokens: int, tensor: str, longest_name: str = "", longest: int | None = None
+    check: Checker,
+    name: str,
+    offsets: Tensor | None,
+    tokens: int,
+    tensor: str,
+    longest_name: str = "",
+    longest: int | None = None,
+    *,
+    padded: bool = False,
 ) -> None:
-    """A ``cu_seqlens``: from 0 in steps that are not negative to the number of tokens, no step above the bound."""
+    """A ``cu_seqlens``: from 0 in steps that are not negative to the number of tokens, no step above the bound. Padded, it may end
+    before."""
     if offsets is None:
         return
     first, last = offsets[0].item(), offsets[-1].item()
     check.require(first == 0, f"{name}[0]", "0", first)
-    check.require(last == tokens, f"{name}[-1]", f"{tokens}, the number of tokens in {tensor}", last)
+    ends = 0 <= last <= tokens if padded else last == tokens
+    check.require(ends, f"{name}[-1]", f"{'at most ' * padded}{tokens}, the number of tokens in {tensor}", last)
     if len(offsets) > 1:
         lengths = offsets.diff()
         shortest, longest_found = (int(bound) for bound in lengths.aminmax())
@@ -223,7 +233,7 @@ def check_values_ragged(
     """The lengths of whole sequences as prefill takes them: on the device, and repeated on the host."""
     hint = _read_hint(check, "cu_seqlens_cpu", cu_seqlens_cpu)
     offsets, name = (cu_seqlens, "cu_seqlens") if cu_seqlens is not None else (hint, "cu_seqlens_cpu")
-    check_values_offsets(check, name, offsets, q.shape[0], "q", "max_seqlen", max_seqlen)
+    check_values_offsets(check, name, offsets, q.shape[0], "q", "max_seqlen", max_seqlen, padded=True)
     if hint is not None and cu_seqlens is not None and not (hint.shape == cu_seqlens.shape and bool((hint == cu_seqlens).all())):
         check.fail("cu_seqlens_cpu", f"what cu_seqlens says, {describe(cu_seqlens.tolist())}", hint.tolist())
 
@@ -284,7 +294,7 @@ def check_values_extension(
     is_causal: bool,
 ) -> None:
     """The lengths of new tokens against those of the sequences that they extend."""
-    check_values_offsets(check, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", "max_seqlen_q", max_seqlen_q)
+    check_values_offsets(check, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", "max_seqlen_q", max_seqlen_q, padded=True)
     if cache_seqlens is None:
         return
     if cu_seqlens_kv is not None:

@@ -30,19 +30,21 @@ def ragged(
     kv_lengths: Sequence[int] | None = None,
     scales: Sequence[str] = (),
     scale_per_head: bool = False,
+    padding: int = 0,
     **options: Any,
 ) -> Make:
     """Packed whole sequences.
 
     Args:
+        padding: rows behind the last sequence, which belong to none.
         hint: the lengths are repeated on the host.
         kv_lengths: of keys and values, where they have their own.
         scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        tokens = sum(lengths)
-        keys = tokens if kv_lengths is None else sum(kv_lengths)
+        tokens = sum(lengths) + padding
+        keys = tokens if kv_lengths is None else sum(kv_lengths) + padding
         cu_seqlens = draw.cumulative(lengths)
         arguments = {
             "q": draw.normal(tokens, heads, head_dim, dtype=dtype),
@@ -110,13 +112,14 @@ def draw_groups(
     return views._asdict()
 
 
-def draw_trees(draw: Draw, q_lens: Sequence[int]) -> Tensor:
-    """int64 ``[sum(q_lens)]``: masks of random draft trees, and 0 of every other sequence and of those of more than 64 tokens."""
+def draw_trees(draw: Draw, q_lens: Sequence[int], padding: int = 0) -> Tensor:
+    """int64 ``[sum(q_lens) + padding]``: masks of random draft trees; 0 for every other sequence, for those of more than 64 tokens
+    and for padding."""
     masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
     for at, q_len in enumerate(q_lens):
         tree = at % 2 == 0 and 0 < q_len <= MAX_TREE
         masks.append(tree_masks(draw_parents(draw, 2, q_len))[1] if tree else masks[0].new_zeros(q_len))
-    return torch.cat(masks)
+    return torch.cat([*masks, masks[0].new_zeros(padding)])
 
 
 @recipe
@@ -140,6 +143,7 @@ def paged(
     width: int | None = None,
     trees: bool = False,
     grouped: bool = False,
+    padding: int = 0,
     **options: Any,
 ) -> Make:
     """New tokens and a paged cache that holds them.
@@ -153,13 +157,14 @@ def paged(
         running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
         trees: new tokens of a sequence are a draft tree, of every other one, and where there are no more than 64.
         grouped: each 128 latents have a scale, and rotary parts lie apart.
+        padding: rows of q behind the last sequence, which belong to none.
         width: entries of the page table for each sequence; one more than any has pages if not given.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)
         stored = cache_dtype or dtype
-        tokens = sum(q_lens) if q_lens is not None else len(kv_lens) * options.get("max_seqlen_q", 1)
+        tokens = padding + (sum(q_lens) if q_lens is not None else len(kv_lens) * options.get("max_seqlen_q", 1))
         if freed:
             new = options.get("max_seqlen_q", 1) if q_lens is None else draw.tensor(list(q_lens), torch.int32)
             hidden = hidden_pages(cache_seqlens, new, options["window_left"], page_table.shape[1], page_size)
@@ -189,7 +194,7 @@ def paged(
             arguments["max_seqlen_q"] = max(q_lens, default=0)
         if trees:
             each = q_lens if q_lens is not None else [options.get("max_seqlen_q", 1)] * len(kv_lens)
-            arguments["tree_mask"] = draw_trees(draw, each)
+            arguments["tree_mask"] = draw_trees(draw, each, padding)
         if sinks:
             arguments["sinks"] = draw.normal(heads, dtype=dtype if dtype not in FP8 else torch.bfloat16)
         for scale in scales:

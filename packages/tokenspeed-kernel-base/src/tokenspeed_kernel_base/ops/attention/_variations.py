@@ -26,12 +26,12 @@ def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
     their own."""
     if variation.want is not Want.CAPTURED:
         return {}
-    lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]))
+    lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]), padded=True)
     cu_seqlens = variation.draw.cumulative(lengths)
     hint = None if arguments["cu_seqlens_cpu"] is None else cu_seqlens.tolist()
     made = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": hint}
     if arguments.get("cu_seqlens_kv") is not None:
-        kv_lengths = variation.parts("kv_lengths", len(arguments["cu_seqlens_kv"]) - 1, len(arguments["k"]))
+        kv_lengths = variation.parts("kv_lengths", len(arguments["cu_seqlens_kv"]) - 1, len(arguments["k"]), padded=True)
         made["cu_seqlens_kv"] = variation.draw.cumulative(kv_lengths)
     return made
 
@@ -54,14 +54,15 @@ def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[s
     kv_lens = variation.values("kv_lens", batch, room)
     made = {}
     if offsets is not None:
-        q_lens = variation.parts("q_lens", batch, len(arguments["q"]))
+        q_lens = variation.parts("q_lens", batch, len(arguments["q"]), padded=True)
         made["cu_seqlens_q"] = draw.cumulative(q_lens)
         if arguments.get("is_causal", True):  # a sequence has at least as many tokens as are new
             kv_lens = [max(kv_len, min(q_len, room)) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
     if arguments.get("cu_seqlens_kv") is not None:
         made["cu_seqlens_kv"] = draw.cumulative(kv_lens)
     if arguments.get("tree_mask") is not None:
-        made["tree_mask"] = draw_trees(draw, q_lens if offsets is not None else [arguments["max_seqlen_q"]] * batch)
+        q_lens = q_lens if offsets is not None else [arguments["max_seqlen_q"]] * batch
+        made["tree_mask"] = draw_trees(draw, q_lens, len(arguments["q"]) - sum(q_lens))
     page_size = next(iter(caches.values())).shape[1]
     made["page_table"], made["cache_seqlens"], held = draw_paging(draw, kv_lens, page_size, width)
     for name, cache in caches.items():

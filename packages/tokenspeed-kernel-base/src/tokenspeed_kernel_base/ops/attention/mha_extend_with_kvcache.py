@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
+    padded="cu_seqlens_q",
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_extend_with_kvcache(
@@ -57,7 +58,8 @@ def mha_extend_with_kvcache(
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
-        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
+            behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
         cu_seqlens_kv: int32 ``[batch + 1]``, the running sums of cache_seqlens from 0; or None, and a kernel that wants them
             sums them itself.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
@@ -223,6 +225,9 @@ def _() -> list[Case]:
         Case("NaN in slots that hold no token", paged([5, 20, 0, 50], [5, 3, 0, 30], **causal, stale=True)),
         Case("window, cap, sinks and lse together", paged([60, 9], [33, 9], **causal, **everything)),
         Case("window of the token alone, float16", paged([20, 9], [7, 9], **causal, dtype=torch.float16, window_left=0)),
+        Case("rows behind the last sequence, lse", paged([33, 90, 0], [9, 70, 0], **causal, padding=9, return_lse=True)),
+        Case("rows behind the last sequence, not causal", paged([33, 90], [9, 70], **gqa, head_dim=128, padding=70)),
+        Case("rows behind the last sequence, in a window", paged([33, 90], [9, 70], **causal, window_left=19, padding=1)),
         Case("running sums left out", paged([20, 9], [7, 9], **causal, cu_seqlens_kv=None)),
         Case("freed pages before a window", paged([100, 9, 300, 70], [33, 9, 1, 0], **causal, window_left=20, freed=True)),
         Case("freed pages of 64", paged([400, 9, 131], [70, 9, 3], **causal, page_size=64, window_left=49, freed=True)),

@@ -25,6 +25,7 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     hints=("cu_seqlens_cpu",),
     varying=("batch", "tokens"),
     bounds=("max_seqlen",),
+    padded="cu_seqlens",
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_prefill(
@@ -50,14 +51,16 @@ def mha_prefill(
     key and value head ``h // (heads // kv_heads)``. Scores, softmax and sums are float32 (float64 where q is); the output is
     rounded once. Of fp8 operands, this is the attention of what they stand for, fp8 numbers times their scales. A kernel may then
     round the softmax's weights to fp8 too, before they meet the values, as FlashAttention-3 does (Shah et al., 2024,
-    arXiv:2407.08608): that is an error of about 2.5% of a weight, independent from key to key.
+    arXiv:2407.08608): that is an error of about 2.5% of a weight, independent from key to key. Such kernels have the tag
+    ``fp8_weights``, and the selection objective ``accuracy`` avoids them.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``.
         k: q's dtype ``[tokens, kv_heads, head_dim]``; kv_heads divides heads.
         v: q's dtype ``[tokens, kv_heads, v_head_dim]``.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens: ``[0, 3, 3, 8]`` is sequences of
-            3, 0 and 5 tokens. Non-decreasing, from 0 to tokens.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends: ``[0, 3, 3, 8]`` is sequences
+            of 3, 0 and 5 tokens. Non-decreasing, from 0. Rows behind the last offset are padding: they belong to no sequence, and
+            those rows of the outputs are left as they are.
         cu_seqlens_cpu: the same values on the host, if the caller has them there anyway. A hint: it saves a kernel that wants
             lengths on the host from waiting for the device. Never required.
         max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
@@ -203,6 +206,9 @@ def _() -> list[Case]:
         Case("fp8, head_dim 192, v_head_dim 128", ragged([40, 70], 3, 3, 192, 128, e4m3, scales=each, scale_per_head=True)),
         Case("fp8 in a window of 30, head_dim 256", ragged([70, 9], 4, 2, 256, dtype=e4m3, scales=each, window_left=29)),
         Case("fp8 e5m2, values alone scaled", ragged([33, 18], 4, 1, 96, 64, e5m2, scales=("v_scale",))),
+        Case("rows behind the last sequence, lse", ragged([40, 0, 66], 8, 2, padding=9, sinks=True, return_lse=True)),
+        Case("rows behind the last sequence, in a window", ragged([70, 9], 8, 2, 128, padding=70, window_left=19)),
+        Case("nothing but rows behind the last sequence", ragged([0], 8, 2, padding=5)),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),
         Case("gpt-oss-120b sliding layer 4 x 4096", ragged([4096] * 4, **gpt_oss, window_left=127), large=True),

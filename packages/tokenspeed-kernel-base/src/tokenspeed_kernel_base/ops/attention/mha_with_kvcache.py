@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
+    padded="cu_seqlens_q",
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_with_kvcache(
@@ -56,7 +57,8 @@ def mha_with_kvcache(
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
-        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
+            behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
@@ -219,6 +221,9 @@ def _() -> list[Case]:
             "freed pages of 64 before a long window",
             _mixed([461, 9, 451, 452, 900], [4, 9, 1, 2, 1], **gqa, page_size=64, window_left=386, freed=True),
         ),
+        Case("rows behind the last sequence, lse", _mixed([33, 90, 20], [1, 70, 1], **gqa, padding=9, sinks=True, return_lse=True)),
+        Case("trees and rows behind the last sequence", _mixed([60, 9], [9, 1], **gqa, trees=True, padding=6)),
+        Case("all decode, and rows behind the last", _mixed([90, 17], [1, 1], **gqa, padding=6, window_left=30)),
         Case("two drafts to verify beside a prefill", _mixed([90, 17, 40], [2, 17, 2], **gqa, page_size=32)),
         Case("all decode", _mixed([90, 17, 0, 40], [1, 1, 0, 1], **gqa, sinks=True, return_lse=True)),
         Case(

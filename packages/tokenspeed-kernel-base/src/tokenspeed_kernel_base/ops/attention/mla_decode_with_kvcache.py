@@ -50,7 +50,8 @@ def mla_decode_with_kvcache(
     The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens a sequence; see there for what
     "absorbed" means. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
     ``page_table[b, j // page_size]``, slot ``j % page_size``. Its queries are at the last positions, and each sees itself and
-    earlier ones, in a window the nearest of them. Accumulates in float32 (float64 where q is) and rounds the output once.
+    earlier ones, in a window the nearest of them. Accumulates in float32 (float64 where q is) and rounds the output once. With an
+    fp8 cache, a kernel may round the softmax's weights to fp8 too, whatever q's dtype, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by

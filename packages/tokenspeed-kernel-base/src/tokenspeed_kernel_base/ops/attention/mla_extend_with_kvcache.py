@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
+    padded="cu_seqlens_q",
     scales=("q_scale", "kv_scale"),
 )
 def mla_extend_with_kvcache(
@@ -53,12 +54,14 @@ def mla_extend_with_kvcache(
     is c. Positions, visibility and the softmax are those of `mha_extend_with_kvcache`: of the q_len queries of a sequence, query
     i is at position ``p = cache_seqlens[b] - q_len + i`` and sees key j where ``j <= p``, if is_causal, and
     ``j >= p - window_left``, if there is a window.
-    Accumulates in float32 (float64 where q is) and rounds the output once.
+    Accumulates in float32 (float64 where q is) and rounds the output once. With an fp8 cache, a kernel may round the softmax's
+    weights to fp8 too, whatever q's dtype, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, sequence by sequence, absorbed
             part first.
-        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
+            behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
         cu_seqlens_kv: int32 ``[batch + 1]``, the running sums of cache_seqlens from 0; or None, and a kernel that wants them
             sums them itself.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
@@ -203,6 +206,11 @@ def _() -> list[Case]:
         ),
         Case("fp8 cache without scale", paged([33, 18], [10, 18], **causal, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", "kv_scale"))),
+        Case("rows behind the last sequence", paged([33, 18], [10, 18], **causal, padding=9)),
+        Case(
+            "deepseek-v3, 16 of its heads, rows behind the last sequence, lse",
+            paged([70, 64], [9, 64], **sharded, padding=70, return_lse=True),
+        ),
         Case("deepseek-v3, 16 of its heads, 1 to 100 new", paged([200, 64, 65], [100, 64, 1], **sharded)),
         Case(
             "deepseek-v3, 16 of its heads, fp8 q and cache, lse",

@@ -25,6 +25,7 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     hints=("cu_seqlens_cpu",),
     varying=("batch", "tokens", "kv_tokens"),
     bounds=("max_seqlen",),
+    padded="cu_seqlens",
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mla_prefill(
@@ -63,7 +64,8 @@ def mla_prefill(
         k: q's dtype ``[kv_tokens, heads, head_dim]``; without cu_seqlens_kv of as many tokens. Its rotary part may be a broadcast
             view.
         v: q's dtype ``[kv_tokens, heads, v_head_dim]``.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends. Rows behind that are padding:
+            they belong to no sequence, and those rows of the outputs are left as they are.
         cu_seqlens_cpu: the same values on the host, a hint; never required.
         max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
@@ -165,7 +167,7 @@ def _(
     cu_seqlens_kv: Tensor | None,
 ) -> None:
     _checks.check_values_ragged(check, q, cu_seqlens, cu_seqlens_cpu, max_seqlen)
-    _checks.check_values_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, k.shape[0], "k")
+    _checks.check_values_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, k.shape[0], "k", padded=True)
 
 
 @mla_prefill.fake
@@ -185,6 +187,11 @@ def _() -> list[Case]:
         Case("logit cap 30, float16", ragged([50, 20], 4, 4, 96, 64, dtype=torch.float16, logit_cap=30.0)),
         Case("lengths known on the host", ragged([17, 64], 4, 4, 96, 64, hint=True)),
         Case("deepseek-v3, 8 of its heads, 1 to 300 tokens", ragged([1, 129, 300], 8, 8, **deepseek_v3)),
+        Case(
+            "deepseek-v3, 4 of its heads, rows behind the last sequence, lse",
+            ragged([33, 70], 4, 4, **deepseek_v3, padding=9, return_lse=True),
+        ),
+        Case("rows and keys behind the last sequence", ragged([5, 9], 3, 3, 40, 24, kv_lengths=[8, 20], padding=7)),
         Case("no sequences", ragged([], 8, 8, **deepseek_v3, return_lse=True)),
         Case(
             "chunks to what came before them, float32, lse",

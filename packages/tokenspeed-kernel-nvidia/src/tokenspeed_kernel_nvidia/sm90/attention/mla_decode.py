@@ -160,5 +160,5 @@ register_kernel(
     signatures=LATENT_FP8,
     traits={**_TRAITS, "scaled": any},
     priority=Priority.SPECIALIZED,
-    tags={"determinism"},
+    tags={"determinism", "fp8_weights"},
 )(mla_decode_with_kvcache)

@@ -161,5 +161,5 @@ register_kernel(
     signatures=frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_E4M3) for dtype in (torch.bfloat16, FP8)),
     traits={**_TRAITS, "scaled": any},
     priority=Priority.SPECIALIZED,
-    tags={"determinism"},
+    tags={"determinism", "fp8_weights"},
 )(mla_extend_with_kvcache)

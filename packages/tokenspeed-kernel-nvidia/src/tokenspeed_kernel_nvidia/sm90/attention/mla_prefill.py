@@ -61,5 +61,5 @@ for _form, _formats, _traits in _FORMS:
         signatures=_formats,
         traits={"head_dim": 192, "v_head_dim": 128, "gqa_ratio": 1, "return_lse": any, "own_kv_lengths": any, **_traits},
         priority=Priority.SPECIALIZED,
-        tags={"determinism"},
+        tags={"determinism", *(("fp8_weights",) if _formats is RAGGED_FP8 else ())},
     )(mla_prefill)

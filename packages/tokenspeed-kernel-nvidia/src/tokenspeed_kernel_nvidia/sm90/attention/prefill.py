@@ -200,6 +200,7 @@ def attend(
     return out if lse is None else (out, lse)
 
 
+_ALL_FP8 = RAGGED_FP8 | PAGED_ALL_FP8  # with these operands, weights are rounded to fp8
 _PAGES = {"page_size": set(PAGE_SIZES)}
 _CAUSAL = {**_PAGES, "is_causal": {True}, "sliding_window": any}
 # Scores of 16-bit operands may have a cap, those of fp8 operands scales.
@@ -230,7 +231,7 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
                 signatures=_formats,
                 traits=traits(*_widths, **_traits),
                 priority=Priority.SPECIALIZED - _capped,
-                tags={"determinism"},
+                tags={"determinism", *(("fp8_weights",) if _formats & _ALL_FP8 else ())},
             )(_launcher)
 
 # 8 x 1024 tokens of 8192 on an H200: gemma's 16 and 8 heads 2044 us, portable 3048 (a bfloat16 cache 1536); qwen3-next's 16 and 2
@@ -262,7 +263,7 @@ for _head_dim in HEAD_DIMS:
             signatures=RAGGED | RAGGED_FP8,
             traits=traits(_head_dim, scaled=any, **_window),
             priority=_priority,
-            tags={"determinism"},
+            tags={"determinism", "fp8_weights"},
         )(mha_prefill)
     for _suffix, _seen, _priority in (
         ("", {"is_causal": any}, Priority.SPECIALIZED),
@@ -277,5 +278,5 @@ for _head_dim in HEAD_DIMS:
             signatures=PAGED | PAGED_ALL_FP8 | PAGED_FP8,
             traits=traits(_head_dim, **_paged, **_seen),
             priority=_priority,
-            tags={"determinism"},
+            tags={"determinism", "fp8_weights"},
         )(mha_extend_with_kvcache)

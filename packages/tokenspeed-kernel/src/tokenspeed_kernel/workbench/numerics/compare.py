@@ -115,13 +115,22 @@ def compare_results(
     tolerance: Tolerance | ToleranceOf,
     written: Mapping[str, tuple[Any, Tensor]] = MappingProxyType({}),
 ) -> list[Comparison]:
-    """`compare` for results of an operator's calls with these arguments. Where the operator says how its outputs are decoded, and
-    some difference is allowed, their decoded values are compared."""
+    """`compare` for results of an operator's calls with these arguments: of all rows that are not padding. Where the operator says
+    how its outputs are decoded, and some difference is allowed, their decoded values are compared."""
+    got, expected = (without_padding(op, arguments, results) for results in (got, expected))
     if op.has_hook("decoded") and tolerance is not EXACT:
         pairs = list(zip(lowering.as_list(got), lowering.as_list(expected), strict=False))
         if len(pairs) == len(lowering.as_list(expected)) and all(_alike(one, other) for one, other in pairs):
             got, expected = (decoded_outputs(op, arguments, [pair[index] for pair in pairs]) for index in (0, 1))
     return compare(got, expected, tolerance, written)
+
+
+def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], results: Any) -> Any:
+    """The results of a call with these arguments, without the rows that belong to no item; as they are where there are none."""
+    listed = _outputs(results)
+    if op.padded is None or listed is None or not all(isinstance(t, Tensor) and t.ndim for t in listed):
+        return results
+    return lowering.from_list([t[: op.counted_rows(arguments)] for t in listed])
 
 
 def decoded_outputs(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:

@@ -22,11 +22,11 @@ from tokenspeed_kernel.workbench import worlds
 from tokenspeed_kernel.workbench.numerics.compare import (
     Comparison,
     ToleranceOf,
-    compare,
     compare_results,
     compare_tensors,
     plain_fields,
     same_bits,
+    without_padding,
 )
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel_base import lowering
@@ -336,7 +336,9 @@ class _Trial:
         for run in range(2, runs + 1):
             arguments = self.build()
             got = self._call(arguments)
-            compared = compare(tuple(_tensors(got)), tuple(outputs), EXACT, self._beside(arguments, first))
+            compared = compare_results(
+                self.op, arguments, tuple(_tensors(got)), tuple(outputs), EXACT, self._beside(arguments, first)
+            )
             differing = next((c for c in compared if c.fault), None)
             if differing is not None:
                 said = "is tagged determinism, but gives" if tagged else "gives"
@@ -379,6 +381,10 @@ class _Trial:
             else:
                 said = f"ignores {name}=: what it returns is not the tensor it was given"
                 self.faults.append(Fault(f"out= {name}", said))
+            if self.op.padded is not None:
+                padding = out[self.op.counted_rows(arguments) :]
+                if not same_bits(padding, _garbage(padding)):
+                    self.faults.append(Fault(f"out= {name}", f"writes to rows of {name}= that belong to no item"))
         # What was ignored has had its fault, and outputs that cannot be provided were compared before.
         got = [out if name in respected else wanted[index] for index, (name, out) in enumerate(provided.items())]
         got += wanted[len(got) :]
@@ -390,7 +396,8 @@ class _Trial:
         if before is None or "determinism" not in self.spec.tags or not all(c.passed for c in compared):
             return
         for index, name in enumerate(provided):
-            again = compare_tensors(f"{name}=", got[index], before[index], EXACT)
+            one, other = (without_padding(self.op, arguments, outputs[index]) for outputs in (got, before))
+            again = compare_tensors(f"{name}=", one, other, EXACT)
             if again.fault and name in respected:
                 said = f"is tagged determinism, but gives other bits the second time: {again.fault}"
                 self.faults.append(Fault("determinism", said))

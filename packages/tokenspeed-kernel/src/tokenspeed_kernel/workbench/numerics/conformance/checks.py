@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors, decoded_outputs
+from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors, decoded_outputs, without_padding
 from tokenspeed_kernel.workbench.numerics.conformance import guards, waiting
 from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace, edge_values, empty_cases
 from tokenspeed_kernel.workbench.numerics.conformance.graphs import replay_faults
@@ -272,7 +272,8 @@ def _batch_faults(space: CaseSpace, case: Case) -> list[str]:
     items = count_items(op, op.complete(build()))
     if items < 2:
         raise LookupError("a batch of fewer than 2 items")
-    whole = lowering.as_list(run_kernel(op, spec, op.prepared(op.complete(build()), spec)))
+    arguments = op.complete(build())
+    whole = lowering.as_list(without_padding(op, arguments, run_kernel(op, spec, op.prepared(arguments, spec))))
     complete, total = first_items(op, op.complete(build()), items)
     # Scales of a matrix that lie in tiles do not lie along its rows; what they and the codes stand for does.
     in_rows = not op.has_hook("decoded") or all(output.shape[:1] == (total,) for output in whole)
