@@ -91,7 +91,7 @@ HOOKS = [
     Hook(f"{ATTENTION}.backend.AttentionMetadataBuilder.update_block_table", words("self metadata blk_table slot_mapping")),
     Hook(f"{ATTENTION}.backend.AttentionMetadataBuilder.get_cudagraph_support", words("vllm_config kv_cache_spec")),
     Hook(f"{ATTENTION}.backend.CommonAttentionMetadata", attributes=words(COMMON)),
-    Hook(f"{ATTENTION}.backend.AttentionCGSupport", attributes=words("UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE")),
+    Hook(f"{ATTENTION}.backend.AttentionCGSupport", attributes=words("ALWAYS UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE")),
     Hook(f"{ATTENTION}.backends.utils.split_decodes_and_prefills", words("common_attn_metadata decode_threshold require_uniform")),
     Hook(f"{ATTENTION}.backends.utils.get_kv_cache_layout", until="0.33"),
     Hook("vllm.model_executor.layers.attention.Attention.__init__", words("attn_backend extra_impl_args"), partial=True),

@@ -137,13 +137,34 @@ def test_what_pads_a_captured_batch(vllm_config: Any) -> None:
     assert torch.equal(layer.kv_cache[0].view(torch.int16), before.view(torch.int16))
 
 
+def test_a_captured_mixed_batch(vllm_config: Any) -> None:
+    """Rows behind the last request, and requests without tokens, change nothing."""
+    layer = make_layer(vllm_config, window=32)
+    builder = make_builder(vllm_config, layer)
+    step = make_batch(layer, *MIXED, pad_to=8, pad_rows=5)
+    step.query[step.tokens :] = torch.nan
+    metadata = builder.build(0, step.common)
+    assert not metadata.all_decode
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
+
+
+def test_a_graph_of_mixed_batches_holds_the_kernel_for_them(vllm_config: Any) -> None:
+    """vLLM captures it with one token a request, and says that one may have all of them."""
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *DECODE)
+    common = dataclasses.replace(step.common, max_query_len=step.tokens)
+    metadata = make_builder(vllm_config, layer).build_for_cudagraph_capture(common)
+    assert metadata.num_decodes == 0
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, None))
+
+
 def test_drafts_of_speculative_decoding(vllm_config: Any) -> None:
     """Requests with one accepted token and two drafts each are one call of the decode kernel."""
     vllm_config.speculative_config = type("Drafts", (), {"num_speculative_tokens": 2, "parallel_drafting": False})()
     layer = make_layer(vllm_config, window=32)
     builder = make_builder(vllm_config, layer)
     assert builder.reorder_batch_threshold == 3
-    assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.ALWAYS
     for lens, decodes in (([3, 3, 3], 3), ([3, 3, 20], 2), ([2, 3, 1], 1)):
         step = make_batch(layer, [37, 70, 33], lens)
         metadata = builder.build(0, step.common)
@@ -401,7 +422,11 @@ def test_what_is_valid() -> None:
     assert reasons(attn_type="encoder") == ["attention type encoder not supported"]
 
 
-def test_graphs_of_uniform_batches(vllm_config: Any) -> None:
+@pytest.mark.parametrize(("mixed", "support"), [(True, AttentionCGSupport.ALWAYS), (False, AttentionCGSupport.UNIFORM_BATCH)])
+def test_what_is_captured_whole(vllm_config: Any, mixed: bool, support: AttentionCGSupport) -> None:
+    """Mixed batches are where one kernel takes them; two kernels share them by what the host knows of the batch."""
     layer = make_layer(vllm_config)
+    if not mixed:
+        layer.impl.serving = dataclasses.replace(layer.impl.serving, mixed=None)
     builder = make_builder(vllm_config, layer)
-    assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is support

@@ -77,13 +77,21 @@ class Batch:
 
 
 def make_batch(
-    layer: Any, seq_lens: Sequence[int], query_lens: Sequence[int], *, pad_to: int = 0, rows: int = 0, seed: int = 0
+    layer: Any,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    pad_to: int = 0,
+    pad_rows: int = 0,
+    rows: int = 0,
+    seed: int = 0,
 ) -> Batch:
     """Requests whose earlier tokens are in the layer's cache.
 
     Args:
         seq_lens, query_lens: of each request.
         pad_to: requests of a captured batch that decodes; those beyond the real ones have no tokens.
+        pad_rows: tokens of a captured batch that is mixed, behind those of requests.
         rows: of the buffers, if more than there are tokens.
     """
     draw = torch.Generator().manual_seed(seed)
@@ -115,7 +123,7 @@ def make_batch(
         slots += slot[length - new :].tolist()
     tokens, reqs = sum(query_lens), max(pad_to, len(seq_lens))
     padding = reqs - len(seq_lens)
-    counted = tokens + padding  # a batch that decodes is padded by one token a request
+    counted = tokens + padding + pad_rows  # a batch that decodes is padded by one token a request
     rows = max(rows, counted)
 
     def new_tokens(which: int) -> Tensor:

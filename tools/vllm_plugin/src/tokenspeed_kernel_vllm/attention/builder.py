@@ -25,6 +25,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._mixed_as_one = _serves_mixed(vllm_config)
         # Requests that decode are put first; with speculation, those that check a draft count as such, if kernels take them.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=_serves_drafts(vllm_config))
         if device.type != "cpu" and read_settings().warmup:  # on a CPU nothing is compiled
@@ -35,9 +36,12 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         """Batches in which all requests have the same number of new tokens can be captured whole.
 
-        Mixed batches cannot: vLLM pads the tokens of a captured batch, and then there are rows behind the last offset, of which
-        the operators do not say what becomes. vLLM captures those batches in pieces, with attention between them.
+        Mixed batches can where one kernel takes them: it leaves the rows alone that pad a captured batch. Where decoding and other
+        requests go to two kernels, the host has to know how many there are of each. vLLM then captures such batches in pieces, with
+        attention between them.
         """
+        if _serves_mixed(vllm_config):
+            return AttentionCGSupport.ALWAYS
         if vllm_config.speculative_config is None or _serves_drafts(vllm_config):
             return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -55,6 +59,9 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         decodes, _, decode_tokens, rest_tokens = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
+        if self._mixed_as_one and common.max_query_len > self.reorder_batch_threshold:
+            # A graph of mixed batches is captured with requests of one token each; what it is replayed for has others.
+            decodes, decode_tokens, rest_tokens = 0, 0, common.num_actual_tokens
         offsets = common.query_start_loc
         if rest_tokens == 0:
             rest = None
@@ -79,14 +86,22 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 
+def _ours(vllm_config: VllmConfig) -> list[TokenspeedImpl]:
+    impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention).values()]
+    return [impl for impl in impls if isinstance(impl, TokenspeedImpl)]
+
+
+def _serves_mixed(vllm_config: VllmConfig) -> bool:
+    """Whether every layer has one kernel for batches of requests that decode and others."""
+    return all(impl.serving.mixed is not None for impl in _ours(vllm_config))
+
+
 def _serves_drafts(vllm_config: VllmConfig) -> bool:
     """Whether every layer's decode kernel takes as many new tokens as a draft has, and one more."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.num_speculative_tokens is None:
         return False
-    impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention).values()]
-    ours = [impl for impl in impls if isinstance(impl, TokenspeedImpl)]
-    return all(impl.serves_decode(1 + speculative.num_speculative_tokens) for impl in ours)
+    return all(impl.serves_decode(1 + speculative.num_speculative_tokens) for impl in _ours(vllm_config))
 
 
 def _largest(vllm_config: VllmConfig, decode_query_len: int) -> Largest:
