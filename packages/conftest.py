@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # What was tuned on this machine must not decide what a test sees. Read when the package is imported, here and in processes started.
 os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 # The first call of an operator is slower than the others, and machines that run the tests may be busy.
-settings.register_profile("operators", deadline=None)
+settings.register_profile("operators", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("operators")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -68,11 +69,11 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_waited_for_no_longer_than_wanted(tmp_path: Path) -> None:
-    with locked(tmp_path / "x"):
+    with locked(tmp_path / "x"):  # throughout: waiting ends while the lock is held
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match=r"another process has held .*x\.lock for 0\.1 s"), locked(tmp_path / "x", 0.1):
             pass
-        assert 0.1 <= time.monotonic() - begun < 5
+        assert time.monotonic() - begun >= 0.1
         with locked(tmp_path / "y", 0.0):
             pass
     with locked(tmp_path / "x", 0.0):
@@ -108,35 +109,39 @@ def test_the_holder_removes_what_killed_writers_left(tmp_path: Path) -> None:
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
     program = f"""if True:
-        import pathlib, time
+        import pathlib, sys
         from tokenspeed_kernel_base.storage import locked
         with locked(pathlib.Path({str(tmp_path / "x")!r})):
             print("held", flush=True)
-            time.sleep(60)"""
-    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+            sys.stdin.read()"""
+    holder = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     with pytest.raises(TimeoutError), locked(tmp_path / "x", 0.1):
         pass
     holder.kill()
-    holder.wait()
-    with locked(tmp_path / "x", 1.0):
+    holder.communicate()
+    with locked(tmp_path / "x", 0.0):
         pass
 
 
 @forks
 def test_a_forked_process_holds_none_of_its_parents_locks(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
     with locked(tmp_path / "x"):
         child = os.fork()
         if child == 0:
-            signal.alarm(60)
             try:
-                with locked(tmp_path / "x", 30.0):  # its parent's, until that lets it go
+                with pytest.raises(TimeoutError), locked(tmp_path / "x", 0.0):
+                    pass
+                os.write(writing, b"refused")
+                with locked(tmp_path / "x", math.inf):  # its parent's, until that releases it
                     os._exit(0)
             finally:
                 os._exit(1)
-        time.sleep(0.2)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.close(writing)
+        assert os.read(reading, 7) == b"refused"
+    os.close(reading)
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -145,10 +150,9 @@ def test_the_lock_is_let_go_though_a_child_has_it_open(tmp_path: Path) -> None:
     with locked(tmp_path / "x"):
         child = os.fork()
         if child == 0:
-            time.sleep(60)
-            os._exit(0)
+            signal.pause()
     try:
-        with locked(tmp_path / "x", 5.0):
+        with locked(tmp_path / "x", 0.0):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -227,7 +231,7 @@ def test_processes_and_threads_that_are_forked_from_lose_nothing(tmp_path: Path)
             for child in children:
                 child.start()
             for child in children:
-                child.join(60)
+                child.join()
                 assert child.exitcode == 0
     finally:
         stop.set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -89,18 +88,16 @@ def times(x, factor):
 """
 
 ASK = """
-import sys, time
+import sys
 import torch
 sys.path[:0] = sys.argv[1:3]
 from scaling.scale import Config, scale
 x = torch.zeros(4)
-begun = time.perf_counter()
 launch = scale(Config(int(sys.argv[3])))
-seconds = time.perf_counter() - begun
 try:
     launch(x, x, 4)
 except ValueError as error:
-    print("cutlass" in sys.modules, "x: Tensor([n0], float32)" in str(error), seconds)
+    print("cutlass" in sys.modules, "x: Tensor([n0], float32)" in str(error))
 """
 
 
@@ -157,12 +154,12 @@ def asking(sources: Path, folder: Path, factor: int, **environment: str) -> subp
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
 
 
-def answer(process: subprocess.Popen[str]) -> tuple[bool, bool, float]:
-    """Whether the compiler was imported, whether what was got works, and how long getting it took."""
-    out, error = process.communicate(timeout=120)
+def answer(process: subprocess.Popen[str]) -> tuple[bool, bool]:
+    """Whether the compiler was imported, and whether what was got works."""
+    out, error = process.communicate()
     assert process.returncode == 0, error
-    imported, right, seconds = out.split()
-    return imported == "True", right == "True", float(seconds)
+    imported, right = out.split()
+    return imported == "True", right == "True"
 
 
 # -- the key -------------------------------------------------------------------------------------------------------------------
@@ -248,10 +245,9 @@ def test_another_process_loads_it_without_the_compiler(scaling: Any, sources: Pa
     if not any(_programs.shutil.which(linker) for linker in ("cc", "gcc", "clang")):
         pytest.skip("needs a linker")
     fresh(scaling)(scaling.Config(2))
-    imported, right, seconds = answer(asking(sources, tmp_path, 2))
+    imported, right = answer(asking(sources, tmp_path, 2))
     assert right
     assert not imported
-    assert seconds < 1
     assert compiled(tmp_path) == 1
 
 
@@ -368,15 +364,14 @@ def test_a_folder_that_is_read_only(scaling: Any, tmp_path: Path) -> None:
 def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, tmp_path: Path) -> None:
     """Killed between writing and renaming: what it left is no program, and the next writer takes it away."""
     config = scaling.Config(2)
-    stop = "import time; from pathlib import Path; Path.replace = lambda *_: (print('written', flush=True), time.sleep(60))\n"
+    stop = "from pathlib import Path; Path.replace = lambda *_: (print('written', flush=True), sys.stdin.read())\n"
     command = [sys.executable, "-c", stop + ASK, str(HERE), str(sources.parent), "2"]
     settings = {**os.environ, _programs.VARIABLE: str(tmp_path / "cache"), "COMPILED": str(tmp_path / "compiled")}
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings)
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings)
     assert writer.stdout is not None
     assert writer.stdout.readline() == "written\n"
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
+    writer.kill()
+    writer.communicate()
     assert any(".part" in name for name in files(tmp_path))
     assert not fresh(scaling).is_kept(config)
     assert works(fresh(scaling)(config))
@@ -390,7 +385,7 @@ def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, t
 @needs_dsl
 def test_of_many_processes_one_compiles(scaling: Any, sources: Path, tmp_path: Path) -> None:
     answers = [answer(process) for process in [asking(sources, tmp_path, 2) for _ in range(4)]]
-    assert all(right for _, right, _ in answers)
+    assert all(right for _, right in answers)
     assert compiled(tmp_path) == 1
     assert len(files(tmp_path)) == 1
 

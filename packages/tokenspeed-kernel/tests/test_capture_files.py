@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def record(number: int, count: int = 1, samples: tuple[Any, ...] = ()) -> dict[s
 
 def counts(contents: Contents) -> dict[str, int]:
     return {found["operator"]: found["count"] for found in contents.records}
+
+
+def written(path: Path) -> int:
+    """How many calls the file has, which may not be there yet."""
+    return sum(counts(load(path)).values()) if path.exists() else 0
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        time.sleep(0.01)
 
 
 def tidy(path: Path) -> bool:
@@ -198,14 +209,12 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(captures, "add_to", refuse)
     kept = ShapeCapture(path)
     failing[0] = True
-    with pytest.warns(UserWarning, match="captured shapes cannot be written to .*No space left"):  # noqa: PT031
+    with pytest.warns(UserWarning, match="captured shapes cannot be written to .*No space left") as said:  # noqa: PT031
         kept.record("f.m", "k", 1, {}, {})
-        time.sleep(0.2)
+        wait_until(lambda: bool(said.list))
     assert counts(load(path)) == {}
     failing[0] = False
-    deadline = time.monotonic() + 10
-    while not counts(load(path)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: bool(counts(load(path))))
     assert counts(load(path)) == {"f.m": 1}
     kept.finish()
 
@@ -213,14 +222,13 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path: Path, monkeypatc
 def test_what_was_captured_is_soon_in_the_file(tmp_path: Path) -> None:
     process = start_writer(tmp_path / "shapes", 10**9)
     try:
-        time.sleep(2.5 * captures._SECONDS_BETWEEN_WRITES)
-        early = sum(counts(load(tmp_path / "shapes")).values())
-        time.sleep(2.5 * captures._SECONDS_BETWEEN_WRITES)
-        late = sum(counts(load(tmp_path / "shapes")).values())
+        for _ in range(2):  # while it counts on
+            before = written(tmp_path / "shapes")
+            wait_until(lambda before=before: written(tmp_path / "shapes") > before)  # type: ignore[misc]
+        assert process.poll() is None
     finally:
         process.kill()
         process.wait()
-    assert 0 < early < late
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -230,14 +238,15 @@ def test_killed_processes_leave_readable_files(tmp_path: Path, times: int) -> No
     before = 0
     for turn in range(times):
         process = start_writer(path, 10**9)
-        time.sleep(0.02 * (turn % 5) + 0.3)
+        wait_until(lambda before=before: written(path) > before)  # type: ignore[misc]
+        time.sleep(0.05 * (turn % 5))
         process.send_signal(signal.SIGKILL)
         process.wait()
         contents = load(path)
         assert {record["operator"] for record in contents.records} <= {"activation.silu_and_mul"}
         assert {record["arguments"]["x"]["shape"][0] for record in contents.records} <= {1, 2, 3}
         now = sum(record["count"] for record in contents.records)
-        assert now >= before
+        assert now > before
         before = now
     assert start_writer(path, 9).wait() == 0
     assert sum(record["count"] for record in load(path).records) == before + 9
@@ -257,10 +266,10 @@ def test_processes_that_end_by_themselves_lose_nothing(tmp_path: Path, calls: in
     assert tidy(path)
 
 
-def _child(calls: int) -> None:
+def _child(path: Path, calls: int) -> None:
     for _ in range(calls):
         tk.silu_and_mul(torch.ones(7, 8))
-    time.sleep(4 * captures._SECONDS_BETWEEN_WRITES)
+    wait_until(lambda: any(found["arguments"]["x"]["shape"] == [7, 8] and found["count"] == calls for found in load(path).records))
     os._exit(0)  # as a worker that is ended without cleaning up
 
 
@@ -269,7 +278,7 @@ def test_a_forked_process_counts_its_own_calls(tmp_path: Path) -> None:
     path = tmp_path / "shapes"
     with tk.shape_capture(path):
         tk.silu_and_mul(torch.ones(5, 8))
-        child = multiprocessing.get_context("fork").Process(target=_child, args=(3,))
+        child = multiprocessing.get_context("fork").Process(target=_child, args=(path, 3))
         child.start()
         tk.silu_and_mul(torch.ones(5, 8))
         child.join()

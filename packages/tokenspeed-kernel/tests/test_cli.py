@@ -149,6 +149,14 @@ def test_doctor_shows_the_traceback_of_a_plugin(monkeypatch: pytest.MonkeyPatch)
     assert "TOKENSPEED_KERNEL_DISABLE_PLUGINS=bad" in text
 
 
+def test_doctor_finds_distributions_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenspeed_kernel_some_vendor-0.0.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (finding,) = [each for each in call_json("doctor", code=1)["findings"] if each["problem"]]
+    assert f"tokenspeed-kernel-some-vendor 0.0.0 in {tmp_path} is another project's package" in finding["what"]
+    assert finding["remedy"].startswith("pip uninstall tokenspeed-kernel-some-vendor; ")
+
+
 def test_doctor_shows_clashes(wrong: str) -> None:
     with pytest.warns(PriorityClashWarning):
         register_kernel("norm", "rmsnorm", name="rival", solution="rival", signatures=None, priority=1)("a_module:function")
@@ -803,7 +811,7 @@ def test_without_the_tools_one_line_says_what_to_install(missing: str) -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "pip install 'tokenspeed-kernel[tools]'" in done.stderr
+    assert f"pip install 'tokenspeed-kernel[tools]=={__version__}'" in done.stderr
 
 
 def test_a_missing_module_of_our_own_is_not_taken_for_a_missing_extra() -> None:

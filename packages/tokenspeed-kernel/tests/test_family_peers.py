@@ -290,10 +290,15 @@ MODULES = {
 NAMESPACES = {"_C": OPERATORS, "_flashmla_extension_C": FLASH_MLA_FP8}
 
 
+# Longer than any test may take.
+AGES_S = 1e5
+
+
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
     found = importlib.import_module("measure_families")
+    monkeypatch.setattr(found, "_CHECK_S", AGES_S)
     monkeypatch.setattr(found.family_peers_vllm, "_installed", MODULES.__getitem__)
     operators: Callable[..., Any] = lambda module="_C_stable_libtorch", namespace="_C": NAMESPACES[namespace]  # noqa: E731
     monkeypatch.setattr(found.family_peers_vllm, "_operators", operators)
@@ -354,7 +359,7 @@ def call_of(operator: str, case: str | Case) -> tuple[str, Case]:
 )
 def test_an_adapter_asks_for_what_the_operator_gives(program: ModuleType, name: str, operator: str, case: str | Case) -> None:
     shape = program.Shape("a family", *call_of(operator, case))
-    who, _ = program.measure(shape, CPU, program.Effort(1, 0.001, 30.0, time.monotonic() + 60))
+    who, _ = program.measure(shape, CPU, program.Effort(1, 0.001, AGES_S, time.monotonic() + AGES_S))
     (peer,) = [each for each in who if each.who.name == name]
     assert (peer.status, peer.reason, peer.checked) == ("measured", "", "reference")
     assert len(peer.rounds) == 1

@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
+from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.benchmark import Metadata, Method, Report, Roofline, Row, Share, Timing, load_report
 from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.report import devices_of, palette, plots, render_page, write_plots
@@ -336,7 +337,7 @@ def test_a_missing_library_is_named(missing: str, files: list[str], monkeypatch:
     monkeypatch.setattr(builtins, "__import__", without)
     done = run(*files)
     assert done.exit_code == 2
-    assert f"this needs {missing}: pip install 'tokenspeed-kernel[tools]'" in done.stderr
+    assert f"this needs {missing}: pip install 'tokenspeed-kernel[tools]=={__version__}'" in done.stderr
 
 
 def test_no_other_command_waits_for_the_libraries() -> None:

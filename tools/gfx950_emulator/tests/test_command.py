@@ -189,7 +189,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_module('gfx950_emulator', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().endswith(f"the command line needs {missing}: pip install 'gfx950-emulator[cli]'")
+    assert done.stderr.strip().endswith(f"the command line needs {missing}: pip install rich typer")
 
 
 def test_the_tracer_sees_registers_of_its_wave_only() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,11 @@ def test_loading_shows_how_far_it_is(directory: Path) -> None:
 # -- reading ahead ------------------------------------------------------------------------------------------------------------
 
 
-class Slow:
-    """Tensors that take a while to read. Notes who read them."""
+class Noted:
+    """Notes who read which tensor. Calls ``beginning`` with a tensor's name before it is read."""
 
-    def __init__(self, source: TensorDict, seconds: float = 0.0, broken: str = "") -> None:
-        self._source, self._seconds, self._broken = source, seconds, broken
+    def __init__(self, source: TensorDict, beginning: Callable[[str], object] = str, broken: str = "") -> None:
+        self._source, self._beginning, self._broken = source, beginning, broken
         self.threads: dict[str, str] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -169,7 +170,7 @@ class Slow:
     def get(self, name: str) -> Tensor:
         assert name not in self.threads, f"{name} was read twice"
         self.threads[name] = threading.current_thread().name
-        time.sleep(self._seconds)
+        self._beginning(name)
         if name == self._broken:
             raise OSError(f"{name} cannot be read")
         return self._source.get(name)
@@ -189,7 +190,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("most_bytes", [1, 2500, 1 << 20])
 @pytest.mark.parametrize("order", [range(30), range(29, -1, -1), [*range(0, 30, 2), *range(1, 30, 2)]], ids=["same", "back", "odd"])
 def test_tensors_are_right_in_any_order(small: TensorDict, order: Any, most_bytes: int) -> None:
-    source = Slow(small)
+    source = Noted(small)
     with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # two more are asked for than were announced
         for i in order:
             assert torch.equal(reader.get(f"t{i}"), small.tensors[f"t{i}"])
@@ -197,17 +198,22 @@ def test_tensors_are_right_in_any_order(small: TensorDict, order: Any, most_byte
 
 
 def test_no_more_is_held_than_allowed(small: TensorDict) -> None:
-    source = Slow(small)
+    source = Noted(small)
+
+    def read_on(tensors: int) -> None:
+        while len(source.threads) < tensors:
+            time.sleep(0.01)
+        time.sleep(0.2)  # in which it would read more, if it did
+        assert [*source.threads] == [f"t{i}" for i in range(tensors)]
+
     with ReadAhead(source, [*small.tensors], 5000) as reader:
-        time.sleep(0.2)
-        assert [*source.threads] == [f"t{i}" for i in range(5)]
+        read_on(5)
         reader.get("t0")
-        time.sleep(0.2)
-        assert [*source.threads] == [f"t{i}" for i in range(6)]
+        read_on(6)
 
 
 def test_what_fails_fails_where_it_is_asked_for(small: TensorDict) -> None:
-    with ReadAhead(Slow(small, broken="t3"), [*small.tensors]) as reader:
+    with ReadAhead(Noted(small, broken="t3"), [*small.tensors]) as reader:
         for i in range(3):
             reader.get(f"t{i}")
         with pytest.raises(OSError, match="t3 cannot be read"):
@@ -215,24 +221,27 @@ def test_what_fails_fails_where_it_is_asked_for(small: TensorDict) -> None:
         assert reader.get("t4")[0] == 4
 
 
-def test_preparing_takes_no_time_beside_reading(small: TensorDict) -> None:
-    """A model is loaded within 1.2 times the time of reading its tensors, if preparing each takes less than reading it."""
-    started = time.perf_counter()
-    alone = Slow(small, 0.02)
-    for name in small.tensors:
-        alone.get(name)
-    reading = time.perf_counter() - started
-    started = time.perf_counter()
-    with ReadAhead(Slow(small, 0.02), [*small.tensors]) as reader:
-        for name in small.tensors:
+def test_a_tensor_is_prepared_while_the_next_one_is_read(small: TensorDict) -> None:
+    """Reading a tensor ends when the one before is prepared; preparing ends when reading the next has begun."""
+    names = [*small.tensors]
+    begun, prepared = ({name: threading.Event() for name in names} for _ in range(2))
+
+    def beginning(name: str) -> None:
+        begun[name].set()
+        if name != names[0]:
+            prepared[names[names.index(name) - 1]].wait()
+
+    with ReadAhead(Noted(small, beginning), names) as reader:
+        for name, following in itertools.zip_longest(names, names[1:]):
             reader.get(name)
-            time.sleep(0.015)
-    assert time.perf_counter() - started <= 1.2 * reading
+            if following is not None:
+                begun[following].wait()
+            prepared[name].set()
 
 
 def test_the_order_names_every_tensor_of_a_model() -> None:
     for tied in (False, True):
         config = make_config(tie_word_embeddings=tied)
-        asked = Slow(tensors_of(config))
+        asked = Noted(tensors_of(config))
         GptOss(config, asked, torch.float32)
         assert sorted(asked.threads) == sorted(reading_order(config))

@@ -18,9 +18,7 @@ def torchrun(*arguments: str) -> str:
     """What two processes print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--rdzv-endpoint", "127.0.0.1:0", *arguments], env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = subprocess.run([*command, "--rdzv-endpoint", "127.0.0.1:0", *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -235,7 +235,7 @@ def test_the_reason_of_every_kernel_is_logged(one_process: Any, own: list[str]) 
 
 
 def test_without_the_core(one_process: Any, own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "find_spec", lambda name: None)
+    monkeypatch.setattr(planning, "core_is_there", lambda: False)
     make_layer(96)
     assert "tokenspeed-kernel, which chooses among kernels, is not installed" in own[0]
 

@@ -39,6 +39,24 @@ def test_the_entry_point_is_declared() -> None:
     assert '[project.entry-points."vllm.general_plugins"]\ntokenspeed_kernel = "tokenspeed_kernel_vllm:register"\n' in text
 
 
+def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install tokenspeed-kernel` without a version brings it. Attention then goes to a vendor's wheel, as without the core."""
+    from tokenspeed_kernel_vllm.attention import serving
+    from tokenspeed_kernel_vllm.settings import core_is_there
+
+    assert core_is_there()
+    for name, version in (("tokenspeed_kernel", "0.1.4"), ("tokenspeed_kernel_a_vendor", "0.0.0")):
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[{serving.WHEELS}]\nwrong = no_such_module_{name}:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not core_is_there()
+    taken = {module.__name__ for module in serving._packages(None)}
+    assert "tokenspeed_kernel" not in taken
+    assert not [name for name in taken if name.startswith("no_such_module")]
+
+
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's tables, put back after the test."""
@@ -64,6 +82,18 @@ def test_vllm_finds_and_calls_it(registered: Any, monkeypatch: pytest.MonkeyPatc
     plugins.load_general_plugins()
     assert registered.get_class().__name__ == "TokenspeedBackend"
     assert get_quantization_config("gpt_oss_mxfp4").__name__ == "GptOssConfig"
+
+
+def test_another_projects_package_is_named_in_the_log(registered: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel_vllm import parts
+
+    said: list[str] = []
+    monkeypatch.setattr(parts.logger, "error", lambda text, *args: said.append(text % args))
+    (tmp_path / "tokenspeed_kernel-0.1.4.dist-info").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tokenspeed_kernel_vllm.register()
+    assert len(said) == 1
+    assert said[0].startswith(f"tokenspeed_kernel_vllm: tokenspeed-kernel 0.1.4 in {tmp_path} is another project's package")
 
 
 def test_registering_again_changes_nothing(registered: Any) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.installation import requirement
 
 PREFIX = "TOKENSPEED_KERNEL_"
 OVERRIDE_PREFIX = PREFIX + "OVERRIDE_"
@@ -218,7 +219,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
             import tomli as tomllib
         except ImportError as error:
             raise ConfigurationError(
-                f"{PREFIX}CONFIG names {path}; reading TOML on Python 3.10 needs tomli: pip install 'tokenspeed-kernel[tools]'"
+                f"{PREFIX}CONFIG names {path}; reading TOML on Python 3.10 needs tomli: "
+                f"pip install {requirement('tokenspeed-kernel[tools]')}"
             ) from error
     try:
         table: dict[str, Any] = tomllib.loads(text.decode())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from tokenspeed_kernel_base.installation import requirement
+
 _TOOLS = frozenset({"click", "rich", "typer"})
 
 
@@ -19,7 +21,7 @@ def main(*command: str) -> None:
         if (error.name or "").partition(".")[0] not in _TOOLS:
             raise
         # Not to stdout: with --json nothing but JSON belongs there.
-        print(f"The command line needs {error.name}: pip install 'tokenspeed-kernel[tools]'", file=sys.stderr)
+        print(f"The command line needs {error.name}: pip install {requirement('tokenspeed-kernel[tools]')}", file=sys.stderr)
         raise SystemExit(1) from None
     app(args=[*command, *sys.argv[1:]], prog_name=" ".join(("tokenspeed-kernel", *command)))
 

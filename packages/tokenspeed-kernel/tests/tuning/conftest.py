@@ -86,6 +86,8 @@ def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_so
     known = "lab" in sys.modules
     module = _operator()
     operator_module._operators["testing", "lab"] = module.lab.operator
+    for timekeeper in module.timekeepers():
+        monkeypatch.setattr(timekeeper, "time", importlib.import_module("lab_clock").clock)
     if known:  # importing it registered the reference, but the test before has ended
         module.lab.operator.register_reference()
     yield Laboratory(module, where, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench.benchmark import timing
 from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.cli import tune as command
 from tokenspeed_kernel_base.cases import Case
@@ -57,6 +59,8 @@ def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytes
         "    return result if out is None else out.copy_(result)\n"
     )
     monkeypatch.syspath_prepend(str(where))
+    for module in (timing, importlib.import_module("tokenspeed_kernel.workbench.tuning.search")):
+        monkeypatch.setattr(module, "time", importlib.import_module("clock_of_norms").clock)
     facts: dict[str, Any] = {"solution": "lab", "signatures": None, "traits": {"hidden": any, "residual": False}}
     register_kernel("norm", "rmsnorm", name="waiting", priority=15, tunables={"wait": [100, 400]}, **facts)("norms:waiting")
     return tmp_path / "tuned"

@@ -8,7 +8,7 @@ try:
     import rich  # noqa: F401
     import typer  # noqa: F401
 except ImportError as error:
-    sys.exit(f"the command line needs {error.name}: pip install 'gfx950-emulator[cli]'")
+    sys.exit(f"the command line needs {error.name}: pip install rich typer")
 
 from gfx950_emulator.command import app
 

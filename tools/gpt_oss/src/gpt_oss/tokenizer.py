@@ -51,9 +51,7 @@ class CheckpointTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise RuntimeError(
-                "a checkpoint's tokenizer needs transformers, which is not installed: pip install 'gpt-oss-runtime[tokenizer]'"
-            ) from error
+            raise RuntimeError("a checkpoint's tokenizer needs transformers: pip install 'transformers>=4.55'") from error
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
         self.has_chat = bool(self._tokenizer.chat_template)
 

@@ -6,16 +6,15 @@ Importing this registers it, which changes nothing by itself.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 from vllm import ir
 
-from tokenspeed_kernel_vllm.settings import CORE
+from tokenspeed_kernel_vllm.settings import CORE, core_is_there
 
 PROVIDER = "tokenspeed_kernel"
-_INSTALLED = find_spec(CORE) is not None
+_INSTALLED = core_is_there()
 
 
 def _served(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from vllm.logger import init_logger
 
-from tokenspeed_kernel_vllm.settings import CORE, Settings
+from tokenspeed_kernel_base.installation import wrong_distributions
+from tokenspeed_kernel_vllm.settings import Settings, core_is_there
 
 # Below vLLM's own name, so that its logging settings hold for us too.
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
@@ -22,11 +22,13 @@ DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
 
 def register_parts(settings: Settings) -> None:
     """Registers each part that is switched on. One whose hook is missing is logged and left out."""
+    for wrong in wrong_distributions():
+        logger.error("tokenspeed_kernel_vllm: %s; %s", wrong, wrong.remedy)
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, _register_attention),
         ("GPT-OSS layers", settings.experts or settings.linear, _register_quantization),
-        ("routers", settings.linear and find_spec(CORE) is not None, _register_routers),
-        ("norms", find_spec(CORE) is not None, _register_norms),
+        ("routers", settings.linear and core_is_there(), _register_routers),
+        ("norms", core_is_there(), _register_norms),
         ("unquantised experts", settings.other_experts, _register_dense_experts),
         ("fp8 experts", settings.other_experts, _register_fp8_experts),
     ]

@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+from tokenspeed_kernel_base.installation import wrong_distributions
 
 PREFIX = "TOKENSPEED_VLLM_"
 CORE = "tokenspeed_kernel"  # the package that has all operators
 _FLAGS = {"1": True, "0": False}
+
+
+def core_is_there() -> bool:
+    """Whether the core is installed. Another project's package of that name is not the core: its functions mean something else."""
+    return find_spec(CORE) is not None and "tokenspeed-kernel" not in {wrong.name for wrong in wrong_distributions()}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tokenspeed_kernel.plugins import PluginFailure, PluginInfo, disabled_plugin
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.tuned import tuned_directory
 from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.installation import requirement, wrong_distributions
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import current_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -78,6 +79,7 @@ def diagnose() -> Diagnosis:
         config.settings()
     except config.ConfigurationError as error:
         return Diagnosis({}, _versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
+    findings += [Finding(True, str(wrong), wrong.remedy) for wrong in wrong_distributions()]
     platform = _platform(findings)
     _check_settings(findings)
     _check_plugins(findings)
@@ -226,9 +228,8 @@ def _check_software(platform: dict[str, Any], findings: list[Finding]) -> None:
         steps = ["pip install triton"] * missing + ["set TRITON_INTERPRET=1 (slow: an interpreter runs them)"] * on_cpu
         findings.append(Finding(False, "portable Triton kernels cannot run here", ", then ".join(steps)))
     if sys.version_info < (3, 11) and importlib.util.find_spec("tomli") is None:
-        findings.append(
-            Finding(False, f"{config.PREFIX}CONFIG needs tomli on Python 3.10", "pip install 'tokenspeed-kernel[tools]'")
-        )
+        remedy = f"pip install {requirement('tokenspeed-kernel[tools]')}"
+        findings.append(Finding(False, f"{config.PREFIX}CONFIG needs tomli on Python 3.10", remedy))
     if not list_plugins() and platform.get("vendor") in ("nvidia", "amd"):
         findings.append(
             Finding(

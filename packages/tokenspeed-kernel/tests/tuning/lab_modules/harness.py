@@ -58,14 +58,18 @@ def kill(turns: int) -> None:
     def work() -> None:
         for rows in range(1, 10_000):
             tuned.record(made_up(rows))
+            os.write(writing, b".")
             if rows % 20 == 10:
                 lab.tune_all(budget_s=0.01)
 
     chance = random.Random(turns)
+    reading, writing = os.pipe()
     most = 0
     for _ in range(turns):
         child = fork(work)
-        time.sleep(chance.uniform(0.02, 0.8))
+        for _ in range(chance.randrange(1, 40)):
+            os.read(reading, 1)  # an entry was written
+        time.sleep(chance.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "it was still at work"
         most = max(most, check(path))
@@ -103,5 +107,6 @@ def together(tuners: int, entries: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    lab.use_clock()
     lab.register("steady", "growing")
     {"kill": kill, "together": together}[sys.argv[1]](*map(int, sys.argv[2:]))

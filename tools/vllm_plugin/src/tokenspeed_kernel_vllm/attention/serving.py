@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_vllm.settings import CORE
+from tokenspeed_kernel_base.installation import wrong_distributions
+from tokenspeed_kernel_vllm.settings import CORE, core_is_there
 
 # Wheels of kernels announce themselves to the core by this group. Without the core, it says which of them are installed.
 WHEELS = "tokenspeed_kernel.plugins"
@@ -114,10 +114,12 @@ def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
 def _packages(package: str | None) -> Iterator[ModuleType]:
     if package is not None:
         yield import_module(package)
-    elif find_spec(CORE) is not None:
+    elif core_is_there():
         yield import_module(CORE)
     else:
-        for name in sorted({entry.module.partition(".")[0] for entry in metadata.entry_points(group=WHEELS)}):
+        wrong = {found.name for found in wrong_distributions()}
+        entries = [entry for entry in metadata.entry_points(group=WHEELS) if not entry.dist or entry.dist.name not in wrong]
+        for name in sorted({entry.module.partition(".")[0] for entry in entries}):
             yield import_module(name)
 
 

@@ -5,7 +5,6 @@ The core's `mm` also serves products with weights that are not quantised, if `TO
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from tokenspeed_kernel_vllm.experts.method import BLOCK, GptOssExperts
 from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan
 from tokenspeed_kernel_vllm.linear import Linear
-from tokenspeed_kernel_vllm.settings import CORE, read_settings
+from tokenspeed_kernel_vllm.settings import core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
@@ -33,7 +32,7 @@ class GptOssConfig(GptOssMxfp4Config):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What serves a layer. One line of the log says why vLLM's own serves experts, where it does."""
         settings = read_settings()
-        if isinstance(layer, LinearBase) and settings.linear and find_spec(CORE) is not None:
+        if isinstance(layer, LinearBase) and settings.linear and core_is_there():
             return Linear()
         if not isinstance(layer, RoutedExperts) or not settings.experts:
             return super().get_quant_method(layer, prefix)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from tokenspeed_kernel_vllm.settings import CORE
+from tokenspeed_kernel_vllm.settings import core_is_there
 
 
 class NotServedError(ValueError):
@@ -31,7 +30,7 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     Raises:
         NotServedError: the core is not installed, the layer has a feature that is not served, or no kernel does it here.
     """
-    if find_spec(CORE) is None:
+    if not core_is_there():
         raise NotServedError("tokenspeed-kernel, which chooses among kernels, is not installed")
     found = [feature for feature, asked in {**refused, **_never_served(moe)}.items() if asked]
     if found:

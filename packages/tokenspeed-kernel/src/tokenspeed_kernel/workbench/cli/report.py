@@ -9,6 +9,7 @@ import typer
 
 from tokenspeed_kernel.workbench.benchmark.results import ReportError, load_report
 from tokenspeed_kernel.workbench.cli.output import fail
+from tokenspeed_kernel_base.installation import requirement
 from tokenspeed_kernel_base.storage import replace_file
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What `bench --output` wrote.")]
@@ -28,7 +29,7 @@ def report(files: Files, output: Output = Path("report.html"), plots: Plots = No
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("jinja2", "matplotlib"):
             raise
-        fail(f"this needs {error.name}: pip install 'tokenspeed-kernel[tools]'")
+        fail(f"this needs {error.name}: pip install {requirement('tokenspeed-kernel[tools]')}")
     if not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
     try:
