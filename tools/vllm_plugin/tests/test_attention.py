@@ -159,13 +159,13 @@ def test_a_graph_of_mixed_batches_holds_the_kernel_for_them(vllm_config: Any) ->
 
 
 def test_drafts_of_speculative_decoding(vllm_config: Any) -> None:
-    """Requests with one accepted token and two drafts each are one call of the decode kernel."""
+    """Requests with one accepted token and two drafts each are one call of the decode kernel, if there are no others."""
     vllm_config.speculative_config = type("Drafts", (), {"num_speculative_tokens": 2, "parallel_drafting": False})()
     layer = make_layer(vllm_config, window=32)
     builder = make_builder(vllm_config, layer)
     assert builder.reorder_batch_threshold == 3
     assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.ALWAYS
-    for lens, decodes in (([3, 3, 3], 3), ([3, 3, 20], 2), ([2, 3, 1], 1)):
+    for lens, decodes in (([3, 3, 3], 3), ([3, 3, 20], 0), ([2, 3, 1], 1)):
         step = make_batch(layer, [37, 70, 33], lens)
         metadata = builder.build(0, step.common)
         assert metadata.num_decodes == decodes
