@@ -390,6 +390,9 @@ def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None
 def test_names_and_devices_that_are_not_there() -> None:
     assert "no kernel or operator 'rmsnrom'; did you mean 'rmsnorm'?" in refused("verify", "rmsnrom")
     assert "did you mean 'reference_rmsnorm'?" in refused("bench", "reference_rmsnrom")
+    listed = "tokenspeed-kernel ops lists operators, ops OP its kernels"
+    assert refused("verify", "nosuch") == f"error: no kernel or operator 'nosuch'; {listed}\n"
+    assert refused("explain", "nosuch") == "error: no operator nosuch\n"
     assert "error: " in refused("verify", "rmsnorm", "--device", "toaster")
     assert "device must be cpu or cuda" in refused("verify", "rmsnorm", "--device", "meta")
     assert "no solution 'tritn'; did you mean 'triton'?" in refused("verify", "rmsnorm", "--solution", "tritn")

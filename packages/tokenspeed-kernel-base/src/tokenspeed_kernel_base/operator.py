@@ -64,6 +64,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 from tokenspeed_kernel_base.calling import Caller
 from tokenspeed_kernel_base.declaration import HOOKS, REFERENCE, Operator
 from tokenspeed_kernel_base.explanation import Explanation
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.registry import register_package
 
 __all__ = ["REFERENCE", "Operator", "OperatorFunction", "get_operator", "operator", "operators", "plain_function"]
@@ -116,13 +117,10 @@ def operators() -> list[Operator[Any, Any]]:
 
 def get_operator(name: str) -> Operator[Any, Any]:
     """An operator by ``"mode"`` or ``"family.mode"``. Raises KeyError, naming the nearest, if there is none."""
-    import difflib
-
     for op in _operators.values():
         if name in (op.mode, str(op)):
             return op
-    near = difflib.get_close_matches(name, [n for op in _operators.values() for n in (op.mode, str(op))], n=1)
-    raise KeyError(f"no operator {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    raise KeyError(f"no operator {name}{did_you_mean(name, [n for op in _operators.values() for n in (op.mode, str(op))])}")
 
 
 def operator(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.discovery import import_modules
+from tokenspeed_kernel_base.names import nearest
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import TAGS, KernelSpec, Priority, RegistrationError
@@ -328,22 +329,19 @@ def _module_of(function: Callable[..., Any]) -> str:
 def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
     """Which of these kernels may have been meant by a name that none of them has, as the end of a sentence; empty where none is
     like it. The name of a solution means its kernels."""
-    import difflib
-
     names: set[str] = set()
     by_solution: dict[str, list[str]] = {}
     for spec in specs:
         names.add(spec.name)
         by_solution.setdefault(spec.solution, []).append(spec.name)
-    # Solutions last: of equally near ones, difflib gives the first.
-    near = difflib.get_close_matches(name, [*sorted(names), *sorted(by_solution.keys() - names)], n=1)
-    if not near:
+    near = nearest(name, [*sorted(names), *sorted(by_solution.keys() - names)])  # solutions last: the first of equals is taken
+    if near is None:
         return ""
-    if near[0] in names:
-        return f"; did you mean {near[0]}?"
-    kernels = sorted(by_solution[near[0]])
+    if near in names:
+        return f"; did you mean {near}?"
+    kernels = sorted(by_solution[near])
     listed = ", ".join(kernels[:_FEW]) + (", ..." if len(kernels) > _FEW else "")
-    return f"; did you mean a kernel of solution {near[0]} ({listed})?"
+    return f"; did you mean a kernel of solution {near} ({listed})?"
 
 
 _FEW = 4  # kernels of a solution that an error names

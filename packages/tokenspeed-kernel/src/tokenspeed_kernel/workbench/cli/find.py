@@ -37,7 +37,7 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
         op = get_operator(target)
         found = registry.get_for_operator(op.family, op.mode)
     else:
-        unknown("kernel or operator", target, [*specs, *modes])
+        unknown("kernel or operator", target, [*specs, *modes], "tokenspeed-kernel ops lists operators, ops OP its kernels")
     if plugin is None:
         return found
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpac
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -140,9 +140,8 @@ def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
     for failure in plugin_failures():
         if failure.name == plugin:
             raise LookupError(f"plugin {plugin} failed to load: {failure.error}")
-    near = difflib.get_close_matches(str(plugin), loaded, n=1, cutoff=0.4)
-    others = f"did you mean {near[0]!r}?" if near else f"loaded are: {', '.join(sorted(loaded)) or 'none'}"
-    raise LookupError(f"no plugin {plugin!r} is loaded; {others}")
+    others = did_you_mean(str(plugin), loaded, repr) or f"; loaded are: {', '.join(sorted(loaded)) or 'none'}"
+    raise LookupError(f"no plugin {plugin!r} is loaded{others}")
 
 
 def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
