@@ -444,7 +444,7 @@ def _scale_body(x: Tensor, factor: float = 2.0, out: Tensor | None = None, count
 
 @pytest.fixture
 def scale(declare: Declare) -> Any:
-    function = declare(_scale_body, formats=("x",))
+    function = declare(_scale_body, formats=("x",), traits={"size": int, "counted": bool})
 
     @function.traits
     def _(x: Tensor, counts: Tensor | None) -> dict[str, Any]:
