@@ -26,6 +26,7 @@ _STYLES = {
     "chosen": "bold green",
     "failed": "bold red",
     "error": "bold red",
+    "not reached": "bold red",
     "problem": "bold red",
     "skipped": "dim",
     "rejected": "dim",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -16,10 +15,9 @@ from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_fai
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
-from tokenspeed_kernel.workbench.numerics.recipes import typical_cases, vary_towards
+from tokenspeed_kernel.workbench.numerics.recipes import asked, asked_without_values, typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, operators
-from tokenspeed_kernel_base.parameters import check_types
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, override_in_force
@@ -183,23 +181,8 @@ def _request(op: Operator[Any, Any], case: Case) -> Request:
 
 
 def _asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """What the case asks of a kernel, and its arguments. Its tensors lie on the CPU; those of a large case are not filled, if that
-    can be had."""
-    if case.large:
-        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-
-        # Some inputs follow from the values of others; those have to be drawn.
-        with contextlib.suppress(DataDependentOutputException), FakeTensorMode():
-            arguments = _checked(op, case)
-            return op.request(arguments), arguments
-    arguments = _checked(op, case)
-    return op.request(arguments), arguments
-
-
-def _checked(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
-    arguments = op.complete(case.build("cpu"))
-    check_types(op.mode, op.parameters, arguments)
-    return arguments
+    """What the case asks of a kernel, and its arguments. The tensors of a large case are not filled, if that can be had."""
+    return (asked_without_values(op, case) if case.large else None) or asked(op, case)
 
 
 def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:
