@@ -88,5 +88,6 @@ def fail(message: object) -> NoReturn:
 def unknown(what: str, name: str, known: Iterable[str], many: str = "") -> NoReturn:
     """Ends the command because of a name that nothing has. ``many`` says where the known names are listed, if they are many."""
     names = list(known)
-    listed = f"; there are {', '.join(names)}" if 0 < len(names) <= 8 else many and f"; {many}"
+    apart = "; " if any("," in each for each in names) else ", "
+    listed = f"; there are {apart.join(names)}" if 0 < len(names) <= 8 else many and f"; {many}"
     fail(f"no {what} {name!r}{did_you_mean(name, names, repr) or listed}")
