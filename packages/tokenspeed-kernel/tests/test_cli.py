@@ -174,6 +174,9 @@ def test_ops_shows_one_in_full() -> None:
     assert "eps: float = 1e-05" in text
     assert "arXiv:1910.07467" in text
     assert "reference_rmsnorm" in text
+    assert "\ntraits\n  hidden: int\n  residual: True or False\n\nformats\n  x: dense\n" in text
+    assert call_json("ops", "all_reduce")["traits"]["world_size"] == "int"
+    assert call_json("ops", "mm")["formats"]["a"] == ["dense", "fp8", "mxfp8", "mxfp4", "nvfp4"]
     assert call_json("ops", "norm.rmsnorm")["cases"][0].keys() == {"name", "large"}
 
 

@@ -38,10 +38,9 @@ class Interface:
     def check(self, spec: KernelSpec) -> None:
         """Raises RegistrationError for a declaration with a name that the operator does not state."""
         for trait, constraint in spec.traits.items():
-            kind = self.traits.get(trait) or self._stated_by_resources().get(trait)
+            kind = self.traits.get(trait) or self.all_traits().get(trait)
             if kind is None:
-                known = sorted({*self.traits, *self._stated_by_resources()})
-                _refuse(spec, f"{spec.operator} states no trait {trait}", trait, known, "its traits are")
+                _refuse(spec, f"{spec.operator} states no trait {trait}", trait, sorted(self.all_traits()), "its traits are")
             odd = impossible_values(constraint, kind)
             if odd:
                 near = did_you_mean(odd[0], kind, repr) if isinstance(kind, tuple) and isinstance(odd[0], str) else ""
@@ -61,9 +60,11 @@ class Interface:
         formats = [f"{role}: {fmt.format}" for role, fmt in signature.roles if fmt.format not in self.formats.get(role, ())]
         return [*(name for name in traits if name not in self.traits), *formats]
 
-    def _stated_by_resources(self) -> dict[str, TraitKind]:
-        """Traits that resources state. Classes are looked for anew, because a kernel's package may bring one."""
-        return {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
+    def all_traits(self) -> dict[str, TraitKind]:
+        """The traits of a request, those that resources state included, with the values of each. The classes of resources are looked
+        for anew, because a kernel's package may bring one."""
+        stated = {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
+        return {**stated, **self.traits}
 
 
 def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:

@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, override_in_force
 from tokenspeed_kernel_base.signature import dtype_name
-from tokenspeed_kernel_base.traits import format_traits
+from tokenspeed_kernel_base.traits import describe_kind, format_traits
 
 # -- doctor -------------------------------------------------------------------------------------------------------------------
 
@@ -99,10 +99,19 @@ def _show_operator(op: Operator[Any, Any], as_json: bool) -> None:
     signature = f"{op.mode}{inspect.signature(op.body, eval_str=True)}"
     contract = inspect.cleandoc(op.body.__doc__ or "")
     cases = [{"name": case.name, "large": case.large} for case in op.all_cases()]
+    traits = {name: describe_kind(kind) for name, kind in op.interface.all_traits().items()}
+    formats = {name: list(named) for name, named in op.interface.formats.items()}
     if as_json:
-        print_json({**_summary(op), "signature": signature, "docstring": contract, "cases": cases})
+        facts = {"signature": signature, "docstring": contract, "traits": traits, "formats": formats, "cases": cases}
+        print_json({**_summary(op), **facts})
         return
-    typer.echo(f"{op.family}.{signature}\n\n{contract}\n\nkernels")
+    typer.echo(f"{op.family}.{signature}\n\n{contract}\n\ntraits")
+    for name, kind in traits.items():
+        typer.echo(f"  {name}: {kind}")
+    typer.echo("\nformats")
+    for name, named in formats.items():
+        typer.echo(f"  {name}: {', '.join(named)}")
+    typer.echo("\nkernels")
     for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
         typer.echo(f"  {spec.name}  ({spec.solution}, priority {spec.priority}, {spec.origin})")
     typer.echo("\ncases")
