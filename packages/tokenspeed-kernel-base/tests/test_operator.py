@@ -35,7 +35,7 @@ def scale(
 @pytest.fixture
 def toy(declare: Callable[..., Any]) -> Any:
     """``scale``, with all its hooks; ``toy.launched`` counts the calls that reached a kernel."""
-    function = declare(scale, formats=("x",))
+    function = declare(scale, formats=("x",), traits={"width": int, "negative": bool})
     function.launched = []
 
     @function.traits

@@ -195,7 +195,8 @@ def _look_up(x: Tensor, table: Packed, plan: Plan) -> Tensor:
 
 
 def _declare(declare: Declare, **options: Any) -> Any:
-    function = declare(_look_up, outs=(), **{"planned": "plan", **options})
+    stated = {"formats": {"x": ("dense",)}, "traits": {"width": int}}
+    function = declare(_look_up, outs=(), **{"planned": "plan", **stated, **options})
     function.formats(lambda plan: format_signature(x=dense_tensor_format(plan.dtype)))
     function.traits(lambda plan: {"width": plan.width})
     function.fake(lambda x, plan: x.new_empty(len(x), plan.width))

@@ -104,6 +104,19 @@ def test_only_missing_features_are_named(hopper: PlatformInfo) -> None:
     assert CapabilityRequirement(required_features=frozenset({"tma", "fp8"})).gap(hopper) == "needs fp8, which this platform lacks"
 
 
+def test_why_triton_is_missing_is_true(monkeypatch: pytest.MonkeyPatch, cpu: PlatformInfo, cdna4: PlatformInfo) -> None:
+    needs = CapabilityRequirement(required_features=frozenset({"triton"}))
+    monkeypatch.setattr(platform, "_is_installed", lambda package: True)
+    assert needs.gap(cpu) == (
+        "needs triton, which compiles for GPUs only; TRITON_INTERPRET=1, set before Python starts, interprets it on this CPU"
+    )
+    assert needs.gap(cdna4) is None
+    bare = dataclasses.replace(cdna4, features=frozenset())
+    assert needs.gap(bare) == "needs triton, which this platform lacks"
+    monkeypatch.setattr(platform, "_is_installed", lambda package: False)
+    assert needs.gap(cpu) == needs.gap(bare) == "needs triton, which is not installed"
+
+
 def test_a_probe_is_asked_last_and_told_apart(hopper: PlatformInfo) -> None:
     asked: list[str] = []
 

@@ -18,6 +18,7 @@ import torch
 
 from tokenspeed_kernel_base import platform, selection, signature
 from tokenspeed_kernel_base import registry as registry_module
+from tokenspeed_kernel_base.interface import Interface
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
 from tokenspeed_kernel_base.registry import (
     KernelLoadWarning,
@@ -33,6 +34,7 @@ from tokenspeed_kernel_base.traits import at_most, multiple_of
 
 BF16 = format_signatures("x", "dense", {torch.bfloat16})
 X = format_signature(x=dense_tensor_format(torch.bfloat16))
+DENSE = {"x": ("dense",)}
 
 
 def kernel(x: Any, out: Any) -> None: ...
@@ -109,7 +111,7 @@ def test_a_taken_name_is_refused_with_both_origins(registry: KernelRegistry) -> 
 
 
 def test_implementations_take_the_operators_parameters(registry: KernelRegistry) -> None:
-    registry.declare_interface("norm", "scale", ("x", "out"))
+    registry.declare_interface("norm", "scale", Interface(("x", "out"), formats=DENSE))
 
     def wrong_order(out: Any, x: Any) -> None: ...
     def too_few(x: Any) -> None: ...
@@ -151,7 +153,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_lazy_kernel_is_imported_only_when_selected(registry: KernelRegistry, module: Any, cpu: Any) -> None:
     name = module("def kernel(x, out): return 'ran'\n")
-    registry.declare_interface("norm", "scale", ("x", "out"))
+    registry.declare_interface("norm", "scale", Interface(("x", "out"), formats=DENSE))
     registry.register(spec("lazy", priority=8), f"{name}:kernel")
     registry.register(spec("eager", priority=12), kernel)
     assert select_kernel("norm", "scale", X, platform=cpu).name == "eager"
@@ -169,7 +171,7 @@ def test_a_lazy_kernel_is_imported_only_when_selected(registry: KernelRegistry, 
 def test_get_impl_says_what_is_wrong_with_a_lazy_kernel(registry: KernelRegistry, module: Any) -> None:
     name = module("def short(x): ...\nnot_a_function = 3\n")
     raising = module("raise OSError('libgpu.so is missing')\n")
-    registry.declare_interface("norm", "scale", ("x", "out"))
+    registry.declare_interface("norm", "scale", Interface(("x", "out"), formats=DENSE))
     for priority, (kernel_name, path) in enumerate(
         {
             "no_module": "there_is_no_such_module:kernel",
@@ -333,7 +335,7 @@ def test_a_transaction_undoes_removals_interfaces_and_clashes(registry: KernelRe
     with pytest.raises(RuntimeError), registry.transaction():  # noqa: PT012
         registry.unregister("kept")
         registry.register(spec("kept", priority=19), print)
-        registry.declare_interface("norm", "scale", ("q",))
+        registry.declare_interface("norm", "scale", Interface(("q",), formats=DENSE))
         with pytest.warns(PriorityClashWarning):
             registry.register(spec("clashing", priority=19), lambda q: None)
         raise RuntimeError
@@ -368,7 +370,7 @@ def test_registering_from_many_threads(registry: KernelRegistry) -> None:
 
 
 def test_lists(registry: KernelRegistry) -> None:
-    registry.declare_interface("moe", "apply", ("x", "out"))
+    registry.declare_interface("moe", "apply", Interface(("x", "out"), formats=DENSE))
     registry.register(spec("b", priority=4), kernel)
     registry.register(
         spec("a", priority=4, solution="triton", format_signatures=format_signatures("x", "dense", {torch.float16})), kernel

@@ -6,8 +6,8 @@ import copy
 import dataclasses
 import gc
 import pickle
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.traits import TraitKind
 
 Declare = Callable[..., Any]
 
@@ -51,7 +52,7 @@ def asked() -> list[str]:
 
 @pytest.fixture
 def add(declare: Declare, asked: list[str]) -> Any:
-    function = declare(_add, formats=("x",))
+    function = declare(_add, formats=("x",), traits={"name": str})
 
     @function.traits
     def _(table: Table) -> dict[str, Any]:
@@ -141,6 +142,8 @@ def test_a_key_that_cannot_be_hashed(add: Any) -> None:
 
 class Stated(Table):
     """Numbers of which some are rounded, as it says."""
+
+    trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"rounded": bool}
 
     @property
     def traits(self) -> dict[str, Any]:

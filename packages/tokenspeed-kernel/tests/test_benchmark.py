@@ -197,7 +197,7 @@ def _double_body(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 @pytest.fixture
 def double(declare: Callable[..., Any]) -> Any:
-    function = declare(_double_body, formats=("x",))
+    function = declare(_double_body, formats=("x",), traits={"needed": bool})
     function.fake(lambda x: torch.empty_like(x))
     function.cases(
         lambda: [

@@ -182,6 +182,9 @@ def test_ops_shows_one_in_full() -> None:
     assert "eps: float = 1e-05" in text
     assert "arXiv:1910.07467" in text
     assert "reference_rmsnorm" in text
+    assert "\ntraits\n  hidden: int\n  residual: True or False\n\nformats\n  x: dense\n" in text
+    assert call_json("ops", "all_reduce")["traits"]["world_size"] == "int"
+    assert call_json("ops", "mm")["formats"]["a"] == ["dense", "fp8", "mxfp8", "mxfp4", "nvfp4"]
     assert call_json("ops", "norm.rmsnorm")["cases"][0].keys() == {"name", "large"}
 
 
@@ -384,6 +387,7 @@ def test_verify_chooses_cases(wrong: str) -> None:
     exact = call_json("verify", "reference_rmsnorm", "--case", "gpt-oss-120b decode 64")
     assert [r["case"] for r in exact["results"]] == ["gpt-oss-120b decode 64"], "a whole name means itself"
     assert "did you mean 'no rows'?" in refused("verify", "rmsnorm", "--case", "no rovs")
+    assert "; there are one row of 8, float32; gpt-oss-120b decode 64; " in refused("verify", "rmsnorm", "--case", "nosuch")
 
 
 def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
@@ -395,11 +399,21 @@ def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None
     assert "plugin bad failed to load: RuntimeError: no driver" in refused("verify", "--plugin", "bad")
 
 
+@pytest.mark.parametrize("name", ["gpu", "toaster", "meta", "hip", "cuda:x", "cuda:2", "cpu:1", ""])
+def test_a_device_that_is_not_there_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    wanted = f"error: no device {name!r}; there are cpu, cuda:0 (GPU 0), cuda:1 (GPU 1) (PyTorch calls GPUs cuda, ROCm's too)\n"
+    assert refused("verify", "rmsnorm", "--device", name) == wanted
+
+
 def test_names_and_devices_that_are_not_there() -> None:
     assert "no kernel or operator 'rmsnrom'; did you mean 'rmsnorm'?" in refused("verify", "rmsnrom")
     assert "did you mean 'reference_rmsnorm'?" in refused("bench", "reference_rmsnrom")
-    assert "error: " in refused("verify", "rmsnorm", "--device", "toaster")
-    assert "device must be cpu or cuda" in refused("verify", "rmsnorm", "--device", "meta")
+    listed = "tokenspeed-kernel ops lists operators, ops OP its kernels"
+    assert refused("verify", "nosuch") == f"error: no kernel or operator 'nosuch'; {listed}\n"
+    assert refused("explain", "nosuch") == "error: no operator nosuch\n"
     assert "no solution 'tritn'; did you mean 'triton'?" in refused("verify", "rmsnorm", "--solution", "tritn")
     if not torch.cuda.is_available():
         assert "PyTorch finds no GPU here" in refused("verify", "rmsnorm", "--device", "cuda")

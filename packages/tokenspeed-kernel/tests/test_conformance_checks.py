@@ -49,7 +49,7 @@ def _body(x: Tensor, padding: Tensor, shift: Tensor | None = None, negate: bool 
 
 @pytest.fixture
 def op(declare: Declare) -> Operator[Any, Any]:
-    function = declare(_body, formats=("x",))
+    function = declare(_body, formats=("x",), traits={"width": int, "shift": bool, "negate": bool})
 
     @function.check
     def _(check: Any, x: Tensor, padding: Tensor, shift: Tensor | None) -> None:

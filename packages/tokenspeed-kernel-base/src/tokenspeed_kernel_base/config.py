@@ -20,17 +20,17 @@ The file::
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.installation import requirement
+from tokenspeed_kernel_base.names import did_you_mean
 
 PREFIX = "TOKENSPEED_KERNEL_"
 OVERRIDE_PREFIX = PREFIX + "OVERRIDE_"
@@ -188,23 +188,27 @@ def _warn_about_unknown(env: Mapping[str, str]) -> None:
     for name in sorted(env):
         if not name.startswith(PREFIX) or name in VARIABLES or name.startswith(OVERRIDE_PREFIX):
             continue
-        near = difflib.get_close_matches(name, [*VARIABLES], n=1, cutoff=0.0)
-        warnings.warn(f"unknown environment variable {name}; did you mean {near[0]}?", stacklevel=2)
+        warnings.warn(f"unknown environment variable {name}{_meant(name, VARIABLES, PREFIX)}", stacklevel=2)
 
 
 def warn_about_unknown_overrides(operators: Iterable[tuple[str, str]]) -> None:
     """Warns of overrides for operators that do not exist. Only who knows the operators can tell, once they are declared."""
     known = {f"{family}.{mode}": f"{OVERRIDE_PREFIX}{family}_{mode}".upper() for family, mode in operators}
     for joined in settings().env_overrides:
-        _warn_unless_known(OVERRIDE_PREFIX + joined, OVERRIDE_PREFIX + joined, [*known.values()])
+        name = OVERRIDE_PREFIX + joined
+        _warn_unless_known(name, name, known.values(), OVERRIDE_PREFIX)
     for family, mode in settings().overrides:
-        _warn_unless_known(f"{settings().source}: overrides.{family}.{mode}", f"{family}.{mode}", [*known])
+        _warn_unless_known(f"{settings().source}: overrides.{family}.{mode}", f"{family}.{mode}", known)
 
 
-def _warn_unless_known(where: str, name: str, known: list[str]) -> None:
+def _warn_unless_known(where: str, name: str, known: Collection[str], prefix: str = "") -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        warnings.warn(f"{where} names no operator" + (f"; did you mean {near[0]}?" if near else ""), stacklevel=4)
+        warnings.warn(f"{where} names no operator{_meant(name, known, prefix)}", stacklevel=4)
+
+
+def _meant(name: str, known: Iterable[str], prefix: str) -> str:
+    """Which name may have been meant, as `did_you_mean` says it. What all names begin with does not make them alike."""
+    return did_you_mean(name.removeprefix(prefix), (other.removeprefix(prefix) for other in known), prefix.__add__)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -245,8 +249,9 @@ def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Setti
         if key == "overrides":
             continue
         if key not in _KEYS:
-            near = difflib.get_close_matches(key, [*_KEYS, "overrides"], n=1, cutoff=0.0)
-            raise ConfigurationError(f"{source}: unknown key {key!r}; did you mean {near[0]!r}?")
+            known = [*_KEYS, "overrides"]
+            meant = did_you_mean(key, known, repr) or f"; there are {', '.join(known)}"
+            raise ConfigurationError(f"{source}: unknown key {key!r}{meant}")
         if not isinstance(value, _KEYS[key]):
             raise ConfigurationError(f"{source}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
     if not all(isinstance(name, str) for name in table.get("disabled_plugins", ())):

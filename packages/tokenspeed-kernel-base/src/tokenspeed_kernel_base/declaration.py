@@ -19,11 +19,14 @@ from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
 from tokenspeed_kernel_base.composition import COMPOSED, Composed, Composition
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
+from tokenspeed_kernel_base.interface import Interface
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.parameters import (
     Kind,
     Parameter,
     check_types,
     kind_of,
+    on_meta,
     parse_parameters,
     resource_arguments,
     resources_given,
@@ -31,10 +34,11 @@ from tokenspeed_kernel_base.parameters import (
 )
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.resources import same_place
+from tokenspeed_kernel_base.resources import same_place, stated_by
 from tokenspeed_kernel_base.selection import consider, selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
-from tokenspeed_kernel_base.spec import KernelSpec, Priority
+from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec, Priority
+from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation
 
 P = ParamSpec("P")
@@ -77,6 +81,8 @@ class Operator(Generic[P, R]):
         planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
         layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
         composed: whether the body calls other operators.
+        trait_kinds: the traits that its ``traits`` hook may give, with the values of each.
+        interface: all that its kernels are declared against.
         function: what users call.
     """
 
@@ -88,7 +94,8 @@ class Operator(Generic[P, R]):
         mode: str,
         body: Callable[P, R],
         *,
-        formats: Sequence[str],
+        formats: Sequence[str] | Mapping[str, Sequence[str]],
+        traits: Mapping[str, TraitKind],
         outs: Sequence[str],
         mutates: Sequence[str],
         in_place: Mapping[str, Sequence[str]],
@@ -114,10 +121,12 @@ class Operator(Generic[P, R]):
         self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
         self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
         self.padded, self.scales = padded, frozenset(scales)
-        self._formats = tuple(formats)
+        self._formats = formats
+        self.trait_kinds = dict(traits)
         self._body_traits = {REFERENCE: dict(reference_traits), COMPOSED: dict(composed_traits)}
         self.fixed_traits = frozenset(fixed_traits)
-        unknown = {*formats, *outs, *mutates, *hints, *bounds, *self.scales}.union(in_place, *in_place.values()) - set(self.names)
+        unknown = {*outs, *mutates, *hints, *bounds, *self.scales}.union(in_place, *in_place.values()) - set(self.names)
+        unknown |= set() if isinstance(formats, Mapping) else {*formats} - set(self.names)
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
         if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
@@ -127,6 +136,11 @@ class Operator(Generic[P, R]):
             raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
         self.planned, self.layout = planned, layout
         self._check_planned()
+        for trait in sorted(self.fixed_traits.union([layout] if layout else []) - self.trait_kinds.keys()):
+            raise TypeError(f"{self}: {trait} is not among the traits of the declaration{did_you_mean(trait, self.trait_kinds)}")
+        stated = formats if isinstance(formats, Mapping) else dict.fromkeys(formats, ("dense",))
+        holders = tuple(p.cls or p.types[0] for p in self.parameters if p.kind in (Kind.OBJECT, Kind.RESOURCE))
+        self.interface = Interface(self.names, self.trait_kinds, {n: tuple(f) for n, f in stated.items()}, layout, holders)
         self.host_values: tuple[str, ...] = ()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
@@ -200,6 +214,8 @@ class Operator(Generic[P, R]):
             for other in _PLANNED_HOOKS & self._wanted.keys():
                 self._check_plan_alone(other, self._wanted[other])
             return
+        if name == "formats" and not isinstance(self._formats, Mapping):
+            raise TypeError(f"{self}: it has a formats hook, so formats= must be a dict: the names of each operand's formats")
         unknown = set(wanted) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
@@ -220,7 +236,7 @@ class Operator(Generic[P, R]):
         """Registers the body as a kernel, unless it is registered already; twice where it calls other operators, see
         `tokenspeed_kernel_base.composition`."""
         registry = KernelRegistry.get()
-        registry.declare_interface(self.family, self.mode, self.names)
+        registry.declare_interface(self.family, self.mode, self.interface)
         for spec, impl in self._bodies:
             if not registry.has(spec):
                 registry.register(spec, impl)
@@ -334,7 +350,7 @@ class Operator(Generic[P, R]):
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """The outputs of a call, described without being allocated."""
-        return lowering.as_list(self.fake_outputs(_on_meta(self.parameters, arguments)))
+        return lowering.as_list(self.fake_outputs(on_meta(self.parameters, arguments)))
 
     def request(
         self,
@@ -352,13 +368,14 @@ class Operator(Generic[P, R]):
             package: only this package's kernels.
         """
         tensors = tensor_arguments(self.parameters, arguments)
-        stated = {n: value for _, each in resources_given(self.parameters, arguments) for n, value in each.traits.items()}
+        stated = {n: value for _, each in resources_given(self.parameters, arguments) for n, value in stated_by(each).items()}
+        signature, traits = self._stated(arguments)
         return Request(
             self.family,
             self.mode,
-            self._signature(arguments),
+            signature,
             platform_of(tensors[0][1].device),
-            {**stated, **(self.run_hook("traits", arguments) or {})},
+            {**stated, **traits},
             selection_policy().objective,
             solution,
             self.fixed_traits.union(stated),
@@ -407,12 +424,13 @@ class Operator(Generic[P, R]):
 
         def request_in(layout: str) -> Request:
             arguments = {planned: plan if trait is None else dataclasses.replace(plan, **{trait: layout})}
+            signature, traits = self._stated(arguments)
             return Request(
                 self.family,
                 self.mode,
-                self._signature(arguments),
+                signature,
                 platform,
-                self.run_hook("traits", arguments) or {},
+                traits,
                 selection_policy().objective,
                 solution,
                 self.fixed_traits,
@@ -420,7 +438,7 @@ class Operator(Generic[P, R]):
             )
 
         if trait is None:
-            return consider(request_in(planning.CANONICAL), override)
+            return consider(request_in(CANONICAL), override)
         specs = KernelRegistry.get().get_for_operator(self.family, self.mode, package)
         return planning.consider_layouts(request_in, specs, trait, override)
 
@@ -461,13 +479,20 @@ class Operator(Generic[P, R]):
         sizes = {name: size for name, size in check.sizes().items() if name not in self.capacity}
         return {**sizes, **{name: arguments[name] for name in self.bounds if arguments[name] is not None}}
 
-    def _signature(self, arguments: dict[str, Any]) -> FormatSignature:
+    def _stated(self, arguments: dict[str, Any]) -> tuple[FormatSignature, dict[str, Any]]:
+        """The formats and the traits of a call. Raises TypeError for those that the declaration does not state: no kernel could
+        be declared for them."""
+        traits: dict[str, Any] = self.run_hook("traits", arguments) or {}
         if "formats" in self._hooks:
             signature = self.run_hook("formats", arguments)
             assert isinstance(signature, FormatSignature)
-            return signature
-        roles = ((name, arguments[name]) for name in self._formats)
-        return FormatSignature(tuple((name, dense_tensor_format(t.dtype)) for name, t in roles if t is not None))
+        else:
+            roles = ((name, arguments[name]) for name in self._formats)
+            signature = FormatSignature(tuple((name, dense_tensor_format(t.dtype)) for name, t in roles if t is not None))
+        unstated = self.interface.unstated(traits, signature)
+        if unstated:
+            raise TypeError(f"{self}: its hooks give {', '.join(unstated)}, which traits= or formats= does not state")
+        return signature, traits
 
     # -- checking --------------------------------------------------------------------------------------------------------------
 
@@ -583,24 +608,3 @@ def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> 
             if isinstance(inner, torch.Tensor) and not unusual_storage(inner):
                 found.append(inner)
     return any(map(stands_in, found)) or (bool(found) and all(t.is_meta for t in found))
-
-
-def _on_meta(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tensors replaced by meta tensors, so that outputs can be described without being allocated."""
-
-    def convert(value: Any) -> Any:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    converted = dict(arguments)
-    for parameter in parameters:
-        value = arguments[parameter.name]
-        if value is None:
-            continue
-        if parameter.is_tensor:
-            converted[parameter.name] = convert(value)
-        elif parameter.kind is Kind.OBJECT:
-            assert parameter.cls is not None
-            inner = {f.attribute: f.read(value) for f in parameter.fields}
-            inner = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
-            converted[parameter.name] = parameter.cls(**inner)
-    return converted

@@ -2,12 +2,12 @@
 
 ::
 
-    @operator("norm", "rmsnorm", formats=("x",), varying=("rows",))
+    @operator("norm", "rmsnorm", formats=("x",), traits={"hidden": int}, varying=("rows",))
     def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-5, out: Tensor | None = None) -> Tensor:
         \"\"\"What it computes: shapes, dtypes, rounding, errors, source.\"\"\"
         ...plain PyTorch, without a thought for ``out``: the meaning, and the reference...
 
-    @rmsnorm.traits                  # what a request asks of a kernel: flags and values, from the arguments
+    @rmsnorm.traits                  # what a request asks of a kernel: values of the traits that are declared, from the arguments
     def _(x): return {"hidden": x.shape[-1]}
 
     @rmsnorm.check                   # what makes a call wrong; depends on shapes, dtypes, devices and options only
@@ -64,7 +64,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 from tokenspeed_kernel_base.calling import Caller
 from tokenspeed_kernel_base.declaration import HOOKS, REFERENCE, Operator
 from tokenspeed_kernel_base.explanation import Explanation
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.registry import register_package
+from tokenspeed_kernel_base.traits import TraitKind
 
 __all__ = ["REFERENCE", "Operator", "OperatorFunction", "get_operator", "operator", "operators", "plain_function"]
 
@@ -116,20 +118,18 @@ def operators() -> list[Operator[Any, Any]]:
 
 def get_operator(name: str) -> Operator[Any, Any]:
     """An operator by ``"mode"`` or ``"family.mode"``. Raises KeyError, naming the nearest, if there is none."""
-    import difflib
-
     for op in _operators.values():
         if name in (op.mode, str(op)):
             return op
-    near = difflib.get_close_matches(name, [n for op in _operators.values() for n in (op.mode, str(op))], n=1)
-    raise KeyError(f"no operator {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    raise KeyError(f"no operator {name}{did_you_mean(name, [n for op in _operators.values() for n in (op.mode, str(op))])}")
 
 
 def operator(
     family: str,
     mode: str,
     *,
-    formats: Sequence[str] = (),
+    formats: Sequence[str] | Mapping[str, Sequence[str]] = (),
+    traits: Mapping[str, TraitKind] | None = None,
     outs: Sequence[str] = ("out",),
     mutates: Sequence[str] = (),
     in_place: Mapping[str, Sequence[str]] | None = None,
@@ -151,7 +151,10 @@ def operator(
 
     Args:
         family, mode: its name; ``mode`` is unique.
-        formats: parameters whose dtypes make the format signature. Where scales matter, the ``formats`` hook makes it instead.
+        formats: parameters whose dtypes make the format signature. Where scales matter, the ``formats`` hook makes it instead, and
+            these are its operands with the names of the formats that each may have: ``{"a": ("dense", "fp8")}``.
+        traits: what the ``traits`` hook may give, with the values of each: ``{"hidden": int, "residual": bool}``. A kernel that
+            constrains any other trait is refused when it is registered, and so is one that asks for a value of another kind.
         outs: parameters into which outputs are written when given, in the order of the outputs.
         mutates: other parameters that it writes to.
         in_place: inputs that an output may be, by the output's name: ``{"out": ("x",)}``. Otherwise what a call writes to must not
@@ -187,6 +190,7 @@ def operator(
             mode,
             body,
             formats=formats,
+            traits=traits or {},
             outs=[out for out in outs if out in body.__annotations__],
             mutates=mutates,
             in_place=in_place or {},

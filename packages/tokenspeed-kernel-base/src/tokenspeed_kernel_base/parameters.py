@@ -238,6 +238,27 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
     return found
 
 
+def on_meta(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with tensors replaced by meta tensors, so that outputs can be described without being allocated."""
+
+    def convert(value: Any) -> Any:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    converted = dict(arguments)
+    for parameter in parameters:
+        value = arguments[parameter.name]
+        if value is None:
+            continue
+        if parameter.is_tensor:
+            converted[parameter.name] = convert(value)
+        elif parameter.kind is Kind.OBJECT:
+            assert parameter.cls is not None
+            inner = {f.attribute: f.read(value) for f in parameter.fields}
+            inner = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
+            converted[parameter.name] = parameter.cls(**inner)
+    return converted
+
+
 def resources_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:
     """Every resource among the arguments, with its name, those in an object's place included."""
     return [(p.name, arguments[p.name]) for p in parameters if isinstance(arguments[p.name], Resource)]

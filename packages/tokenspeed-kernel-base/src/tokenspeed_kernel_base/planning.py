@@ -40,10 +40,8 @@ from tokenspeed_kernel_base.parameters import resolved_annotations
 from tokenspeed_kernel_base.registry import KernelRegistry, load_object
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, Verdict, consider
-from tokenspeed_kernel_base.spec import KernelSpec
+from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec
 
-# The layout in which an object is made and checked; every other one belongs to a kernel.
-CANONICAL = "canonical"
 # The kernel of a plan that is being made.
 UNDECIDED = "undecided"
 

@@ -133,7 +133,7 @@ class CapabilityRequirement:
             return f"needs architecture {high} or earlier, this is {platform.arch_version} ({platform.arch})"
         missing = self.missing_features(platform)
         if missing:
-            return f"needs {', '.join(sorted(missing))}, which this platform lacks"
+            return _why_missing(missing, platform)
         return None if self.probe is None else self.probe()
 
     def satisfied_by(self, platform: PlatformInfo) -> bool:
@@ -155,13 +155,30 @@ class CapabilityRequirement:
         return not (lows and highs and max(lows) > min(highs))
 
 
+def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
+    """Why a platform does not have some features."""
+    if features == {_TRITON} and not _is_installed(_TRITON):
+        return "needs triton, which is not installed"
+    if features == {_TRITON} and platform.is_cpu:
+        return "needs triton, which compiles for GPUs only; TRITON_INTERPRET=1, set before Python starts, interprets it on this CPU"
+    return f"needs {', '.join(sorted(features))}, which this platform lacks"
+
+
+_TRITON = "triton"
+
+
+@functools.cache  # the reason is wanted at every decision, and looking takes longer than the rest of one
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 @functools.cache
 def _software_features(vendor: str) -> frozenset[str]:
     """Features that installed software gives a device of this vendor. Looks for packages without importing them."""
     features = set()
     interpreted = os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
-    if (vendor != "cpu" or interpreted) and importlib.util.find_spec("triton") is not None:
-        features.add("triton")
+    if (vendor != "cpu" or interpreted) and _is_installed(_TRITON):
+        features.add(_TRITON)
     return frozenset(features)
 
 

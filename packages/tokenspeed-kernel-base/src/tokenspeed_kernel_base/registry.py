@@ -18,9 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.discovery import import_modules
+from tokenspeed_kernel_base.interface import Interface, layouts_of, refuse_layout
+from tokenspeed_kernel_base.names import did_you_mean, nearest
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.signature import FormatSignature
-from tokenspeed_kernel_base.spec import TAGS, KernelSpec, Priority, RegistrationError
+from tokenspeed_kernel_base.spec import CANONICAL, TAGS, KernelSpec, Priority, RegistrationError
 
 F = TypeVar("F")
 
@@ -61,10 +63,11 @@ class KernelRegistry:
         self._specs: dict[str, KernelSpec] = {}
         self._impls: dict[str, Callable[..., Any] | str] = {}
         self._modules: dict[str, str] = {}
-        self._interfaces: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._interfaces: dict[tuple[str, str], Interface] = {}
         self._clashes: list[PriorityClash] = []
         self._load_failures: dict[str, tuple[str, str]] = {}
         self._private: set[str] = set()
+        self._open = 0
 
     @classmethod
     def get(cls) -> KernelRegistry:
@@ -82,24 +85,27 @@ class KernelRegistry:
 
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
-    def declare_interface(self, family: str, mode: str, parameters: Iterable[str]) -> None:
-        """Fixes the parameter names, in order, that every implementation of an operator takes.
+    def declare_interface(self, family: str, mode: str, interface: Interface) -> None:
+        """Fixes what every kernel of an operator is declared against: its implementation's parameters, and names.
 
         Raises:
-            RegistrationError: a kernel that is registered already takes others.
+            RegistrationError: a kernel that is registered already does not keep to it.
         """
         with self._lock:
-            self._interfaces[family, mode] = tuple(parameters)
-            for spec in self._specs.values():
-                impl = self._impls[spec.name]
-                if (spec.family, spec.mode) == (family, mode) and callable(impl):
+            self._interfaces[family, mode] = interface
+            specs = [spec for spec in self._specs.values() if (spec.family, spec.mode) == (family, mode)]
+            for spec in specs:
+                interface.check(spec)
+                if callable(impl := self._impls[spec.name]):
                     self._check_parameters(spec, impl)
+            self._check_layouts(specs)
 
     def register(self, spec: KernelSpec, impl: Callable[..., Any] | str) -> None:
         """Adds a kernel.
 
         Raises:
-            RegistrationError: the name is taken, or the implementation's parameters are not the operator's.
+            RegistrationError: the name is taken, the implementation's parameters are not the operator's, or the declaration has a
+                name that the operator does not state.
         Warns:
             PriorityClashWarning: another kernel of equal priority could serve one of this one's requests.
         """
@@ -116,6 +122,10 @@ class KernelRegistry:
                 )
             if callable(impl):
                 self._check_parameters(spec, impl)
+            if (interface := self._interfaces.get((spec.family, spec.mode))) is not None:
+                interface.check(spec)
+            if not self._open:
+                self._check_layouts([spec])
             peers = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
             self._specs[spec.name] = spec
             self._impls[spec.name] = impl
@@ -152,12 +162,17 @@ class KernelRegistry:
             public = set(self._public())
             before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes), set(self._private)
             added: list[KernelSpec] = []
+            self._open += 1
             try:
                 yield added
+                # Only now: the kernel that makes a layout may be registered after another one that takes it.
+                self._check_layouts([spec for name, spec in self._specs.items() if before[0].get(name) is not spec])
             except BaseException:
                 self._specs, self._impls, self._interfaces, self._clashes, self._private = before
                 memo.invalidate()
                 raise
+            finally:
+                self._open -= 1
             added.extend(spec for name, spec in self._public().items() if name not in public or before[0][name] is not spec)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
@@ -279,6 +294,21 @@ class KernelRegistry:
             self.get_by_name(name)
             return isinstance(self._impls[name], str)
 
+    def _check_layouts(self, specs: Iterable[KernelSpec]) -> None:
+        """Raises RegistrationError for a kernel that names a layout of weights which neither it nor another kernel makes."""
+        for spec in specs:
+            named = self._layouts_of(spec) - {CANONICAL}
+            if named and spec.weight_preprocessor is None:
+                # Operators of a family share plans, and so layouts.
+                makers = (o for o in self._specs.values() if o.family == spec.family and o.weight_preprocessor is not None)
+                made = {CANONICAL}.union(*map(self._layouts_of, makers))
+                for layout in sorted(named - made):
+                    refuse_layout(spec, layout, made)
+
+    def _layouts_of(self, spec: KernelSpec) -> frozenset[Any]:
+        interface = self._interfaces.get((spec.family, spec.mode))
+        return frozenset() if interface is None else layouts_of(spec, interface.layout)
+
     def _check_parameters(self, spec: KernelSpec, impl: Callable[..., Any]) -> None:
         try:
             parameters = inspect.signature(impl).parameters.values()
@@ -289,11 +319,12 @@ class KernelRegistry:
         if unsettable and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise RegistrationError(
                 f"{spec.name}: its implementation must take each tunable as a keyword with a default, after a *; "
-                f"it does not take {', '.join(unsettable)} ({spec.origin})"
+                f"it does not take {', '.join(unsettable)}{did_you_mean(unsettable[0], sorted(settable))} ({spec.origin})"
             )
-        wanted = self._interfaces.get((spec.family, spec.mode))
-        if wanted is None:
+        interface = self._interfaces.get((spec.family, spec.mode))
+        if interface is None:
             return
+        wanted = interface.parameters
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return
         names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -328,22 +359,19 @@ def _module_of(function: Callable[..., Any]) -> str:
 def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
     """Which of these kernels may have been meant by a name that none of them has, as the end of a sentence; empty where none is
     like it. The name of a solution means its kernels."""
-    import difflib
-
     names: set[str] = set()
     by_solution: dict[str, list[str]] = {}
     for spec in specs:
         names.add(spec.name)
         by_solution.setdefault(spec.solution, []).append(spec.name)
-    # Solutions last: of equally near ones, difflib gives the first.
-    near = difflib.get_close_matches(name, [*sorted(names), *sorted(by_solution.keys() - names)], n=1)
-    if not near:
+    near = nearest(name, [*sorted(names), *sorted(by_solution.keys() - names)])  # solutions last: the first of equals is taken
+    if near is None:
         return ""
-    if near[0] in names:
-        return f"; did you mean {near[0]}?"
-    kernels = sorted(by_solution[near[0]])
+    if near in names:
+        return f"; did you mean {near}?"
+    kernels = sorted(by_solution[near])
     listed = ", ".join(kernels[:_FEW]) + (", ..." if len(kernels) > _FEW else "")
-    return f"; did you mean a kernel of solution {near[0]} ({listed})?"
+    return f"; did you mean a kernel of solution {near} ({listed})?"
 
 
 _FEW = 4  # kernels of a solution that an error names

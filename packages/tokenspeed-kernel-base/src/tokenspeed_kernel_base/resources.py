@@ -18,9 +18,11 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Hashable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
+
+from tokenspeed_kernel_base.traits import TraitKind
 
 R = TypeVar("R", bound="Resource")
 
@@ -35,6 +37,8 @@ class Resource:
             plain attribute, because it is read at every call.
         handle: the number by which custom operators name this resource. Set when the object is made; never used twice.
         device: where the tensors of a call must be; None where any device will do. Without an index, any device of that type.
+        trait_kinds: what `traits` may give, with the values of each: ``{"rounded": bool}``. A class that derives from one which an
+            operator takes may add to them; its kernels are then declared after it.
         world_size: how many processes take part in a call that is given it. Where it is more than 1, no process may make calls that
             the others do not make, to measure them, say.
     """
@@ -42,6 +46,7 @@ class Resource:
     key: Hashable = None
     handle: int
     device: torch.device | None = None
+    trait_kinds: ClassVar[Mapping[str, TraitKind]] = {}
     world_size: int = 1
 
     def __new__(cls: type[R], *args: Any, **kwargs: Any) -> R:
@@ -76,6 +81,15 @@ class Resource:
 
 _handles = itertools.count(1)
 _living: weakref.WeakValueDictionary[int, Resource] = weakref.WeakValueDictionary()
+
+
+def stated_by(resource: Resource) -> Mapping[str, Any]:
+    """The traits that a resource states. Raises TypeError for one that its class does not declare, because no kernel could be
+    declared for that."""
+    traits = resource.traits
+    for name in traits.keys() - resource.trait_kinds.keys():
+        raise TypeError(f"a {type(resource).__name__} states the trait {name}, which trait_kinds of its class must declare")
+    return traits
 
 
 def find(handle: int) -> Resource:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import difflib
 import enum
 import functools
 import logging
@@ -33,6 +32,7 @@ from tokenspeed_kernel_base.explanation import (
     Verdict,
 )
 from tokenspeed_kernel_base.measured import Found, Tuned
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, load_object, nearest_kernel
 from tokenspeed_kernel_base.signature import FormatSignature
@@ -382,8 +382,7 @@ def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
     if solution in kernels:
         near = f"; it is a kernel of solution {kernels[solution]}: override= takes it"
     else:
-        found = difflib.get_close_matches(solution, sorted({*kernels.values()}), n=1)
-        near = f"; did you mean {found[0]}?" if found else ""
+        near = did_you_mean(solution, sorted({*kernels.values()}))
     return f"no kernel of this operator has solution {solution}{near}"
 
 

@@ -22,6 +22,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    """The names of some dtypes, in alphabetical order."""
+    return tuple(sorted(map(dtype_name, dtypes)))
+
+
 @dataclass(frozen=True)
 class ScaleFormat:
     """Where the scales of a tensor are.

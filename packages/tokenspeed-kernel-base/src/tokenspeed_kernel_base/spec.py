@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps, traits_overlap
@@ -27,6 +28,9 @@ class Priority(enum.IntEnum):
 
 
 MAX_PRIORITY = 19
+
+# The layout in which weights are made and checked; every other one belongs to a kernel.
+CANONICAL = "canonical"
 
 TAGS = {
     "latency": "the objective of that name prefers it",
@@ -102,7 +106,8 @@ class KernelSpec:
             raise RegistrationError(f"{self.name}: tags must be a set of str, got {self.tags!r} ({self.origin})")
         object.__setattr__(self, "tags", frozenset(self.tags))
         for tag in sorted(self.tags - TAGS.keys()):
-            raise RegistrationError(f"{self.name}: tags must be among {', '.join(TAGS)}, got {tag!r} ({self.origin})")
+            meant = did_you_mean(tag, TAGS, repr)
+            raise RegistrationError(f"{self.name}: tags must be among {', '.join(TAGS)}, got {tag!r}{meant} ({self.origin})")
         preprocessor = self.weight_preprocessor
         if not (preprocessor is None or callable(preprocessor) or isinstance(preprocessor, str)):
             raise RegistrationError(

@@ -13,11 +13,17 @@ say), so that only kernels for which a flag must be set refuse it.
 from __future__ import annotations
 
 import math
+import types
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 TraitValue = bool | int | float | str | None
+
+TraitKind: TypeAlias = type | types.UnionType | tuple[str, ...]
+"""What values a trait has, as an operator states it: ``bool`` for a flag, ``int``, ``float``, ``str``, ``int | None``, or the names
+that it may be."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,40 @@ def as_constraint(value: Any) -> Constraint:
     if all(member is None or isinstance(member, (bool, int, float, str)) for member in members):
         return Constraint(values=frozenset(members))
     raise TypeError(f"a trait is constrained by a value, a set of values, a range, multiple_of or any; got {value!r}")
+
+
+def impossible_values(constraint: Constraint, kind: TraitKind) -> list[Any]:
+    """What a constraint asks for that no value of this kind is: members of its list; itself where it is a range and the kind no
+    number. Empty where there is nothing wrong.
+
+    >>> impossible_values(one_of(64, "64"), int), impossible_values(at_most(8), bool)
+    (['64'], [Constraint(values=None, low=None, high=8, divisor=None)])
+    """
+    if constraint.values is not None:
+        return sorted((value for value in constraint.values if not _is_a(value, kind)), key=str)
+    number = {int, float}.intersection(_types_of(kind))
+    return [] if number or constraint == ANY else [constraint]
+
+
+def describe_kind(kind: TraitKind) -> str:
+    """What values a trait has, in words: ``"True or False"``, ``"int or None"``."""
+    if isinstance(kind, tuple):
+        return f"one of {', '.join(map(repr, kind))}"
+    names = {bool: "True or False", types.NoneType: "None"}
+    return " or ".join(names.get(cls, cls.__name__) for cls in _types_of(kind))
+
+
+def _types_of(kind: TraitKind) -> tuple[type, ...]:
+    if isinstance(kind, tuple):
+        return (str,)
+    return (kind,) if isinstance(kind, type) else typing.get_args(kind)
+
+
+def _is_a(value: Any, kind: TraitKind) -> bool:
+    if isinstance(kind, tuple):
+        return value in kind
+    allowed = _types_of(kind)
+    return type(value) in allowed or (type(value) is int and float in allowed)
 
 
 def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:

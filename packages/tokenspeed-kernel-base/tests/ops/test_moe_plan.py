@@ -204,6 +204,8 @@ def test_the_best_kernel_is_chosen_across_layouts(register: Register) -> None:
     ],
 )
 def test_layout_that_a_kernel_wants(register: Register, traits: dict[str, Any], preprocessor: Any, layout: str) -> None:
+    for other in ("a", "b"):
+        register(f"makes_{other}", traits={**OWN_LAYOUT, "weight_layout": other}, priority=7)
     spec = KernelRegistry.get().get_by_name(register(traits=traits, weight_preprocessor=preprocessor))
     assert wanted_layout(spec, "weight_layout") == layout
     assert moe_apply.operator.plan_for(plan_of(), spec).weight_layout == layout
@@ -463,6 +465,7 @@ def test_preprocessor_by_name(register: Register, monkeypatch: pytest.MonkeyPatc
 
 
 def test_preprocessors_that_do_not_deliver(register: Register) -> None:
+    register(priority=7)  # makes the layout that others want
     register("none", weight_preprocessor=None, priority=9)
     with pytest.raises(
         ValueError, match=r"'rows-reversed' already, because kernel none \(.*\) wants that and has no weight_prepro"

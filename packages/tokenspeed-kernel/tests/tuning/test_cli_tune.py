@@ -157,6 +157,7 @@ def test_a_wrong_kernel_ends_with_an_error(folder: Path) -> None:
         (("--list", "--from", "f"), "--list and --from do not go together"),
         (("--stale",), "--stale goes with --clear"),
         (("--op", "rmsnrm"), "did you mean rmsnorm"),
+        (("--op", "rmsnorm", "--kernel", "reference_mm"), "--kernel reference_mm: it is no kernel of norm.rmsnorm"),
         (("--op", "rmsnorm", "--kernel", "nothing"), "no kernel or operator 'nothing'"),
         (("--from", "/nowhere/shapes.jsonl"), "--from /nowhere/shapes.jsonl: "),
     ],

@@ -12,17 +12,17 @@ its failure is kept with the traceback (`plugin_failures`, ``tokenspeed-kernel d
 
 from __future__ import annotations
 
-import difflib
 import os
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
 from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -121,16 +121,11 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
     variable = config.PREFIX + "DISABLE_PLUGINS"
     where = variable if variable in os.environ else f"{config.settings().source}: disabled_plugins"
     for name in sorted(config.settings().disabled_plugins - installed - {"*"}):
-        _warn(f"{where} names {name}, which is not installed{_nearest(name, installed)}")
+        _warn(f"{where} names {name}, which is not installed{did_you_mean(name, installed)}")
     for spec in KernelRegistry.get().list_kernels():
         if (spec.family, spec.mode) not in declared:
-            near = _nearest(spec.operator, map(".".join, declared))
+            near = did_you_mean(spec.operator, map(".".join, declared))
             _warn(f"kernel {spec.name} ({spec.origin}) implements {spec.operator}, which is not declared{near}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [*known], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _warn(message: str) -> None:

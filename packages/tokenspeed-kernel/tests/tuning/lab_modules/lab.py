@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.registry import register_kernel
 
 
-@operator("testing", "lab", formats=("x",), varying=("rows",))
+@operator("testing", "lab", formats=("x",), traits={"width": int}, varying=("rows",))
 def lab(x: Tensor, out: Tensor | None = None) -> Tensor:
     """``x + 1`` of ``[rows, width]``."""
     return x + 1

@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-@operator("activation", "silu_and_mul", formats=("x",), varying=("rows",))
+@operator("activation", "silu_and_mul", formats=("x",), traits={"intermediate": int}, varying=("rows",))
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, where ``gate`` is the first half of the last axis, ``up`` the second, ``silu(g) = g * sigmoid(g)``.
 

@@ -11,14 +11,22 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
-from tokenspeed_kernel_base.ops.quantization.composed import Quantised, draw_given
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised, draw_given, kinds_of_both
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp8
 from tokenspeed_kernel_base.ops.quantization.nvfp4 import quantize_nvfp4
 
 
-@operator("activation", "silu_and_mul_quantize_fp8", formats=("x",), outs=("out", "scale_out"), varying=("rows",), composed=True)
+@operator(
+    "activation",
+    "silu_and_mul_quantize_fp8",
+    formats=("x",),
+    traits=kinds_of_both(silu_and_mul, quantize_fp8),
+    outs=("out", "scale_out"),
+    varying=("rows",),
+    composed=True,
+)
 def silu_and_mul_quantize_fp8(
     x: Tensor,
     granularity: str = "token",
@@ -59,7 +67,15 @@ def silu_and_mul_quantize_fp8(
     return quantize_fp8(silu_and_mul(x), granularity, block_size, dtype, scale_dtype, out=out, scale_out=scale_out)
 
 
-@operator("activation", "silu_and_mul_quantize_fp8_with_scale", formats=("x",), varying=("rows",), scales=("scale",), composed=True)
+@operator(
+    "activation",
+    "silu_and_mul_quantize_fp8_with_scale",
+    formats=("x",),
+    traits=kinds_of_both(silu_and_mul, quantize_fp8_with_scale),
+    varying=("rows",),
+    scales=("scale",),
+    composed=True,
+)
 def silu_and_mul_quantize_fp8_with_scale(
     x: Tensor,
     scale: Tensor,
@@ -94,7 +110,15 @@ def silu_and_mul_quantize_fp8_with_scale(
     return quantize_fp8_with_scale(silu_and_mul(x), scale, dtype, out=out)
 
 
-@operator("activation", "silu_and_mul_quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), varying=("rows",), composed=True)
+@operator(
+    "activation",
+    "silu_and_mul_quantize_mxfp8",
+    formats=("x",),
+    traits=kinds_of_both(silu_and_mul, quantize_mxfp8),
+    outs=("out", "scale_out"),
+    varying=("rows",),
+    composed=True,
+)
 def silu_and_mul_quantize_mxfp8(
     x: Tensor,
     scale_rounding: str = "down",
@@ -135,6 +159,7 @@ def silu_and_mul_quantize_mxfp8(
     "activation",
     "silu_and_mul_quantize_nvfp4",
     formats=("x",),
+    traits=kinds_of_both(silu_and_mul, quantize_nvfp4),
     outs=("out", "scale_out"),
     varying=("rows",),
     scales=("global_scale",),

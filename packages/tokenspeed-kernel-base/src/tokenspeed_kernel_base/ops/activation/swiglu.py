@@ -14,7 +14,9 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-@operator("activation", "swiglu", formats=("x",), varying=("rows",))
+@operator(
+    "activation", "swiglu", formats=("x",), traits={"intermediate": int, "interleaved": bool, "limit": bool}, varying=("rows",)
+)
 def swiglu(
     x: Tensor,
     alpha: float = 1.702,

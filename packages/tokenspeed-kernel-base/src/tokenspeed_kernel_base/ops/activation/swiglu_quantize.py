@@ -11,14 +11,22 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import PACKED, TILES, gated_inputs
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.quantization.composed import Quantised
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised, kinds_of_both
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp8
 from tokenspeed_kernel_base.ops.quantization.nvfp4 import quantize_nvfp4
 
 
-@operator("activation", "swiglu_quantize_fp8", formats=("x",), outs=("out", "scale_out"), varying=("rows",), composed=True)
+@operator(
+    "activation",
+    "swiglu_quantize_fp8",
+    formats=("x",),
+    traits=kinds_of_both(swiglu, quantize_fp8),
+    outs=("out", "scale_out"),
+    varying=("rows",),
+    composed=True,
+)
 def swiglu_quantize_fp8(
     x: Tensor,
     alpha: float = 1.702,
@@ -68,7 +76,15 @@ def swiglu_quantize_fp8(
     return quantize_fp8(activated, granularity, block_size, dtype, scale_dtype, out=out, scale_out=scale_out)
 
 
-@operator("activation", "swiglu_quantize_fp8_with_scale", formats=("x",), varying=("rows",), scales=("scale",), composed=True)
+@operator(
+    "activation",
+    "swiglu_quantize_fp8_with_scale",
+    formats=("x",),
+    traits=kinds_of_both(swiglu, quantize_fp8_with_scale),
+    varying=("rows",),
+    scales=("scale",),
+    composed=True,
+)
 def swiglu_quantize_fp8_with_scale(
     x: Tensor,
     scale: Tensor,
@@ -111,7 +127,15 @@ def swiglu_quantize_fp8_with_scale(
     return quantize_fp8_with_scale(swiglu(x, alpha, limit, beta, interleaved), scale, dtype, out=out)
 
 
-@operator("activation", "swiglu_quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), varying=("rows",), composed=True)
+@operator(
+    "activation",
+    "swiglu_quantize_mxfp8",
+    formats=("x",),
+    traits=kinds_of_both(swiglu, quantize_mxfp8),
+    outs=("out", "scale_out"),
+    varying=("rows",),
+    composed=True,
+)
 def swiglu_quantize_mxfp8(
     x: Tensor,
     alpha: float = 1.702,
@@ -160,6 +184,7 @@ def swiglu_quantize_mxfp8(
     "activation",
     "swiglu_quantize_nvfp4",
     formats=("x",),
+    traits=kinds_of_both(swiglu, quantize_nvfp4),
     outs=("out", "scale_out"),
     varying=("rows",),
     scales=("global_scale",),

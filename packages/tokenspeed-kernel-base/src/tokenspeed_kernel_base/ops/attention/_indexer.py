@@ -15,6 +15,7 @@ from tokenspeed_kernel_base.cases import Cost, Draw, nbytes
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.ops.attention import _cost
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache
+from tokenspeed_kernel_base.traits import TraitKind
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -50,6 +51,9 @@ def write_scores(
 def new_offsets(tokens: int, cu_seqlens_q: Tensor | None, batch: int) -> list[int]:
     """Where the new tokens of each sequence begin, and end, on the host."""
     return [i * tokens // max(batch, 1) for i in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+
+
+INDEXER_KINDS: dict[str, TraitKind] = {"heads": int, "head_dim": int, "scaled": bool}
 
 
 def indexer_traits(q: Tensor, scale: Tensor | None) -> dict[str, object]:

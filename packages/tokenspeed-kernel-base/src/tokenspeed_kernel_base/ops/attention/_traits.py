@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tokenspeed_kernel_base.traits import TraitKind
+
+# What the functions below give, with the values of each.
+SOFTMAX_KINDS: dict[str, TraitKind] = {"head_dim": int, "v_head_dim": int, "gqa_ratio": int, "logit_cap": bool, "return_lse": bool}
+WINDOW_KINDS: dict[str, TraitKind] = {"sliding_window": bool, "window_left": int}
+WINDOW_AND_SINK_KINDS: dict[str, TraitKind] = {**WINDOW_KINDS, "sinks": bool}
+SCALE_KINDS: dict[str, TraitKind] = {"scaled": bool}
+CACHE_KINDS: dict[str, TraitKind] = {"page_size": int, **SCALE_KINDS}
+LATENT_KINDS: dict[str, TraitKind] = {**CACHE_KINDS, "grouped_scales": bool}
+
 
 def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, return_lse: bool) -> dict[str, object]:
     """The traits of every attention operator; ``gqa_ratio`` is the number of query heads that share a key head."""

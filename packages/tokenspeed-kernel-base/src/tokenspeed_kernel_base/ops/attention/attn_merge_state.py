@@ -17,6 +17,7 @@ from tokenspeed_kernel_base.operator import operator
     "attention",
     "attn_merge_state",
     formats=("out_a", "out_b"),
+    traits={"v_head_dim": int},
     outs=("out", "lse"),
     in_place={"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")},
     varying=("tokens",),

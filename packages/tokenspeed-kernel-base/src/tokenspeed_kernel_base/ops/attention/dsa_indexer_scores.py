@@ -14,6 +14,7 @@ from tokenspeed_kernel_base.checks import FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._indexer import (
+    INDEXER_KINDS,
     check_key_scale,
     check_queries,
     draw_queries,
@@ -30,6 +31,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "attention",
     "dsa_indexer_scores",
     formats=("q", "k"),
+    traits=INDEXER_KINDS,
     outs=("out", "lengths_out"),
     varying=("tokens", "keys", "batch"),
     scales=("k_scale",),

@@ -14,6 +14,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._indexer import (
+    INDEXER_KINDS,
     check_key_scale,
     check_queries,
     draw_queries,
@@ -33,6 +34,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "attention",
     "dsa_indexer_scores_with_kvcache",
     formats=("q", "k_cache"),
+    traits={**INDEXER_KINDS, "page_size": int},
     outs=("out", "lengths_out"),
     varying=("tokens", "batch", "max_pages"),
     capacity=("pages",),

@@ -13,7 +13,14 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_and_sink_traits
+from tokenspeed_kernel_base.ops.attention._traits import (
+    CACHE_KINDS,
+    SOFTMAX_KINDS,
+    WINDOW_AND_SINK_KINDS,
+    cache_traits,
+    softmax_traits,
+    window_and_sink_traits,
+)
 from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
@@ -21,6 +28,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     "attention",
     "mha_decode_with_kvcache",
     formats=("q", "k_cache", "v_cache"),
+    traits={**SOFTMAX_KINDS, **WINDOW_AND_SINK_KINDS, **CACHE_KINDS, "multi_query": bool, "new_tokens": int},
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),

@@ -14,7 +14,14 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import ragged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import scale_traits, softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._traits import (
+    SCALE_KINDS,
+    SOFTMAX_KINDS,
+    WINDOW_KINDS,
+    scale_traits,
+    softmax_traits,
+    window_traits,
+)
 from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
 
 
@@ -22,6 +29,7 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     "attention",
     "mla_prefill",
     formats=("q", "k", "v"),
+    traits={**SOFTMAX_KINDS, **WINDOW_KINDS, **SCALE_KINDS, "own_kv_lengths": bool, "is_causal": bool},
     hints=("cu_seqlens_cpu",),
     varying=("batch", "tokens", "kv_tokens"),
     bounds=("max_seqlen",),

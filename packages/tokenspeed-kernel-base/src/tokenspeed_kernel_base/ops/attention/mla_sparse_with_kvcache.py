@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_groups, draw_paging
 from tokenspeed_kernel_base.ops.attention._softmax import attend_chosen, latent_outputs, output_dtype
-from tokenspeed_kernel_base.ops.attention._traits import latent_traits, softmax_traits
+from tokenspeed_kernel_base.ops.attention._traits import LATENT_KINDS, SOFTMAX_KINDS, latent_traits, softmax_traits
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -22,6 +22,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "attention",
     "mla_sparse_with_kvcache",
     formats=("q", "kv_cache", "rope_cache"),
+    traits={**SOFTMAX_KINDS, **LATENT_KINDS, "top_k": int},
     varying=("tokens",),
     capacity=("pages",),
     scales=("q_scale", "kv_scale"),

@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
-@operator("attention", "top_k_indices", formats=("scores",), exact=True, varying=("rows", "keys"))
+@operator("attention", "top_k_indices", formats=("scores",), traits={"top_k": int}, exact=True, varying=("rows", "keys"))
 def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The positions of every row's ``top_k`` largest scores, in ascending order, and -1 behind them where there are fewer.
 

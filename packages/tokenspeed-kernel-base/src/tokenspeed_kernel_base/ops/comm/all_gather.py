@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.variation import Variation
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@operator("comm", "all_gather", formats=("x",), exact=True, varying=("rows",))
+@operator("comm", "all_gather", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, exact=True, varying=("rows",))
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """The x of all ranks, one behind the other by rank, on every rank.
 

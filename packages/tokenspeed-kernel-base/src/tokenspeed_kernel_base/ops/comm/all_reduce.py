@@ -16,7 +16,14 @@ from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.variation import Variation
 
 
-@operator("comm", "all_reduce", formats=("x",), in_place={"out": ("x",)}, varying=("elements",))
+@operator(
+    "comm",
+    "all_reduce",
+    formats=("x",),
+    traits={**ProcessGroup.trait_kinds, "protocol": str},
+    in_place={"out": ("x",)},
+    varying=("elements",),
+)
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """The sum of the x of all ranks, on every rank.
 

@@ -23,6 +23,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "comm",
     "all_reduce_rmsnorm",
     formats=("x", "weight"),
+    traits={**ProcessGroup.trait_kinds, "protocol": str, "hidden": int, "residual": bool},
     outs=("out", "residual_out"),
     in_place={"out": ("x", "residual"), "residual_out": ("x", "residual")},
     varying=("rows",),

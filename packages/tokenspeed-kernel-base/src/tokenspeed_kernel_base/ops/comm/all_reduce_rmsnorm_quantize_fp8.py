@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
 from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.ops.quantization.composed import Quantised
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised, kinds_of_both
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -22,6 +22,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "comm",
     "all_reduce_rmsnorm_quantize_fp8",
     formats=("x", "weight"),
+    traits=kinds_of_both(all_reduce_rmsnorm, quantize_fp8),
     outs=("out", "scale_out", "residual_out"),
     in_place={"residual_out": ("x", "residual")},
     varying=("rows",),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from tokenspeed_kernel_base.checks import describe
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, PeerMemory, connect, one_shot_most
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import dtype_name
+from tokenspeed_kernel_base.traits import TraitKind
 
 # The backend of a group of one process, which sends nothing.
 ALONE = "none"
@@ -45,6 +47,8 @@ class ProcessGroup(Resource):
         key: what decisions may depend on, which must be the same on every rank: world size, backend, and peer memory.
         device: a CUDA device for nccl, any for others.
     """
+
+    trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"world_size": int, "backend": str, "link": str}
 
     def __init__(
         self,

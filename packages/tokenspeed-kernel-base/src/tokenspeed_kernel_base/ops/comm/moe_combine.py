@@ -18,7 +18,13 @@ from tokenspeed_kernel_base.ops.comm.peers import VECTOR
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
-@operator("comm", "moe_combine", formats=("x",), varying=("tokens",))
+@operator(
+    "comm",
+    "moe_combine",
+    formats=("x",),
+    traits={**ProcessGroup.trait_kinds, "protocol": str, "hidden": int, "top_k": int},
+    varying=("tokens",),
+)
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """Sends the experts' results back, and adds for each token of this rank those of all ranks that `moe_dispatch` sent it to.
 

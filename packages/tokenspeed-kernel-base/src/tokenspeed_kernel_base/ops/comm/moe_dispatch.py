@@ -23,7 +23,15 @@ def row_bytes(hidden: int, top_k: int, itemsize: int) -> int:
     return -(-8 * top_k // VECTOR) * VECTOR + hidden * itemsize
 
 
-@operator("comm", "moe_dispatch", formats=("x",), outs=("out", "weights_out", "ids_out"), exact=True, varying=("tokens",))
+@operator(
+    "comm",
+    "moe_dispatch",
+    formats=("x",),
+    traits={**ProcessGroup.trait_kinds, "protocol": str, "hidden": int, "top_k": int},
+    outs=("out", "weights_out", "ids_out"),
+    exact=True,
+    varying=("tokens",),
+)
 def moe_dispatch(
     x: Tensor,
     topk_weights: Tensor,

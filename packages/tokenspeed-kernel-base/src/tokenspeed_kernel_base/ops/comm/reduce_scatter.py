@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.variation import Variation
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@operator("comm", "reduce_scatter", formats=("x",), varying=("rows",))
+@operator("comm", "reduce_scatter", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, varying=("rows",))
 def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """This rank's rows of the sum of the x of all ranks.
 

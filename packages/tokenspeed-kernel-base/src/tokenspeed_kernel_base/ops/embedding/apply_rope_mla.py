@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     store_latents,
 )
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
-from tokenspeed_kernel_base.signature import dtype_name
+from tokenspeed_kernel_base.signature import dtype_name, dtype_names
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -29,6 +29,14 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "embedding",
     "apply_rope_mla",
     formats=("q_latent", "kv_cache"),
+    traits={
+        "kv_lora_rank": int,
+        "rope_dim": int,
+        "page_size": int,
+        "interleaved": bool,
+        "scaled": bool,
+        "out_dtype": dtype_names(FLOATS | FP8),
+    },
     mutates=("kv_cache",),
     varying=("tokens",),
     capacity=("max_positions", "pages"),

@@ -12,6 +12,8 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.operands import (
+    OPERAND_FORMATS,
+    OUT_DTYPE_NAMES,
     check_alpha,
     check_out_dtype,
     decode_operands,
@@ -24,7 +26,15 @@ from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
 from tokenspeed_kernel_base.variation import Variation
 
 
-@operator("gemm", "bmm", outs=("out",), varying=("batch", "m"), scales=("a_scale", "b_scale"))
+@operator(
+    "gemm",
+    "bmm",
+    formats=dict.fromkeys("ab", OPERAND_FORMATS),
+    traits={"k_multiple": int, "n_multiple": int, "out_dtype": OUT_DTYPE_NAMES},
+    outs=("out",),
+    varying=("batch", "m"),
+    scales=("a_scale", "b_scale"),
+)
 def bmm(
     a: Tensor,
     b: Tensor,

@@ -13,21 +13,32 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.gemm import _inputs as operands
-from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan, check_plan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.gemm.linear_plan import (
+    OPERAND_FORMATS,
+    PLAN_KINDS,
+    LinearPlan,
+    check_plan,
+    intermediates_of,
+    signature_of,
+    traits_of,
+)
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights, check_canonical
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp4, quantize_mxfp8
 from tokenspeed_kernel_base.ops.quantization.nvfp4 import quantize_nvfp4
-from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation, check_layout
+from tokenspeed_kernel_base.planning import UNDECIDED, Preparation, check_layout
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
+from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator(
     "gemm",
     "linear",
+    formats=OPERAND_FORMATS,
+    traits=PLAN_KINDS,
     reference_traits={"weight_layout": CANONICAL},
     composed_traits={"weight_layout": CANONICAL},  # the parts know nothing of other layouts
     fixed_traits=("weight_layout", "processed_weights"),

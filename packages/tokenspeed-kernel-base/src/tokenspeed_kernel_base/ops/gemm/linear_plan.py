@@ -10,8 +10,10 @@ import torch
 from tokenspeed_kernel_base.checks import FLOATS, HALVES, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
-from tokenspeed_kernel_base.planning import CANONICAL, check_fields
+from tokenspeed_kernel_base.planning import check_fields
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.spec import CANONICAL
+from tokenspeed_kernel_base.traits import TraitKind
 
 E4M3 = torch.float8_e4m3fn
 # What activations may be rounded to beside each format of weights, so that products are of the two formats.
@@ -85,26 +87,39 @@ def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
     return (_ACTIVATIONS[plan.activation_dtype],) if plan.activation_dtype in _ACTIVATIONS else ()
 
 
+# The flag of a plan's activations, and the dtype that each stands for.
+_ROUNDED = {
+    "fp8_activations": "fp8",
+    "static_fp8_activations": "fp8_static",
+    "fp8_block_activations": "fp8_block",
+    "mxfp8_activations": "mxfp8",
+    "mxfp4_activations": "mxfp4",
+    "nvfp4_activations": "nvfp4",
+}
+OPERAND_FORMATS = {"x": ("dense",), "weight": ("dense", "fp8", "mxfp4", "nvfp4")}
+PLAN_KINDS: dict[str, TraitKind] = {
+    "in_features": int,
+    "out_features": int,
+    "bias": bool,
+    "max_tokens": int | None,
+    **dict.fromkeys(_ROUNDED, bool),
+    "weight_layout": str,
+    "processed_weights": bool,
+}
+
+
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
     """The traits of a plan.
 
     Each thing that a plan adds to a plain product is a trait of its own. A kernel that does not declare it is not selected. A
     kernel for few tokens declares ``max_tokens``. It is not selected for a plan without a bound, where ``max_tokens`` is None.
     """
-    rounded = {
-        "fp8_activations": "fp8",
-        "static_fp8_activations": "fp8_static",
-        "fp8_block_activations": "fp8_block",
-        "mxfp8_activations": "mxfp8",
-        "mxfp4_activations": "mxfp4",
-        "nvfp4_activations": "nvfp4",
-    }
     return {
         "in_features": plan.in_features,
         "out_features": plan.out_features,
         "bias": plan.bias,
         "max_tokens": plan.max_tokens,
-        **{flag: plan.activation_dtype == dtype for flag, dtype in rounded.items()},
+        **{flag: plan.activation_dtype == dtype for flag, dtype in _ROUNDED.items()},
         "weight_layout": plan.weight_layout,
         "processed_weights": plan.weight_layout != CANONICAL,
     }

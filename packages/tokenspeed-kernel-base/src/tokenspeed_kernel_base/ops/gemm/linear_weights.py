@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.ops.gemm.linear_plan import BLOCKS, E4M3, STATIC, LinearPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks, check_scalar
-from tokenspeed_kernel_base.planning import CANONICAL
+from tokenspeed_kernel_base.spec import CANONICAL
 
 
 @dataclass

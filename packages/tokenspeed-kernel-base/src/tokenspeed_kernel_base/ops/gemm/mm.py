@@ -11,6 +11,8 @@ from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.operands import (
+    OPERAND_FORMATS,
+    OUT_DTYPE_NAMES,
     check_alpha,
     check_out_dtype,
     decode_operands,
@@ -23,7 +25,15 @@ from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
 from tokenspeed_kernel_base.variation import Variation
 
 
-@operator("gemm", "mm", outs=("out",), varying=("m",), scales=("a_scale", "b_scale"))
+@operator(
+    "gemm",
+    "mm",
+    formats=dict.fromkeys("ab", OPERAND_FORMATS),
+    traits={"m": int, "k": int, "n": int, "out_dtype": OUT_DTYPE_NAMES, "bias": bool, "wide_bias": bool},
+    outs=("out",),
+    varying=("m",),
+    scales=("a_scale", "b_scale"),
+)
 def mm(
     a: Tensor,
     b: Tensor,

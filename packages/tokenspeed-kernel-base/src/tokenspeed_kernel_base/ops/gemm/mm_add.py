@@ -15,7 +15,15 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 
 
-@operator("gemm", "mm_add", formats=("a", "b"), in_place={"out": ("residual",)}, varying=("m",), composed=True)
+@operator(
+    "gemm",
+    "mm_add",
+    formats=("a", "b"),
+    traits={"m": int, "k": int, "n": int, "bias": bool},
+    in_place={"out": ("residual",)},
+    varying=("m",),
+    composed=True,
+)
 def mm_add(a: Tensor, b: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """``a @ b + bias + residual``: a projection back into the residual stream.
 

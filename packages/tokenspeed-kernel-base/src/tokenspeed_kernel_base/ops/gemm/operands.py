@@ -40,12 +40,22 @@ from tokenspeed_kernel_base.ops.quantization.formats import (
     swizzled_shape,
 )
 from tokenspeed_kernel_base.ops.quantization.mx import MXFP8_DTYPES
-from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.signature import (
+    FormatSignature,
+    ScaleFormat,
+    TensorFormat,
+    dense_tensor_format,
+    dtype_names,
+    format_signature,
+)
 from tokenspeed_kernel_base.variation import Variation, Want
 
 E4M3 = torch.float8_e4m3fn
 # Elements along k that share a scale of an 8-bit float. Blocks of 32 with e8m0 scales are mxfp8.
 FP8_BLOCKS = {torch.float32: (BLOCK_FP8, 64, 32), torch.uint8: (BLOCK_FP8, 64), torch.int32: (BLOCK_FP8,)}
+
+OPERAND_FORMATS = ("dense", "fp8", "mxfp8", "mxfp4", "nvfp4")
+OUT_DTYPE_NAMES = dtype_names(SOURCE_DTYPES | {torch.float64})
 
 _PAIRS = (
     "dense with dense of the same dtype, fp8 with fp8 (both with scales per block, of equally many elements along k, either "

@@ -22,6 +22,7 @@ _DTYPES = FLOATS | FP8 | {torch.uint8}
     "kvcache",
     "compact_kv_cache",
     formats=("k_cache",),
+    traits={"token_size": int, "page_size": int, "nodes": int, "values": bool, "v_token_size": int},
     mutates=("k_cache", "v_cache"),
     exact=True,
     varying=("batch",),

@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "kvcache",
     "copy_kv_pages",
     formats=("cache",),
+    traits={"page_bytes": int, "other_source": bool},
     mutates=("cache",),
     exact=True,
     varying=("count",),

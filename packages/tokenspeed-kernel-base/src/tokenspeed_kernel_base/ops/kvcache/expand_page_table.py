@@ -14,7 +14,15 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
-@operator("kvcache", "expand_page_table", formats=("page_table",), exact=True, varying=("batch",), capacity=("max_pages",))
+@operator(
+    "kvcache",
+    "expand_page_table",
+    formats=("page_table",),
+    traits={"factor": int},
+    exact=True,
+    varying=("batch",),
+    capacity=("max_pages",),
+)
 def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None) -> Tensor:
     """The page table of the same cache with every page cut into ``factor`` equal ones.
 

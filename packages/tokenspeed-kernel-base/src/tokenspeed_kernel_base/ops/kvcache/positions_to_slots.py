@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "kvcache",
     "positions_to_slots",
     formats=("positions",),
+    traits={"page_size": int},
     exact=True,
     in_place={"out": ("positions",)},
     varying=("tokens", "batch"),

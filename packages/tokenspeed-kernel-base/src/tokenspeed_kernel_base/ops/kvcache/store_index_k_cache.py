@@ -23,6 +23,7 @@ SCALE_FORMATS = ("float32", "e8m0")
     "kvcache",
     "store_index_k_cache",
     formats=("k", "k_cache"),
+    traits={"head_dim": int, "page_size": int, "scale_format": SCALE_FORMATS},
     mutates=("k_cache", "k_scale_cache"),
     exact=True,
     varying=("tokens",),

@@ -26,6 +26,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "kvcache",
     "store_kv_cache",
     formats=("k", "k_cache"),
+    traits={"head_dim": int, "v_head_dim": int, "page_size": int, "scaled": bool, "per_head_scale": bool},
     mutates=("k_cache", "v_cache"),
     varying=("tokens",),
     capacity=("pages",),

@@ -28,6 +28,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "kvcache",
     "store_mla_kv_cache",
     formats=("latent", "kv_cache", "rope_cache"),
+    traits={"kv_lora_rank": int, "rope_dim": int, "page_size": int, "scaled": bool, "grouped_scales": bool},
     mutates=("kv_cache", "kv_scale_cache", "rope_cache"),
     varying=("tokens",),
     capacity=("pages",),

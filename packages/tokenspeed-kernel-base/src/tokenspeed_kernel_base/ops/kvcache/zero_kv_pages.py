@@ -15,7 +15,16 @@ from tokenspeed_kernel_base.ops.kvcache.pages import as_bits, check_cache, check
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
-@operator("kvcache", "zero_kv_pages", formats=("cache",), mutates=("cache",), exact=True, varying=("count",), capacity=("pages",))
+@operator(
+    "kvcache",
+    "zero_kv_pages",
+    formats=("cache",),
+    traits={"page_bytes": int},
+    mutates=("cache",),
+    exact=True,
+    varying=("count",),
+    capacity=("pages",),
+)
 def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
     """Writes zeros to whole pages of a cache, in place; everything else in it stays as it is.
 

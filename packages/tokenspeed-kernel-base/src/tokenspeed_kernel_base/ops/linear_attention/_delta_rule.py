@@ -11,6 +11,7 @@ from torch.nn.functional import softplus
 from tokenspeed_kernel_base.cases import Cost, Draw, nbytes
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation, Want
 
 L2NORM_EPS = 1e-6
@@ -70,6 +71,16 @@ def recur(
             kept.append(state)
     stacked = torch.stack(outputs, 1) if outputs else v.clone()
     return stacked.to(dtype_of_outputs), torch.stack(kept, 1) if keep else state
+
+
+TRAIT_KINDS: dict[str, TraitKind] = {
+    "k_dim": int,
+    "v_dim": int,
+    "gate": ("channel", "head"),
+    "raw_gates": bool,
+    "dt_bias": bool,
+    "qk_l2norm": bool,
+}
 
 
 def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool) -> dict[str, object]:

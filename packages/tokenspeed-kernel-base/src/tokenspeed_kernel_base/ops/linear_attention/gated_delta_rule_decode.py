@@ -29,6 +29,7 @@ from tokenspeed_kernel_base.variation import Variation
     "linear_attention",
     "gated_delta_rule_decode",
     formats=("q", "states"),
+    traits={**delta_rule.TRAIT_KINDS, "output_slots": bool},
     mutates=("states",),
     varying=("batch",),
     capacity=("slots",),

@@ -32,6 +32,7 @@ from tokenspeed_kernel_base.variation import Variation
     "linear_attention",
     "gated_delta_rule_prefill",
     formats=("q", "states"),
+    traits={**delta_rule.TRAIT_KINDS, "has_initial_state": bool},
     mutates=("states",),
     varying=("batch", "tokens"),
     capacity=("slots",),

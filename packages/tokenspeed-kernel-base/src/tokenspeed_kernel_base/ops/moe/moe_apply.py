@@ -13,7 +13,15 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, rec
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.plan import (
+    OPERAND_FORMATS,
+    PLAN_KINDS,
+    MoEPlan,
+    check_plan,
+    intermediates_of,
+    signature_of,
+    traits_of,
+)
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, check_canonical
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     BLOCK_FP8,
@@ -25,15 +33,18 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 )
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
-from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation, check_layout
+from tokenspeed_kernel_base.planning import UNDECIDED, Preparation, check_layout
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
+from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator(
     "moe",
     "moe_apply",
+    formats=OPERAND_FORMATS,
+    traits=PLAN_KINDS,
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),

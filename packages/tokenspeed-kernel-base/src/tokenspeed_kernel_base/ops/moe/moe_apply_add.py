@@ -12,16 +12,18 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, Recipe, nbytes, recip
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.plan import OPERAND_FORMATS, PLAN_KINDS, MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.planning import CANONICAL
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
+from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.variation import Variation
 
 
 @operator(
     "moe",
     "moe_apply_add",
+    formats=OPERAND_FORMATS,
+    traits=PLAN_KINDS,
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     in_place={"out": ("residual",)},

@@ -18,7 +18,24 @@ SCORINGS = ("softmax", "sigmoid")
 _SMALLEST_SUM = 1e-20
 
 
-@operator("moe", "moe_topk", formats=("logits",), outs=("weights_out", "ids_out"), varying=("tokens",))
+@operator(
+    "moe",
+    "moe_topk",
+    formats=("logits",),
+    traits={
+        "num_experts": int,
+        "top_k": int,
+        "sigmoid": bool,
+        "renormalize": bool,
+        "correction_bias": bool,
+        "grouped": bool,
+        "num_groups": int,
+        "top_groups": int,
+        "scaled": bool,
+    },
+    outs=("weights_out", "ids_out"),
+    varying=("tokens",),
+)
 def moe_topk(
     logits: Tensor,
     top_k: int,

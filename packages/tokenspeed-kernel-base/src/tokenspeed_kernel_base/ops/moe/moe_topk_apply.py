@@ -13,10 +13,11 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, drawn_as, moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.plan import OPERAND_FORMATS, PLAN_KINDS, MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.planning import CANONICAL, Preparation
+from tokenspeed_kernel_base.planning import Preparation
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.variation import Variation, Want
 
 _PLAN_TRAITS = ("num_experts", "top_k")  # both parts have them
@@ -25,6 +26,8 @@ _PLAN_TRAITS = ("num_experts", "top_k")  # both parts have them
 @operator(
     "moe",
     "moe_topk_apply",
+    formats={"logits": ("dense",), **OPERAND_FORMATS},
+    traits={**moe_topk.operator.trait_kinds, **PLAN_KINDS},
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),

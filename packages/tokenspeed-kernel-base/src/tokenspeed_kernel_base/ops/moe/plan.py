@@ -11,8 +11,10 @@ import torch
 from tokenspeed_kernel_base.checks import FLOATS, Checker, describe
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
-from tokenspeed_kernel_base.planning import CANONICAL, check_fields
+from tokenspeed_kernel_base.planning import check_fields
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.spec import CANONICAL
+from tokenspeed_kernel_base.traits import TraitKind
 
 WEIGHT_FORMATS = ("dense", "fp8_block", "mxfp4")
 ACTIVATION_DTYPES = ("none", "fp8", "fp8_static", "mxfp4")
@@ -78,6 +80,17 @@ def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
         "mxfp4": mxfp4_format(),
     }
     return (formats[plan.activation_dtype],) if plan.activation_dtype in formats else ()
+
+
+OPERAND_FORMATS = {"x": ("dense",), **dict.fromkeys(("w13", "w2"), ("dense", "fp8", "mxfp4"))}
+PLAN_KINDS: dict[str, TraitKind] = {
+    **dict.fromkeys(("num_experts", "top_k", "hidden_size", "intermediate_size"), int),
+    "activation": ACTIVATIONS,
+    **dict.fromkeys(("bias", "w13_interleaved", "swiglu_limit", "swiglu_alpha_beta"), bool),
+    **dict.fromkeys(("fp8_activations", "static_fp8_activations", "mxfp4_activations"), bool),
+    "weight_layout": str,
+    "processed_weights": bool,
+}
 
 
 def traits_of(plan: MoEPlan) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
-from tokenspeed_kernel_base.planning import CANONICAL
+from tokenspeed_kernel_base.spec import CANONICAL
 
 
 @dataclass

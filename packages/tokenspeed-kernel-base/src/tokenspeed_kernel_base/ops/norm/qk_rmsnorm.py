@@ -18,6 +18,7 @@ from tokenspeed_kernel_base.ops.norm.rmsnorm import rms_normalise
     "norm",
     "qk_rmsnorm",
     formats=("q", "k"),
+    traits={"head_dim": int},
     outs=("q_out", "k_out"),
     in_place={"q_out": ("q",), "k_out": ("k",)},
     varying=("tokens",),

@@ -24,6 +24,7 @@ def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     "norm",
     "rmsnorm",
     formats=("x",),
+    traits={"hidden": int, "residual": bool},
     outs=("out", "residual_out"),
     in_place={"out": ("x", "residual"), "residual_out": ("x", "residual")},
     varying=("rows",),

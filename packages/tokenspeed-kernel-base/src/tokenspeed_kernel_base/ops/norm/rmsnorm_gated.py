@@ -15,7 +15,14 @@ from tokenspeed_kernel_base.operator import operator
 _ACTIVATIONS = ("silu", "sigmoid")
 
 
-@operator("norm", "rmsnorm_gated", formats=("x",), in_place={"out": ("x", "gate")}, varying=("rows",))
+@operator(
+    "norm",
+    "rmsnorm_gated",
+    formats=("x",),
+    traits={"hidden": int, "activation": _ACTIVATIONS, "gate_first": bool},
+    in_place={"out": ("x", "gate")},
+    varying=("rows",),
+)
 def rmsnorm_gated(
     x: Tensor,
     gate: Tensor,

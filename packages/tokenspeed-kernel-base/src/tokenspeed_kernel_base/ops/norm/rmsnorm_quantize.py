@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
-from tokenspeed_kernel_base.ops.quantization.composed import Quantised, draw_given
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised, draw_given, kinds_of_both
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp8
 from tokenspeed_kernel_base.ops.quantization.nvfp4 import quantize_nvfp4
@@ -24,6 +24,7 @@ _IN_PLACE = {"residual_out": ("x", "residual")}
     "norm",
     "rmsnorm_quantize_fp8",
     formats=("x",),
+    traits=kinds_of_both(rmsnorm, quantize_fp8),
     outs=("out", "scale_out", "residual_out"),
     in_place=_IN_PLACE,
     varying=("rows",),
@@ -88,6 +89,7 @@ def rmsnorm_quantize_fp8(
     "norm",
     "rmsnorm_quantize_fp8_with_scale",
     formats=("x",),
+    traits=kinds_of_both(rmsnorm, quantize_fp8_with_scale),
     outs=("out", "residual_out"),
     in_place=_IN_PLACE,
     varying=("rows",),
@@ -147,6 +149,7 @@ def rmsnorm_quantize_fp8_with_scale(
     "norm",
     "rmsnorm_quantize_mxfp8",
     formats=("x",),
+    traits=kinds_of_both(rmsnorm, quantize_mxfp8),
     outs=("out", "scale_out", "residual_out"),
     in_place=_IN_PLACE,
     varying=("rows",),
@@ -208,6 +211,7 @@ def rmsnorm_quantize_mxfp8(
     "norm",
     "rmsnorm_quantize_nvfp4",
     formats=("x",),
+    traits=kinds_of_both(rmsnorm, quantize_nvfp4),
     outs=("out", "scale_out", "residual_out"),
     in_place=_IN_PLACE,
     varying=("rows",),

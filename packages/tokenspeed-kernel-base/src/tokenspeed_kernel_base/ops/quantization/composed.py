@@ -21,6 +21,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.ops.quantization.fp8 import decode_quantised
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.traits import TraitKind
 
 
 def draw_given(
@@ -33,6 +34,11 @@ def draw_given(
     if global_scale is not None:
         arguments["global_scale"] = draw.tensor([global_scale], torch.float32)
     return arguments
+
+
+def kinds_of_both(first: Any, second: Any) -> dict[str, TraitKind]:
+    """The traits of an operator that has the hooks `Quantised` of these two."""
+    return {**second.operator.trait_kinds, **first.operator.trait_kinds}
 
 
 class Quantised:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import Checker
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, TILE_ROWS, TILE_SCALES
-from tokenspeed_kernel_base.signature import SCALE_LAYOUTS, ScaleFormat, TensorFormat, tensor_format
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, SOURCE_DTYPES, TILE_ROWS, TILE_SCALES
+from tokenspeed_kernel_base.signature import SCALE_LAYOUTS, ScaleFormat, TensorFormat, dtype_names, tensor_format
 
 E8M0 = frozenset({torch.uint8}) | {dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None}
 """Dtypes of e8m0 scales: a byte each, under two names. PyTorch 2.6 has the one."""
+
+SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
+"""Names of the dtypes that operators dequantise to."""
 
 
 def fp8_format(

@@ -29,16 +29,39 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
     split_blocks,
     unpack_e8m0,
 )
-from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks, fp8_format, scale_layout, scale_layouts
-from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dtype_name, format_signature
+from tokenspeed_kernel_base.ops.quantization.formats import (
+    E8M0,
+    SOURCE_DTYPE_NAMES,
+    blocks,
+    fp8_format,
+    scale_layout,
+    scale_layouts,
+)
+from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dtype_name, dtype_names, format_signature
 from tokenspeed_kernel_base.variation import Variation, Want
 
 GRANULARITIES = ("tensor", "token", "block", "block2d")
+STATIC_GRANULARITIES = ("tensor", "token", "channel")  # of scales that are given
 E8M0_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # whose scales may be e8m0
 SCALE_DTYPES = (torch.float32, torch.uint8, torch.int32)
 
 
-@operator("quantization", "quantize_fp8", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows", "m"))
+@operator(
+    "quantization",
+    "quantize_fp8",
+    formats=("x",),
+    traits={
+        "k": int,
+        "granularity": GRANULARITIES,
+        "dtype": dtype_names(FP8),
+        "scales_e8m0": bool,
+        "scales_packed": bool,
+        "block_size": int,
+    },
+    outs=("out", "scale_out"),
+    exact=True,
+    varying=("rows", "m"),
+)
 def quantize_fp8(
     x: Tensor,
     granularity: str = "token",
@@ -258,7 +281,14 @@ def _(x: Tensor, granularity: str, block_size: int, scale_dtype: torch.dtype) ->
 
 
 @operator(
-    "quantization", "quantize_fp8_with_scale", formats=("x",), outs=("out",), exact=True, varying=("rows",), scales=("scale",)
+    "quantization",
+    "quantize_fp8_with_scale",
+    formats=("x",),
+    traits={"k": int, "granularity": STATIC_GRANULARITIES, "dtype": dtype_names(FP8)},
+    outs=("out",),
+    exact=True,
+    varying=("rows",),
+    scales=("scale",),
 )
 def quantize_fp8_with_scale(
     x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, out: Tensor | None = None
@@ -294,7 +324,7 @@ def quantize_fp8_with_scale(
 
 def _static_layouts(x: Tensor) -> dict[str, list[tuple[int, ...]]]:
     layouts = scale_layouts(x.shape, 1)
-    return {name: layouts[name] for name in ("tensor", "token", "channel")}
+    return {name: layouts[name] for name in STATIC_GRANULARITIES}
 
 
 @quantize_fp8_with_scale.traits
@@ -357,7 +387,16 @@ def _(x: Tensor, scale: Tensor) -> Cost:
     return Cost(flops=1.0 * x.numel(), bytes=nbytes(x, scale) + x.numel())
 
 
-@operator("quantization", "dequantize_fp8", outs=("out",), exact=True, varying=("rows",), scales=("scale",))
+@operator(
+    "quantization",
+    "dequantize_fp8",
+    formats={"q": ("fp8",)},
+    traits={"k": int, "out_dtype": SOURCE_DTYPE_NAMES},
+    outs=("out",),
+    exact=True,
+    varying=("rows",),
+    scales=("scale",),
+)
 def dequantize_fp8(
     q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, block_size: int = 128, out: Tensor | None = None
 ) -> Tensor:

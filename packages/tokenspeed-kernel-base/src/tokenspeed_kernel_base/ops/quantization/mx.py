@@ -24,14 +24,28 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
     encode_mxfp8,
     in_layout,
 )
-from tokenspeed_kernel_base.ops.quantization.formats import block_scales_shape, check_scale_layout, mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.ops.quantization.formats import (
+    SOURCE_DTYPE_NAMES,
+    block_scales_shape,
+    check_scale_layout,
+    mxfp4_format,
+    mxfp8_format,
+)
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
 SCALE_ROUNDINGS = ("down", "up")
 MXFP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
-@operator("quantization", "quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
+@operator(
+    "quantization",
+    "quantize_mxfp8",
+    formats=("x",),
+    traits={"k": int, "scales_in_tiles": bool, "scales_rounded_up": bool},
+    outs=("out", "scale_out"),
+    exact=True,
+    varying=("rows",),
+)
 def quantize_mxfp8(
     x: Tensor,
     scale_rounding: str = "down",
@@ -79,7 +93,15 @@ def quantize_mxfp8(
     return q, in_layout(scale, scale_layout)
 
 
-@operator("quantization", "quantize_mxfp4", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
+@operator(
+    "quantization",
+    "quantize_mxfp4",
+    formats=("x",),
+    traits={"k": int, "scales_in_tiles": bool},
+    outs=("out", "scale_out"),
+    exact=True,
+    varying=("rows",),
+)
 def quantize_mxfp4(
     x: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -233,7 +255,16 @@ def _(x: Tensor) -> Cost:
     return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + x.numel() // BLOCK_MX)
 
 
-@operator("quantization", "dequantize_mxfp8", outs=("out",), exact=True, varying=("rows",), scales=("scale",))
+@operator(
+    "quantization",
+    "dequantize_mxfp8",
+    formats={"q": ("mxfp8",)},
+    traits={"k": int, "out_dtype": SOURCE_DTYPE_NAMES},
+    outs=("out",),
+    exact=True,
+    varying=("rows",),
+    scales=("scale",),
+)
 def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp8`.
 
@@ -263,7 +294,16 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
     return decode_mxfp8(q, scale, out_dtype)
 
 
-@operator("quantization", "dequantize_mxfp4", outs=("out",), exact=True, varying=("rows",), scales=("scale",))
+@operator(
+    "quantization",
+    "dequantize_mxfp4",
+    formats={"q": ("mxfp4",)},
+    traits={"k": int, "out_dtype": SOURCE_DTYPE_NAMES},
+    outs=("out",),
+    exact=True,
+    varying=("rows",),
+    scales=("scale",),
+)
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp4`.
 

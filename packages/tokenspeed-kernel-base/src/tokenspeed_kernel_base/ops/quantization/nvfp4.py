@@ -13,7 +13,13 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4, SOURCE_DTYPES, decode_nvfp4, encode_nvfp4, in_layout
-from tokenspeed_kernel_base.ops.quantization.formats import block_scales_shape, check_scalar, check_scale_layout, nvfp4_format
+from tokenspeed_kernel_base.ops.quantization.formats import (
+    SOURCE_DTYPE_NAMES,
+    block_scales_shape,
+    check_scalar,
+    check_scale_layout,
+    nvfp4_format,
+)
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
 
@@ -21,6 +27,7 @@ from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format
     "quantization",
     "quantize_nvfp4",
     formats=("x",),
+    traits={"k": int, "scales_in_tiles": bool},
     outs=("out", "scale_out"),
     exact=True,
     varying=("rows",),
@@ -145,7 +152,16 @@ def _(x: Tensor, scale_layout: str) -> Cost:
     return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + scales)
 
 
-@operator("quantization", "dequantize_nvfp4", outs=("out",), exact=True, varying=("rows",), scales=("scale", "global_scale"))
+@operator(
+    "quantization",
+    "dequantize_nvfp4",
+    formats={"q": ("nvfp4",)},
+    traits={"k": int, "out_dtype": SOURCE_DTYPE_NAMES},
+    outs=("out",),
+    exact=True,
+    varying=("rows",),
+    scales=("scale", "global_scale"),
+)
 def dequantize_nvfp4(
     q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:

@@ -19,7 +19,15 @@ from tokenspeed_kernel_base.variation import Variation, Want
 SCALE_DTYPES = E8M0 | {torch.float8_e4m3fn}
 
 
-@operator("quantization", "swizzle_scales", formats=("scale",), exact=True, varying=("rows", "m"), scales=("scale",))
+@operator(
+    "quantization",
+    "swizzle_scales",
+    formats=("scale",),
+    traits={"columns": int},
+    exact=True,
+    varying=("rows", "m"),
+    scales=("scale",),
+)
 def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
     """Block scales in tiles of 128x4, as matrix units of Blackwell want them for block-scaled products (nvfp4, mxfp4, mxfp8).
 
@@ -54,7 +62,15 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
     return swizzle(scale)
 
 
-@operator("quantization", "unswizzle_scales", formats=("scale",), exact=True, varying=("rows", "tiles"), scales=("scale",))
+@operator(
+    "quantization",
+    "unswizzle_scales",
+    formats=("scale",),
+    traits={"columns": int},
+    exact=True,
+    varying=("rows", "tiles"),
+    scales=("scale",),
+)
 def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None = None) -> Tensor:
     """The reverse of `swizzle_scales`: block scales in rows, without the padding.
 

@@ -16,7 +16,15 @@ from tokenspeed_kernel_base.variation import Variation, Want
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-@operator("sampling", "adjust_logits", formats=("logits",), exact=True, in_place={"out": ("logits",)}, varying=("rows",))
+@operator(
+    "sampling",
+    "adjust_logits",
+    formats=("logits",),
+    traits={"vocab": int},
+    exact=True,
+    in_place={"out": ("logits",)},
+    varying=("rows",),
+)
 def adjust_logits(
     logits: Tensor,
     tokens: Tensor,

@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-@operator("sampling", "argmax", formats=("logits",), exact=True, varying=("rows",))
+@operator("sampling", "argmax", formats=("logits",), traits={"vocab": int}, exact=True, varying=("rows",))
 def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
     """The token with the largest logit in each row; of equal ones, the first.
 

@@ -15,7 +15,15 @@ from tokenspeed_kernel_base.operator import operator
 MOST_TOKENS = 2**31 - 1
 
 
-@operator("sampling", "argmax_with_value", formats=("logits",), outs=("values_out", "tokens_out"), exact=True, varying=("rows",))
+@operator(
+    "sampling",
+    "argmax_with_value",
+    formats=("logits",),
+    traits={"vocab": int},
+    outs=("values_out", "tokens_out"),
+    exact=True,
+    varying=("rows",),
+)
 def argmax_with_value(
     logits: Tensor,
     first_token: int = 0,

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
-@operator("sampling", "merge_argmax", formats=("values",), exact=True, varying=("rows",))
+@operator("sampling", "merge_argmax", formats=("values",), traits={"parts": int}, exact=True, varying=("rows",))
 def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
     """The token of the largest value among the parts of each row; of equal values, the least token.
 

@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.sampling.token_logprobs import OUTS
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
-@operator("sampling", "merge_token_logprobs", formats=("token_logits",), outs=OUTS, varying=("rows",))
+@operator("sampling", "merge_token_logprobs", formats=("token_logits",), traits={"entries": int}, outs=OUTS, varying=("rows",))
 def merge_token_logprobs(
     token_logits: Tensor,
     top_logits: Tensor,

@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
 
 
-@operator("sampling", "sample_top_k_top_p", formats=("logits",), exact=True, varying=("rows",))
+@operator("sampling", "sample_top_k_top_p", formats=("logits",), traits={"vocab": int}, exact=True, varying=("rows",))
 def sample_top_k_top_p(
     logits: Tensor,
     temperature: Tensor,

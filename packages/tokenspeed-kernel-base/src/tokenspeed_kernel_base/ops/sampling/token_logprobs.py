@@ -17,7 +17,7 @@ MOST_TOKENS = 2**31 - 1
 OUTS = ("token_out", "top_out", "top_tokens_out", "lse_out")
 
 
-@operator("sampling", "token_logprobs", formats=("logits",), outs=OUTS, varying=("rows",))
+@operator("sampling", "token_logprobs", formats=("logits",), traits={"vocab": int, "top_k": int}, outs=OUTS, varying=("rows",))
 def token_logprobs(
     logits: Tensor,
     tokens: Tensor,

@@ -22,6 +22,7 @@ MAX_NODES = 64
     "speculation",
     "build_draft_tree",
     formats=("tokens",),
+    traits={"candidates": int, "nodes": int},
     outs=("out", "parents_out", "tree_mask_out", "depths_out"),
     exact=True,
     varying=("batch",),

@@ -25,6 +25,7 @@ MAX_VOCAB = 1 << 22
     "speculation",
     "verify_draft_probs",
     formats=("target_probs", "draft_tokens"),
+    traits={"nodes": int, "vocab": int, "tree": bool},
     outs=("out", "path_out", "counts_out"),
     exact=True,
     varying=("batch",),

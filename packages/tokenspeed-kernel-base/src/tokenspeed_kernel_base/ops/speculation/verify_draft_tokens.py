@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     "speculation",
     "verify_draft_tokens",
     formats=("draft_tokens",),
+    traits={"nodes": int, "tree": bool},
     outs=("out", "path_out", "counts_out"),
     exact=True,
     varying=("batch",),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.traits import TraitKind
 
 ACTIVATIONS = ("silu", None)
 WIDTHS = (2, 3, 4)
@@ -41,6 +42,9 @@ def check_convolution(
     check.tensor("states", states, "slots width-1 channels", {x.dtype, torch.float32})
     check.tensor("bias", bias, "channels", FLOATS)
     check.one_of("activation", activation, ACTIVATIONS)
+
+
+CONVOLUTION_KINDS: dict[str, TraitKind] = {"channels": int, "width": int, "bias": bool, "silu": bool}
 
 
 def convolution_traits(weight: Tensor, bias: Tensor | None, activation: str | None) -> dict[str, object]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.traits import TraitKind
 
 Maker = Callable[[Draw], dict[str, Any]]
 """What makes a case's arguments."""
@@ -82,6 +83,11 @@ def check_recurrence(
     check.tensor("dt_bias", dt_bias, "heads", FLOATS)
     check.require(dt_min >= 0, "dt_min", "0 or more", dt_min)
     check.require(dt_min <= dt_max, "dt_max", f"at least dt_min = {dt_min}", dt_max)
+
+
+RECURRENCE_KINDS: dict[str, TraitKind] = {
+    "heads": int, "head_dim": int, "groups": int, "state_dim": int, "D": bool, "z": bool, "dt_bias": bool,
+}  # fmt: skip
 
 
 def recurrence_traits(x: Tensor, B: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None) -> dict[str, object]:

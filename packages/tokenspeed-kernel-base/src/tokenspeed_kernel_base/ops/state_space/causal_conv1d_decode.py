@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.state_space._convolution import check_convolution, convolution_traits, convolve
+from tokenspeed_kernel_base.ops.state_space._convolution import CONVOLUTION_KINDS, check_convolution, convolution_traits, convolve
 from tokenspeed_kernel_base.ops.state_space.slots import (
     check_decode_slots,
     check_values_slots,
@@ -29,6 +29,7 @@ from tokenspeed_kernel_base.variation import Variation
     "state_space",
     "causal_conv1d_decode",
     formats=("x", "states"),
+    traits={**CONVOLUTION_KINDS, "tokens": int, "output_slots": bool},
     mutates=("states",),
     in_place={"out": ("x",)},
     varying=("batch",),

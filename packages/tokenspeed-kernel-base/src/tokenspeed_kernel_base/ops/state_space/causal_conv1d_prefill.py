@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_offsets, check_values_offsets
-from tokenspeed_kernel_base.ops.state_space._convolution import check_convolution, convolution_traits, convolve
+from tokenspeed_kernel_base.ops.state_space._convolution import CONVOLUTION_KINDS, check_convolution, convolution_traits, convolve
 from tokenspeed_kernel_base.ops.state_space.slots import (
     check_prefill_slots,
     check_values_slots,
@@ -30,6 +30,7 @@ from tokenspeed_kernel_base.variation import Variation
     "state_space",
     "causal_conv1d_prefill",
     formats=("x", "states"),
+    traits={**CONVOLUTION_KINDS, "has_initial_state": bool},
     mutates=("states",),
     varying=("tokens", "batch"),
     capacity=("slots",),

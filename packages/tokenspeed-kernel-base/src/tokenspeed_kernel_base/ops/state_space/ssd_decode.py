@@ -12,6 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.state_space._recurrence import (
+    RECURRENCE_KINDS,
     Maker,
     advance,
     check_recurrence,
@@ -39,6 +40,7 @@ from tokenspeed_kernel_base.variation import Variation
     "state_space",
     "ssd_decode",
     formats=("x", "dt", "states"),
+    traits={**RECURRENCE_KINDS, "tokens": int, "output_slots": bool},
     mutates=("states",),
     varying=("batch",),
     capacity=("slots",),

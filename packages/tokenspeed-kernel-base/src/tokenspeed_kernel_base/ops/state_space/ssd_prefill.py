@@ -14,6 +14,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_offsets, check_values_offsets
 from tokenspeed_kernel_base.ops.state_space._recurrence import (
+    RECURRENCE_KINDS,
     Maker,
     advance,
     check_recurrence,
@@ -41,6 +42,7 @@ from tokenspeed_kernel_base.variation import Variation
     "state_space",
     "ssd_prefill",
     formats=("x", "dt", "states"),
+    traits={**RECURRENCE_KINDS, "has_initial_state": bool},
     mutates=("states",),
     varying=("tokens", "batch"),
     capacity=("slots",),

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.resources import Resource
+from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout
 
 # Half of a row's largest scale times 2^-15 is 2^-16, float8_e5m2's least.
@@ -38,6 +39,7 @@ class RoundedWeights(MoEWeights, Resource):
     exact: Tensor | None = None
     inexact_ids: tuple[int, ...] = ()
     key: Any = field(default=None, repr=False)
+    trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"inexact_experts": bool}
 
     @property
     def inexact(self) -> int:

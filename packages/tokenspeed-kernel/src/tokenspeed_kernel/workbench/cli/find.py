@@ -37,7 +37,7 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
         op = get_operator(target)
         found = registry.get_for_operator(op.family, op.mode)
     else:
-        unknown("kernel or operator", target, [*specs, *modes])
+        unknown("kernel or operator", target, [*specs, *modes], "tokenspeed-kernel ops lists operators, ops OP its kernels")
     if plugin is None:
         return found
     try:
@@ -81,16 +81,19 @@ def find_captured(file: Path) -> dict[str, list[Case]]:
 
 
 def find_device(name: str | None) -> torch.device | None:
+    """The device of a name; None for none. Names of devices that this machine does not have end the command."""
     if name is None:
         return None
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        fail(str(error).splitlines()[0])
-    if device.type not in ("cpu", "cuda"):
-        fail(f"device must be cpu or cuda (ROCm devices are called cuda by PyTorch), got {name}")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    except RuntimeError:  # its message lists every kind of device that PyTorch was ever built for
+        device = torch.device("meta")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and not gpus:
         fail(f"device {name}: PyTorch finds no GPU here; tokenspeed-kernel doctor says more")
+    if (device.index or 0) >= {"cpu": 1, "cuda": gpus}.get(device.type, 0):
+        there = ["cpu", *(f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(gpus))]
+        fail(f"no device {name!r}; there are {', '.join(there)} (PyTorch calls GPUs cuda, ROCm's too)")
     return device
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,8 @@ import rich.table
 import rich.text
 import typer
 
+from tokenspeed_kernel_base.names import did_you_mean
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _STYLES = {
@@ -25,6 +26,7 @@ _STYLES = {
     "chosen": "bold green",
     "failed": "bold red",
     "error": "bold red",
+    "not reached": "bold red",
     "problem": "bold red",
     "skipped": "dim",
     "rejected": "dim",
@@ -83,9 +85,9 @@ def fail(message: object) -> NoReturn:
     raise typer.Exit(2)
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
-    """Ends the command because of a name that nothing has."""
+def unknown(what: str, name: str, known: Iterable[str], many: str = "") -> NoReturn:
+    """Ends the command because of a name that nothing has. ``many`` says where the known names are listed, if they are many."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    few = f"; there are {', '.join(names)}" if 0 < len(names) <= 8 else ""
-    fail(f"no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else few))
+    apart = "; " if any("," in each for each in names) else ", "
+    listed = f"; there are {apart.join(names)}" if 0 < len(names) <= 8 else many and f"; {many}"
+    fail(f"no {what} {name!r}{did_you_mean(name, names, repr) or listed}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -16,15 +15,14 @@ from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_fai
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
-from tokenspeed_kernel.workbench.numerics.recipes import typical_cases, vary_towards
+from tokenspeed_kernel.workbench.numerics.recipes import asked, asked_without_values, typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, operators
-from tokenspeed_kernel_base.parameters import check_types
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, override_in_force
 from tokenspeed_kernel_base.signature import dtype_name
-from tokenspeed_kernel_base.traits import format_traits
+from tokenspeed_kernel_base.traits import describe_kind, format_traits
 
 # -- doctor -------------------------------------------------------------------------------------------------------------------
 
@@ -101,10 +99,19 @@ def _show_operator(op: Operator[Any, Any], as_json: bool) -> None:
     signature = f"{op.mode}{inspect.signature(op.body, eval_str=True)}"
     contract = inspect.cleandoc(op.body.__doc__ or "")
     cases = [{"name": case.name, "large": case.large} for case in op.all_cases()]
+    traits = {name: describe_kind(kind) for name, kind in op.interface.all_traits().items()}
+    formats = {name: list(named) for name, named in op.interface.formats.items()}
     if as_json:
-        print_json({**_summary(op), "signature": signature, "docstring": contract, "cases": cases})
+        facts = {"signature": signature, "docstring": contract, "traits": traits, "formats": formats, "cases": cases}
+        print_json({**_summary(op), **facts})
         return
-    typer.echo(f"{op.family}.{signature}\n\n{contract}\n\nkernels")
+    typer.echo(f"{op.family}.{signature}\n\n{contract}\n\ntraits")
+    for name, kind in traits.items():
+        typer.echo(f"  {name}: {kind}")
+    typer.echo("\nformats")
+    for name, named in formats.items():
+        typer.echo(f"  {name}: {', '.join(named)}")
+    typer.echo("\nkernels")
     for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
         typer.echo(f"  {spec.name}  ({spec.solution}, priority {spec.priority}, {spec.origin})")
     typer.echo("\ncases")
@@ -183,23 +190,8 @@ def _request(op: Operator[Any, Any], case: Case) -> Request:
 
 
 def _asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """What the case asks of a kernel, and its arguments. Its tensors lie on the CPU; those of a large case are not filled, if that
-    can be had."""
-    if case.large:
-        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-
-        # Some inputs follow from the values of others; those have to be drawn.
-        with contextlib.suppress(DataDependentOutputException), FakeTensorMode():
-            arguments = _checked(op, case)
-            return op.request(arguments), arguments
-    arguments = _checked(op, case)
-    return op.request(arguments), arguments
-
-
-def _checked(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
-    arguments = op.complete(case.build("cpu"))
-    check_types(op.mode, op.parameters, arguments)
-    return arguments
+    """What the case asks of a kernel, and its arguments. The tensors of a large case are not filled, if that can be had."""
+    return (asked_without_values(op, case) if case.large else None) or asked(op, case)
 
 
 def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:

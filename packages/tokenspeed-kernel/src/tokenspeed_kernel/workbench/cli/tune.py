@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,8 +77,19 @@ def tune(
         if source is None and operator is None:
             fail("say what to tune on: --from FILE, --op OP, or both for the calls of OP in FILE")
         runs = _captured(source, operator, case or ()) if source is not None else _declared(str(operator), case or (), large)
-        kernels = {spec.name for name in kernel or () for spec in find_kernels(name)} or None
+        kernels = _kernels(kernel or (), {operator for operator, *_ in runs}) or None
         _tune(runs, where, platform, kernels, budget, trials, as_json)
+
+
+def _kernels(wanted: Sequence[str], operators: set[str]) -> set[str]:
+    """The kernels of these names, or of the operators of these names, that implement what is tuned."""
+    found: set[str] = set()
+    for name in wanted:
+        mine = {spec.name for spec in find_kernels(name) if spec.operator in operators}
+        if not mine:
+            fail(f"--kernel {name}: it is no kernel of {', '.join(sorted(operators))}")
+        found |= mine
+    return found
 
 
 def _declared(operator: str, wanted: Any, large: bool) -> list[tuple[str, Case, int]]:

@@ -17,9 +17,10 @@ from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, pri
 from tokenspeed_kernel.workbench.numerics.compare import Comparison
 from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conform, junit
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
+from tokenspeed_kernel.workbench.numerics.unreached import unreached
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel_base.cases import Case
-from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.platform import current_platform, platform_of
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
@@ -67,13 +68,16 @@ def verify(
     found = (spec for target in targets or (None,) for spec in find_kernels(target, plugin))
     specs = made_with(solution, list(dict.fromkeys(found)))
     runs = find_runs(specs, case or (), large, captured)
+    whole = not case and captured is None  # what is chosen by hand need not reach every kernel
     checks = plugin is not None if conformance is None else conformance
     if checks:
         options = Options(large, repeat, seed, shrink_)
-        findings = _conform(specs, runs, where, options)
+        findings = _conform(specs, None if whole else runs, where, options)
         report = {"platform": str(current_platform()), "summary": _summary(findings), "results": [f.to_dict() for f in findings]}
     else:
         results, smallest = _compare(runs, where, repeat, seed, shrink_)
+        missed = _unreached(specs, results, where, large) if whole else []
+        results, smallest = [*results, *missed], [*smallest, *(None for _ in missed)]
         findings = [
             Finding(r.kernel, r.operator, r.case, r.status, r.reason, (r,), s) for r, s in zip(results, smallest, strict=True)
         ]
@@ -131,6 +135,15 @@ def _compare(
     return results, smallest
 
 
+def _unreached(
+    specs: Sequence[KernelSpec], results: Sequence[CaseResult], device: torch.device | None, large: bool
+) -> list[CaseResult]:
+    """What to say of the kernels that no case reached."""
+    platform = platform_of(default_device() if device is None else device)
+    told = (unreached(s, [r for r in results if r.kernel == s.name], platform, large=large) for s in specs)
+    return [each for each in told if each is not None]
+
+
 def _show_results(findings: Sequence[Finding], *, fold: bool) -> None:
     results = [result for finding in findings for result in finding.results]
     print_table(["kernel", "case", "status", "max abs", "relative", "detail"], _verify_rows(results, fold=fold))
@@ -144,6 +157,8 @@ def _explained(finding: Finding) -> Iterator[str]:
     """All that is known of a failure, line by line."""
     (result,) = finding.results
     yield f"{result.kernel}, {result.case}:"
+    if not result.comparisons and not result.traceback:
+        yield f"  {result.reason}"
     for comparison in result.comparisons:
         if comparison.fault:
             yield from (f"  {line}" for line in describe_comparison(comparison))
@@ -191,7 +206,7 @@ def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
             tolerance = "" if worst.tolerance.exact else f", tolerance {worst.tolerance.relative:.2g} of it"
             detail = f"worst {worst.name} {worst.worst}{tolerance}"
         if fold and result.status is Status.SKIPPED:
-            index, same = skipped.setdefault((result.kernel, result.reason.partition(":")[0]), (len(rows), []))
+            index, same = skipped.setdefault((result.kernel, result.gate), (len(rows), []))
             same.append(result)
             if len(same) > 1:
                 others = any(other.reason != same[0].reason for other in same)
@@ -206,13 +221,14 @@ def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
 
 
 def _conform(
-    specs: Sequence[KernelSpec], runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, options: Options
+    specs: Sequence[KernelSpec], runs: Sequence[tuple[KernelSpec, Case]] | None, device: torch.device | None, options: Options
 ) -> list[Finding]:
-    steps = len(runs) + len(specs) * len(CHECKS)
+    """Every check of some kernels, on all cases of their operators, or on the runs that were chosen."""
+    steps = len(find_runs(list(specs), (), options.large) if runs is None else runs) + len(specs) * len(CHECKS)
     findings: list[Finding] = []
     with progress(steps, "verifying") as options.begin:
         for spec in specs:
-            cases = [chosen for of, chosen in runs if of is spec]
+            cases = None if runs is None else [chosen for of, chosen in runs if of is spec]
             findings += conform(spec, default_device() if device is None else device, options, cases)
     return findings
 

@@ -17,7 +17,7 @@ import torch
 
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
 from tokenspeed_kernel_base.operator import Operator
-from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.parameters import check_types, tensor_arguments
 from tokenspeed_kernel_base.selection import Request
 
 _MOST_TRIES = 400
@@ -25,6 +25,25 @@ _MOST_TRIES = 400
 _MOST_ELEMENTS = 1 << 26
 
 Change = dict[str, Any]
+
+
+def asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
+    """What a case asks of a kernel, and its arguments. Its tensors lie on the CPU."""
+    arguments = op.complete(case.build("cpu"))
+    check_types(op.mode, op.parameters, arguments)
+    return op.request(arguments), arguments
+
+
+def asked_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
+    """The same without filling tensors, which takes gigabytes for a large case. None where some arguments follow from the values of
+    others, so that these have to be drawn."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            return asked(op, case)
+    except DataDependentOutputException:
+        return None
 
 
 def typical_cases(op: Operator[Any, Any]) -> list[Case]:

@@ -35,7 +35,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.platform import current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.selection import gate
+from tokenspeed_kernel_base.selection import Request, gate
 from tokenspeed_kernel_base.spec import KernelSpec
 
 
@@ -46,6 +46,11 @@ class Status(str, enum.Enum):
     FAILED = "failed"  # ran, and something about the result is wrong
     ERROR = "error"  # did not run to the end
     SKIPPED = "skipped"  # the kernel does not claim to serve this case here
+    UNREACHED = "not reached"  # the kernel claims to serve no case of its operator
+
+    @property
+    def wrong(self) -> bool:
+        return self in (Status.FAILED, Status.ERROR, Status.UNREACHED)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,12 @@ class CaseResult:
 
     @property
     def wrong(self) -> bool:
-        return self.status in (Status.FAILED, Status.ERROR)
+        return self.status.wrong
+
+    @property
+    def gate(self) -> str:
+        """What a case was skipped at: a gate of selection, or ``"world of 2"``; empty where it was not."""
+        return self.reason.partition(":")[0] if self.status is Status.SKIPPED else ""
 
     @property
     def worst(self) -> Comparison | None:
@@ -136,12 +146,19 @@ def verify_kernel(
         {'passed'}
     """
     if cases is None:
-        try:
-            declared = get_operator(spec.operator).all_cases()
-        except KeyError:
-            return [CaseResult(spec.name, spec.operator, "", Status.ERROR, f"{spec.operator} is not an operator ({spec.origin})")]
-        cases = [case for case in declared if large or not case.large]
+        if (wrong := undeclared(spec)) is not None:
+            return [wrong]
+        cases = [case for case in get_operator(spec.operator).all_cases() if large or not case.large]
     return [verify_case(spec, case, device, seed=seed, repeat=repeat) for case in cases]
+
+
+def undeclared(spec: KernelSpec) -> CaseResult | None:
+    """What to say of a kernel whose operator is not declared; None where it is."""
+    try:
+        get_operator(spec.operator)
+    except KeyError as error:
+        return CaseResult(spec.name, spec.operator, "", Status.ERROR, f"{error.args[0]} ({spec.origin})")
+    return None
 
 
 def verify_case(
@@ -270,9 +287,12 @@ def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any])
 
     Looks at the arguments before they are prepared for the kernel, because preparing arguments that it refuses may fail.
     """
-    request = op.request(arguments)
-    plain = replace(request, fixed_traits=frozenset(request.traits) - op.fixed_traits)
-    return gate(spec, plain, overridden=True)
+    return refusal_of(op, spec, op.request(arguments))
+
+
+def refusal_of(op: Operator[Any, Any], spec: KernelSpec, request: Request) -> tuple[str, str] | None:
+    """The same for what a case asks of a kernel."""
+    return gate(spec, replace(request, fixed_traits=frozenset(request.traits) - op.fixed_traits), overridden=True)
 
 
 def _build(op: Operator[Any, Any], case: Case, device: torch.device, seed: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +15,10 @@ from tokenspeed_kernel.workbench.numerics.compare import plain_fields
 from tokenspeed_kernel.workbench.numerics.conformance import checks
 from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
-from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
+from tokenspeed_kernel.workbench.numerics.unreached import unreached
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, undeclared, verify_case
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -31,7 +32,7 @@ class Finding:
     Attributes:
         kernel, operator: names.
         check: see `CHECKS`.
-        status: FAILED if any case failed, PASSED if any was run, else SKIPPED.
+        status: FAILED if any case failed, PASSED if any was run, UNREACHED if no case reaches the kernel, else SKIPPED.
         detail: what is wrong, or how much was looked at, or why nothing was.
         results: one a case.
         shrunk: the smallest call with the fault, where it was looked for.
@@ -49,7 +50,7 @@ class Finding:
 
     @property
     def wrong(self) -> bool:
-        return self.status in (Status.FAILED, Status.ERROR)
+        return self.status.wrong
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.check}"
@@ -140,21 +141,20 @@ def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
     for failure in plugin_failures():
         if failure.name == plugin:
             raise LookupError(f"plugin {plugin} failed to load: {failure.error}")
-    near = difflib.get_close_matches(str(plugin), loaded, n=1, cutoff=0.4)
-    others = f"did you mean {near[0]!r}?" if near else f"loaded are: {', '.join(sorted(loaded)) or 'none'}"
-    raise LookupError(f"no plugin {plugin!r} is loaded; {others}")
+    others = did_you_mean(str(plugin), loaded, repr) or f"; loaded are: {', '.join(sorted(loaded)) or 'none'}"
+    raise LookupError(f"no plugin {plugin!r} is loaded{others}")
 
 
 def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
-    """Every check of one kernel. ``cases``: what to run and to vary; the operator's if not given."""
-    try:
-        op = get_operator(spec.operator)
-    except KeyError:
-        return [Finding(spec.name, spec.operator, "values", Status.ERROR, f"{spec.operator} is not an operator ({spec.origin})")]
+    """Every check of one kernel. ``cases``: what to run and to vary; the operator's if not given, and then one must reach it."""
+    if (wrong := undeclared(spec)) is not None:
+        return [Finding(spec.name, spec.operator, "values", wrong.status, wrong.reason)]
+    op = get_operator(spec.operator)
     platform = platform_of(device)
     gap = f"{platform.arch} is pretended, nothing launches" if platform.pretended else spec.capability.gap(platform)
     if gap is not None:
         return [Finding(spec.name, spec.operator, check, Status.SKIPPED, f"platform: {gap}") for check in CHECKS]
+    whole = cases is None
     if cases is None:
         cases = [case for case in op.all_cases() if options.large or not case.large]
     began = time.monotonic()
@@ -162,6 +162,10 @@ def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Seq
     for case in cases:
         options.begin(f"{spec.name}: {case.name}")
         results.append(verify_case(spec, case, device, seed=options.seed, repeat=options.repeat))
+    if whole and (missed := unreached(spec, results, platform, large=options.large)) is not None:
+        first = Finding(spec.name, spec.operator, CHECKS[0], missed.status, missed.reason, (*results, missed))
+        left = missed.reason if missed.status is Status.SKIPPED else "no case reaches it"
+        return [first, *(Finding(spec.name, spec.operator, check, Status.SKIPPED, left) for check in CHECKS[1:])]
     findings = [_compared(spec, check, kinds, results, options) for check, kinds in _COMPARED.items()]
     findings = [_with_smallest(f, spec, cases, device, options) for f in findings]
     findings[0] = _took(findings[0], time.monotonic() - began)

@@ -1,0 +1,96 @@
+"""What an operator states, and whether a kernel's declaration keeps to it.
+
+A name that no operator states fails open: a kernel that constrains ``hiden`` is chosen for every ``hidden``. So each name in a
+declaration (a trait, an operand, a format, a value that a trait never has) is looked up when the kernel is registered, or when its
+operator is declared after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed_kernel_base.names import did_you_mean
+from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.spec import KernelSpec, RegistrationError
+from tokenspeed_kernel_base.traits import TraitKind, describe_kind, impossible_values
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What an operator states to its kernels.
+
+    Attributes:
+        parameters: what an implementation takes, in order.
+        traits: what values each trait of a request has.
+        formats: operands that a request's signature may name, with the names of the formats that each may have.
+        layout: the trait that says in which layout weights lie, if there is one.
+        holders: classes whose resources a call may be given. Their ``trait_kinds``, and those of derived classes, are traits, too.
+    """
+
+    parameters: tuple[str, ...]
+    traits: Mapping[str, TraitKind] = field(default_factory=dict)
+    formats: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layout: str | None = None
+    holders: tuple[type, ...] = ()
+
+    def check(self, spec: KernelSpec) -> None:
+        """Raises RegistrationError for a declaration with a name that the operator does not state."""
+        for trait, constraint in spec.traits.items():
+            kind = self.traits.get(trait) or self.all_traits().get(trait)
+            if kind is None:
+                _refuse(spec, f"{spec.operator} states no trait {trait}", trait, sorted(self.all_traits()), "its traits are")
+            odd = impossible_values(constraint, kind)
+            if odd:
+                near = did_you_mean(odd[0], kind, repr) if isinstance(kind, tuple) and isinstance(odd[0], str) else ""
+                said = f"{', '.join(map(repr, odd))} can never hold{near}" if constraint.values else f"it is never {constraint}"
+                raise RegistrationError(f"{spec.name}: trait {trait} is {describe_kind(kind)}, so {said} ({spec.origin})")
+        for signature in spec.format_signatures or ():
+            for operand, fmt in signature.roles:
+                if operand not in self.formats:
+                    said = f"signatures of {spec.operator} have no operand {operand}"
+                    _refuse(spec, said, operand, self.formats, "its operands are")
+                if fmt.format not in self.formats[operand]:
+                    said = f"{operand} of {spec.operator} is never {fmt.format}"
+                    _refuse(spec, said, fmt.format, self.formats[operand], "it may be")
+
+    def unstated(self, traits: Mapping[str, Any], signature: FormatSignature) -> list[str]:
+        """What a request has that the operator does not state: names of traits, of operands, and of formats."""
+        formats = [f"{role}: {fmt.format}" for role, fmt in signature.roles if fmt.format not in self.formats.get(role, ())]
+        return [*(name for name in traits if name not in self.traits), *formats]
+
+    def all_traits(self) -> dict[str, TraitKind]:
+        """The traits of a request, those that resources state included, with the values of each. The classes of resources are looked
+        for anew, because a kernel's package may bring one."""
+        stated = {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
+        return {**stated, **self.traits}
+
+
+def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
+    """The layouts of weights that a kernel names."""
+    constraint = spec.traits.get(trait) if trait is not None else None
+    return frozenset() if constraint is None or constraint.values is None else constraint.values
+
+
+def refuse_layout(spec: KernelSpec, layout: str, made: Iterable[str]) -> None:
+    """Raises RegistrationError for a kernel that names a layout which nothing makes."""
+    said = f"no kernel's weight_preprocessor makes the layout {layout}, and this kernel has none"
+    _refuse(spec, said, layout, sorted(made), "there are")
+
+
+def _refuse(spec: KernelSpec, said: str, name: str, known: Iterable[str], are: str) -> None:
+    listed = [*known]
+    every = f"{are} {', '.join(listed)}" if listed else f"{are} none"
+    raise RegistrationError(f"{spec.name}: {said}{did_you_mean(name, listed) or ''}; {every} ({spec.origin})")
+
+
+def _with_derived(classes: Iterable[type]) -> set[type]:
+    """Some classes and all that are derived from them."""
+    found: set[type] = set()
+    left = [*classes]
+    while left:
+        cls = left.pop()
+        found.add(cls)
+        left += [derived for derived in cls.__subclasses__() if derived not in found]
+    return found
