@@ -266,16 +266,17 @@ def _dot(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 @binder("cvta")
 def _cast(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     to, source = statement.operands
-    space = next(word for word in words if word.partition("::")[0] in ("global", "shared", "local", "param", "const"))
-    bits = bits_of(words[-1])
-    place = decoder.read(source, words[-1])
-    target = decoder.write(to)
-    if space.startswith("shared") or space == "local":
-        kind = decoder.registers.kind_of(source, statement.scope) or words[-1]
+    space = next(found for word in words if (found := word.partition("::")[0]) in ("global", "shared", "local", "param", "const"))
+    bits, kind = bits_of(words[-1]), decoder.registers.kind_of(source, statement.scope) or words[-1]
+    place, target = decoder.read(source, kind), decoder.write(to)
+    if space in ("shared", "local"):
         if "to" in words:
             decoder.emit("shared_of_generic", d=target, a=place, more=bits // 8)
         else:
             decoder.emit(f"generic_of_{'shared' if space != 'local' else 'local'}", d=target, a=place, more=bits_of(kind) // 8)
+    elif space == "param":
+        base = decoder.registers.symbol("<parameters>")
+        decoder.emit("sub_64" if "to" in words else "add_64", d=target, a=place, b=base)
     else:
         decoder.emit("mov_64", d=target, a=place)
 
