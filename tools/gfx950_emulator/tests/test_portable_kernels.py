@@ -83,3 +83,16 @@ def test_division_among_processes_changes_nothing() -> None:
             assert isinstance(emulator, Emulator)
             results.append(tk.mha_prefill(q, k, k, cu, max_seqlen=300))
     assert torch.equal(*results)
+
+
+def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
+    """A sequence without keys: lanes are off where matrix instructions run, which ignore it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, 2, width).half() for tokens, width in ((8, 24), (7, 24), (7, 16)))
+    cu, cu_kv = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 3, 8], [0, 0, 7]))
+    expected = tk.mla_prefill(q, k, v, cu, cu_seqlens_kv=cu_kv)
+    with emulated_gfx950() as emulator:
+        result = tk.mla_prefill(q, k, v, cu, cu_seqlens_kv=cu_kv, override="triton_mla_prefill")
+    assert emulator.launches
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
+    assert not result[:3].any()

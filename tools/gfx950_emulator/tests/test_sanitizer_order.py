@@ -70,6 +70,27 @@ def test_stores_count_too() -> None:
     reported(text.replace("vmcnt(1)", "vmcnt(2)"), "wait", "v_mov_b32_e32")
 
 
+@pytest.mark.parametrize(
+    ("load", "other", "limit"),
+    [
+        ("global_load_dword v3, v1, s[4:5]", "global_store_dword v1, v2, s[8:9]", 63),
+        ("ds_read_b32 v3, v1", "ds_write_b32 v1, v2", 15),
+    ],
+)
+def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limit: int) -> None:
+    """Compilers rely on it: where so many operations follow, they wait for none."""
+    use = "v_mov_b32_e32 v4, v3"
+    run("\n".join([load, *[other] * limit, use]), lds=FULL)
+    reported("\n".join([load, *[other] * (limit - 1), use]), "wait", use, lds=FULL)
+
+
+def test_a_full_counter_says_nothing_of_scalar_loads() -> None:
+    """They may be done in any order, so the oldest may still be outstanding."""
+    use = "s_add_u32 s13, s12, 1"
+    text = "\n".join(["s_load_dword s12, s[4:5], 0x0", *["ds_write_b32 v1, v2"] * 15, use])
+    reported(text, "wait", use, lds=FULL)
+
+
 def test_a_vector_load_may_follow_another_into_its_register() -> None:
     """They return in order, so that the wait for the second covers both; a wait for the first alone does not do."""
     text = "global_load_dword v3, v1, s[4:5]\nbuffer_load_dword v3, v1, s[4:7], 0 offen\n"

@@ -93,7 +93,7 @@ class RegisterShadow:
         if bound.demands:
             self.demand(group, bound)
         spread = self._spread(group, bound)
-        mask, full = group.mask, group.full
+        mask, full = group.mask, group.full or bound.unit == "mfma"
         self.loaded = {}
         run(group)
         memory = bound.memory
