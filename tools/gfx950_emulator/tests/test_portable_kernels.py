@@ -96,3 +96,18 @@ def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
     assert emulator.launches
     torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
     assert not result[:3].any()
+
+
+def test_states_that_lie_transposed_in_a_tile_smaller_than_a_workgroup() -> None:
+    """Several waves hold copies of the state, and the lanes of a row sum it up in different orders."""
+    torch.manual_seed(0)
+    x, b, c = torch.randn(1, 1, 2, 8).half(), torch.randn(1, 1, 1, 16).half(), torch.randn(1, 1, 1, 16).half()
+    states = torch.randn(1, 2, 16, 8).transpose(2, 3)
+    arguments = (x, torch.rand(1, 1, 2).half(), -torch.rand(2), b, c)
+    kept, slots = states.clone(), torch.zeros(1, dtype=torch.int32)
+    expected = tk.ssd_decode(*arguments, kept, slots)
+    with emulated_gfx950() as emulator:
+        result = tk.ssd_decode(*arguments, states, slots, override="triton_ssd_decode")
+    assert emulator.launches
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(states, kept)

@@ -164,6 +164,7 @@ _TWO = {"waves": 2, "s": {13: np.array([0, 1])}, "v": {8: 4 * (LANES[: 2 * WAVE]
             "wave 0 writes LDS byte 0x103, which wave 1 wrote",
         ),
         ("v_mov_b32_e32 v9, 64\nds_write_b32 v9, v2", "ds_write_b32", "writes LDS byte 0x40, which wave"),
+        ("v_mov_b32_e32 v9, 64\nv_mov_b32_e32 v11, s13\nds_write_b32 v9, v11", "ds_write_b32", "writes LDS byte 0x40, which wave"),
         (
             "ds_write_b32 v1, v2\ns_waitcnt lgkmcnt(0)\nds_add_u32 v8, v2",
             "ds_add_u32",
@@ -195,6 +196,17 @@ def test_races(text: str, at: str, match: str) -> None:
     assert caught.value.kind in ("race", "wait")
     assert caught.value.kind == "race" or "covers the direct load" in str(caught.value)
     assert caught.value.instruction.mnemonic == at
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_lanes_of_a_wave_may_disagree_where_waves_agree(apart: bool) -> None:
+    """16 lanes write to one place, each another value; both waves leave that of the same lane. Waves run together or apart."""
+    state = {**_TWO, "v": {9: 4 * (LANES[: 2 * WAVE] % WAVE // 16), 10: LANES[: 2 * WAVE] % WAVE}}
+    text = "s_cmp_eq_u32 s13, 0\ns_cbranch_scc1 .Lwrite\ns_nop 0\n.Lwrite:\n" if apart else ""
+    text += "ds_write_b32 v9, v10\ns_waitcnt lgkmcnt(0)"
+    assert run(text, lds=FULL, **state).lds.view(np.uint32)[:4].tolist() == [15, 31, 47, 63]
+    state["v"][10] = np.where(LANES[: 2 * WAVE] == WAVE + 15, 7, state["v"][10])
+    reported(text, "race", "ds_write_b32", **state, lds=FULL)
 
 
 _BARRIER = "s_waitcnt lgkmcnt(0)\ns_barrier\n"
