@@ -1,4 +1,4 @@
-"""Portable kernels as Triton compiles them for Hopper: asynchronous copies, tensor maps, warpgroup MMA, which others do not have."""
+"""Portable kernels as Triton compiles them for Hopper, with asynchronous copies, tensor maps and warpgroup MMA."""
 
 from __future__ import annotations
 
