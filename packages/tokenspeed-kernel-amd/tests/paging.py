@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
+from tokenspeed_kernel_amd.gfx950.attention.call import CACHES
+from tokenspeed_kernel_base.alignment import CacheCopyWarning, _warn_of_copies
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged
@@ -88,6 +91,35 @@ def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any])
     got = function(**arguments, return_lse=True, out=turned)
     assert got[0] is turned
     check(got, wanted)
+
+
+def check_padded_slots(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
+    """Rows of one key head are padded by 8: slots are a multiple of 8, and not of 16, elements apart, which needs no copy."""
+    for name in CACHES:
+        arguments[name] = torch.nn.functional.pad(arguments[name][:, :, :1], (0, 8))[..., :-8]
+        assert arguments[name].stride(1) % 16 == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheCopyWarning)
+        got = function(**arguments, return_lse=True)
+    check(got, reference(operator, arguments))
+
+
+def check_copied_cache(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
+    """A contiguous cache that begins between multiples of 16 bytes is copied: a warning says so once, and `explain` each time."""
+    k_cache = arguments["k_cache"]
+    assert not function.explain(**arguments).cards
+    room = torch.empty(k_cache.numel() + 1, dtype=k_cache.dtype, device=k_cache.device)
+    arguments["k_cache"] = room[1:].view(k_cache.shape).copy_(k_cache)
+    _warn_of_copies.cache_clear()
+    with pytest.warns(CacheCopyWarning, match="k_cache is copied whole at every call"):
+        got = function(**arguments, return_lse=True)
+    check(got, reference(operator, arguments))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheCopyWarning)
+        function(**arguments)
+    said = function.explain(**arguments).cards
+    assert said.keys() == {"k_cache"}
+    assert f"copied whole at every call, {2 * k_cache.numel()} bytes" in said["k_cache"]
 
 
 def cases(mode: str) -> list[Any]:

@@ -17,7 +17,9 @@ from .paging import (
     check,
     check_case,
     check_compiled,
+    check_copied_cache,
     check_other_strides,
+    check_padded_slots,
     inputs,
     nothing_read_on_the_host,
     pretend_compute_units,
@@ -100,6 +102,14 @@ def test_everything_together(gfx950: torch.device) -> None:
 
 def test_other_strides(gfx950: torch.device) -> None:
     check_other_strides(mha_decode_with_kvcache, operator, inputs(gfx950, [140, 9]))
+
+
+def test_a_cache_that_is_copied(gfx950: torch.device) -> None:
+    check_copied_cache(mha_decode_with_kvcache, operator, inputs(gfx950, [140, 9]))
+
+
+def test_slots_that_are_padded(gfx950: torch.device) -> None:
+    check_padded_slots(mha_decode_with_kvcache, operator, inputs(gfx950, [140, 9]))
 
 
 def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tokenspeed_kernel import mha_extend_with_kvcache as operator
 from tokenspeed_kernel_amd import mha_extend_with_kvcache
 from tokenspeed_kernel_base.cases import Case
 
-from .paging import cases, check, check_case, check_compiled, inputs, nothing_read_on_the_host, reference
+from .paging import cases, check, check_case, check_compiled, check_padded_slots, inputs, nothing_read_on_the_host, reference
 
 
 def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options: Any) -> None:
@@ -82,6 +82,10 @@ def test_everything_together(gfx950: torch.device) -> None:
 @pytest.mark.slow
 def test_more_pages_than_are_listed_together(gfx950: torch.device) -> None:
     _run(gfx950, [4500], [20], heads=1, kv_heads=1)
+
+
+def test_slots_that_are_padded(gfx950: torch.device) -> None:
+    check_padded_slots(mha_extend_with_kvcache, operator, inputs(gfx950, [140, 9], [33, 9], is_causal=True))
 
 
 def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

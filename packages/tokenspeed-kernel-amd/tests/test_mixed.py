@@ -18,6 +18,7 @@ from .paging import (
     check_case,
     check_compiled,
     check_other_strides,
+    check_padded_slots,
     inputs,
     nothing_read_on_the_host,
     pretend_compute_units,
@@ -150,6 +151,10 @@ def test_everything_together(gfx950: torch.device, small_device: None, window_le
 
 def test_other_strides(gfx950: torch.device, small_device: None) -> None:
     check_other_strides(mha_with_kvcache, operator, _inputs(gfx950, [140, 9, 300], [33, 9, 1]))
+
+
+def test_slots_that_are_padded(gfx950: torch.device, small_device: None) -> None:
+    check_padded_slots(mha_with_kvcache, operator, _inputs(gfx950, [140, 9, 300], [33, 9, 1]))
 
 
 def test_lengths_are_not_read_on_the_host(gfx950: torch.device, small_device: None, monkeypatch: pytest.MonkeyPatch) -> None:

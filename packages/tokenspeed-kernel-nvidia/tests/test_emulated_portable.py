@@ -1,4 +1,4 @@
-"""Portable kernels as Triton compiles them for Hopper: asynchronous copies and products of warpgroups, which others do not have."""
+"""Portable kernels as Triton compiles them for Hopper, with asynchronous copies, tensor maps and warpgroup MMA."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ if torch.cuda.is_available():  # where other tests of this process launch progra
 
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
+from sm90_emulator.machine import LaunchReport
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry
+
+
+def _launches(kernel: str, name: str) -> list[LaunchReport]:
+    """What a kernel launches for a case of its operator, while copies and MMAs complete, and warps go on, at random times."""
+    spec = KernelRegistry.get().get_by_name(kernel)
+    (case,) = (case for case in get_operator(spec.mode).all_cases() if case.name == name)
+    with emulated_sm90(seed=1, triton=True) as emulator:
+        result = verify_case(spec, case)
+    assert result.status is Status.PASSED, result.reason
+    assert emulator.launches
+    return emulator.launches
 
 
 @pytest.mark.parametrize(
@@ -26,23 +38,34 @@ from tokenspeed_kernel_base.registry import KernelRegistry
         ("ssd_prefill", "float16 and its states, head_dim 20, state_dim 24"),
         ("mla_sparse_with_kvcache", "deepseek-v3.2, 16 of its heads, top 192 of 300, a scale for each 128"),
         ("mla_decode_with_kvcache", "deepseek-v3.2, 16 of its heads, a scale for each 128"),
+        ("mm", "fp8 per block, 258 tokens"),
+        ("mm", "fp8 per token and channel, bias"),
     ],
 )
-def test_a_kernel_agrees_with_the_reference_in_any_order(operator: str, name: str) -> None:
-    """Copies and products are performed at random times, and so do warps go on."""
-    (case,) = (case for case in get_operator(operator).all_cases() if case.name == name)
-    with emulated_sm90(seed=1, triton=True) as emulator:
-        result = verify_case(KernelRegistry.get().get_by_name(f"triton_{operator}"), case)
-    assert result.status is Status.PASSED, result.reason
-    assert any(launch.products for launch in emulator.launches)
+def test_a_kernel_with_warpgroup_mma_agrees_with_the_reference_in_any_order(operator: str, name: str) -> None:
+    assert any(launch.products for launch in _launches(f"triton_{operator}", name))
+
+
+def test_tensor_descriptors_bring_tiles() -> None:
+    launches = _launches("triton_mm", "fp8 per tensor, 130 tokens, bias")
+    assert all(launch.copied_bytes and launch.products for launch in launches)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("sample_top_k_top_p", "all of a small vocabulary"),
+        ("adjust_logits", "inf, -inf, zeros, and entries out of range"),
+        ("verify_draft_probs", "deepseek-v3, one draft"),
+        ("verify_draft_probs", "probabilities of 1 and 0"),
+        ("verify_draft_tokens", "a tree of 8 nodes"),
+    ],
+)
+def test_a_kernel_without_mma_agrees_with_the_reference_in_any_order(operator: str, name: str) -> None:
+    _launches(f"triton_{operator}", name)
 
 
 @pytest.mark.parametrize("kernel", ["triton_rmsnorm_moe_topk", "triton_rmsnorm_qkv_rope_32"])
 def test_rows_shorter_than_a_cache_line_are_prefetched(kernel: str) -> None:
     """Only Hopper and later prefetch: the interpreter and other GPUs never compile these lines."""
-    spec = KernelRegistry.get().get_by_name(kernel)
-    (case,) = (case for case in get_operator(spec.operator).all_cases() if case.name == "a row shorter than a cache line")
-    with emulated_sm90(triton=True) as emulator:
-        result = verify_case(spec, case)
-    assert result.status is Status.PASSED, result.reason
-    assert emulator.launches
+    assert _launches(kernel, "a row shorter than a cache line")

@@ -6,6 +6,7 @@ Those that are recorded refuse arguments as compiled ones do.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base import alignment
 from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.sm90.attention import decode, decode_config, prefill, prefill_config, window
 from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
 MODULES = (decode, prefill, window)
@@ -139,6 +141,36 @@ def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]],
         assert lse.is_contiguous()
         _, _, handed = asked.pop()
         assert any(isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16 for tensor in handed)
+
+
+def test_a_cache_that_is_copied_is_told_once(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    alignment._warn_of_copies.cache_clear()
+    said = []
+    for launcher, arguments in _calls(16, 2, 64, 16, torch.bfloat16):
+        for name in CACHES if "k_cache" in arguments else ():
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                launcher(**{**arguments, name: _shifted(arguments[name])})
+            said += [str(each.message).split()[0] for each in caught if each.category is alignment.CacheCopyWarning]
+    assert said == list(CACHES)
+
+
+def test_a_refusal_that_no_copy_helps_is_raised() -> None:
+    """A program that refuses tensors which bulk copies can read is asked once."""
+    asked = []
+
+    def refuse(*given: Any) -> None:
+        asked.append(given)
+        raise ValueError("too many heads")
+
+    q, cache, lengths = torch.zeros(2, 4, 64).half(), torch.zeros(3, 16, 2, 64).half(), torch.tensor([3, 4])
+    with pytest.raises(ValueError, match="too many heads"):
+        launched(refuse, q, cache, cache, None, (lengths, None), (1.0,))
+    assert len(asked) == 1
+    with pytest.raises(ValueError, match="too many heads"):
+        launched(refuse, q, _shifted(cache), cache, None, (lengths, None), (1.0,))
+    assert len(asked) == 3
+    assert all(alignment.is_aligned(tensor) for tensor in asked[-1][:4])
 
 
 def test_registers_that_a_warpgroup_is_left() -> None:

@@ -17,6 +17,7 @@ import torch
 
 import tokenspeed_kernel_base
 import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_base import alignment
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_nvidia import _machine, _rows, capability
 
@@ -268,7 +269,7 @@ def test_what_no_kernel_declares(name: str, kernel: str, changed: dict[str, Any]
 def test_rows_that_need_no_copy() -> None:
     packed = torch.zeros(5, 12, 64, dtype=BFLOAT16)
     for tensor in (packed, packed[:, :8], packed[1:, 2:], packed.transpose(0, 1), packed[:0]):
-        assert _rows.aligned(tensor) is tensor
+        assert alignment.aligned(tensor) is tensor
         assert _rows.to_write(tensor, tensor, (1,)) is tensor
 
 
@@ -280,7 +281,7 @@ def test_rows_that_are_copied(layout: str) -> None:
         "odd rows": numbers.as_strided((5, 12, 64), (12 * 65, 65, 1)),
         "last axis apart": numbers.view(5, 12, 200)[:, :, :128:2],
     }[layout]
-    copied = _rows.aligned(tensor)
+    copied = alignment.aligned(tensor)
     assert copied.is_contiguous()
     assert copied.data_ptr() % 16 == 0
     assert torch.equal(copied, tensor)

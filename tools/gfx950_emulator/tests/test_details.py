@@ -152,6 +152,17 @@ def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, 
             assert s.v(register, np.float32).tolist() == wanted.tolist(), (line, register)
 
 
+@pytest.mark.parametrize("mask", [0, 1, 0xFF00FF00FF00FF00])
+def test_matrix_instructions_ignore_exec(mask: int) -> None:
+    """Lanes that are off give their rows and columns, and receive their sums."""
+    v = {register: np.arange(64, dtype=np.float32) + register for register in range(6)}
+    text = "v_mfma_f32_16x16x4_f32 v[2:5], v0, v1, v[2:5]"
+    all_, some = (Snippet(text, v=v, s={"exec": on}).run() for on in ((1 << 64) - 1, mask))
+    for register in range(2, 6):
+        assert some.v(register, np.float32).tolist() == all_.v(register, np.float32).tolist()
+        assert some.v(register, np.float32).tolist() != v[register].tolist()
+
+
 @pytest.mark.parametrize("mnemonic", ["s_bfe_u32", "s_bfe_i32", "s_bfe_u64", "s_bfe_i64"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_scalar_fields_of_every_width(mnemonic: str, shared: bool) -> None:

@@ -83,3 +83,31 @@ def test_division_among_processes_changes_nothing() -> None:
             assert isinstance(emulator, Emulator)
             results.append(tk.mha_prefill(q, k, k, cu, max_seqlen=300))
     assert torch.equal(*results)
+
+
+def test_matrix_instructions_in_loops_whose_lanes_have_left() -> None:
+    """A sequence without keys: lanes are off where matrix instructions run, which ignore it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(tokens, 2, width).half() for tokens, width in ((8, 24), (7, 24), (7, 16)))
+    cu, cu_kv = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 3, 8], [0, 0, 7]))
+    expected = tk.mla_prefill(q, k, v, cu, cu_seqlens_kv=cu_kv)
+    with emulated_gfx950() as emulator:
+        result = tk.mla_prefill(q, k, v, cu, cu_seqlens_kv=cu_kv, override="triton_mla_prefill")
+    assert emulator.launches
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
+    assert not result[:3].any()
+
+
+def test_states_that_lie_transposed_in_a_tile_smaller_than_a_workgroup() -> None:
+    """Several waves hold copies of the state, and the lanes of a row sum it up in different orders."""
+    torch.manual_seed(0)
+    x, b, c = torch.randn(1, 1, 2, 8).half(), torch.randn(1, 1, 1, 16).half(), torch.randn(1, 1, 1, 16).half()
+    states = torch.randn(1, 2, 16, 8).transpose(2, 3)
+    arguments = (x, torch.rand(1, 1, 2).half(), -torch.rand(2), b, c)
+    kept, slots = states.clone(), torch.zeros(1, dtype=torch.int32)
+    expected = tk.ssd_decode(*arguments, kept, slots)
+    with emulated_gfx950() as emulator:
+        result = tk.ssd_decode(*arguments, states, slots, override="triton_ssd_decode")
+    assert emulator.launches
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(states, kept)

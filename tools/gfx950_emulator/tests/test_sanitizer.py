@@ -282,6 +282,14 @@ def test_matrix_products_mix_all_lanes() -> None:
     )
 
 
+def test_matrix_products_write_lanes_that_are_off() -> None:
+    """v8 was never written, and is where EXEC lets no other instruction write."""
+    text = "v_mfma_f32_16x16x16_f16 v[8:11], v[4:5], v[6:7], 0"
+    some, store = "s_mov_b64 exec, 0xff", "s_mov_b64 exec, -1\ns_nop 7\nglobal_store_dword v1, v8, s[8:9]"
+    run(f"{some}\n{text}\n{store}", v={4: 0, 5: 0, 6: 0, 7: 0})
+    reported(f"{some}\nv_mov_b32_e32 v8, v2\n{store}", "uninitialised", "global_store_dword")
+
+
 # Uninitialised LDS
 
 

@@ -70,6 +70,27 @@ def test_stores_count_too() -> None:
     reported(text.replace("vmcnt(1)", "vmcnt(2)"), "wait", "v_mov_b32_e32")
 
 
+@pytest.mark.parametrize(
+    ("load", "other", "limit"),
+    [
+        ("global_load_dword v3, v1, s[4:5]", "global_store_dword v1, v2, s[8:9]", 63),
+        ("ds_read_b32 v3, v1", "ds_write_b32 v1, v2", 15),
+    ],
+)
+def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limit: int) -> None:
+    """Compilers rely on it: where so many operations follow, they wait for none."""
+    use = "v_mov_b32_e32 v4, v3"
+    run("\n".join([load, *[other] * limit, use]), lds=FULL)
+    reported("\n".join([load, *[other] * (limit - 1), use]), "wait", use, lds=FULL)
+
+
+def test_a_full_counter_says_nothing_of_scalar_loads() -> None:
+    """They may be done in any order, so the oldest may still be outstanding."""
+    use = "s_add_u32 s13, s12, 1"
+    text = "\n".join(["s_load_dword s12, s[4:5], 0x0", *["ds_write_b32 v1, v2"] * 15, use])
+    reported(text, "wait", use, lds=FULL)
+
+
 def test_a_vector_load_may_follow_another_into_its_register() -> None:
     """They return in order, so that the wait for the second covers both; a wait for the first alone does not do."""
     text = "global_load_dword v3, v1, s[4:5]\nbuffer_load_dword v3, v1, s[4:7], 0 offen\n"
@@ -143,6 +164,7 @@ _TWO = {"waves": 2, "s": {13: np.array([0, 1])}, "v": {8: 4 * (LANES[: 2 * WAVE]
             "wave 0 writes LDS byte 0x103, which wave 1 wrote",
         ),
         ("v_mov_b32_e32 v9, 64\nds_write_b32 v9, v2", "ds_write_b32", "writes LDS byte 0x40, which wave"),
+        ("v_mov_b32_e32 v9, 64\nv_mov_b32_e32 v11, s13\nds_write_b32 v9, v11", "ds_write_b32", "writes LDS byte 0x40, which wave"),
         (
             "ds_write_b32 v1, v2\ns_waitcnt lgkmcnt(0)\nds_add_u32 v8, v2",
             "ds_add_u32",
@@ -174,6 +196,17 @@ def test_races(text: str, at: str, match: str) -> None:
     assert caught.value.kind in ("race", "wait")
     assert caught.value.kind == "race" or "covers the direct load" in str(caught.value)
     assert caught.value.instruction.mnemonic == at
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_lanes_of_a_wave_may_disagree_where_waves_agree(apart: bool) -> None:
+    """16 lanes write to one place, each another value; both waves leave that of the same lane. Waves run together or apart."""
+    state = {**_TWO, "v": {9: 4 * (LANES[: 2 * WAVE] % WAVE // 16), 10: LANES[: 2 * WAVE] % WAVE}}
+    text = "s_cmp_eq_u32 s13, 0\ns_cbranch_scc1 .Lwrite\ns_nop 0\n.Lwrite:\n" if apart else ""
+    text += "ds_write_b32 v9, v10\ns_waitcnt lgkmcnt(0)"
+    assert run(text, lds=FULL, **state).lds.view(np.uint32)[:4].tolist() == [15, 31, 47, 63]
+    state["v"][10] = np.where(LANES[: 2 * WAVE] == WAVE + 15, 7, state["v"][10])
+    reported(text, "race", "ds_write_b32", **state, lds=FULL)
 
 
 _BARRIER = "s_waitcnt lgkmcnt(0)\ns_barrier\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 
 from sm90_emulator import EmulationError
 from sm90_emulator.memory import Memory
+from sm90_emulator.tensor_maps import tensor_map
 
 from .snippets import LANES, run
 
@@ -30,22 +30,10 @@ TILE = "cp.async.bulk.tensor.{}d.shared::cluster.global.tile.mbarrier::complete_
 HARDWARE = {np.uint8: 0, np.float16: 6, np.float32: 7}
 
 
-def tensor_map(array: Any, address: int, box: tuple[int, ...], swizzle: int = 0) -> Any:
-    """The 128 bytes that describe an array whose last axis is contiguous, as hosts fill them for sm_90."""
-    sizes, strides = array.shape[::-1], array.strides[::-1]
-    words = [0] * 32
-    words[0], words[1] = address & 0xFFFFFFFF, address >> 32
-    words[2] = 2 | (array.ndim - 1) << 4 | HARDWARE[array.dtype.type] << 7 | swizzle << 13
-    for axis in range(1, array.ndim):
-        words[2 + axis] = strides[axis] // 16
-    for axis in range(array.ndim):
-        words[8 + axis] = sizes[axis] - 1
-    packed = bytearray(struct.pack("<32I", *words))
-    for axis in range(array.ndim):
-        packed[55 + axis] = box[::-1][axis] - 1
-    room = np.zeros(192, np.uint8)
-    room[:128] = np.frombuffer(bytes(packed), np.uint8)
-    return room
+def described(array: Any, address: int, box: tuple[int, ...], swizzle: int = 0) -> Any:
+    """A tensor map of an array whose last axis is contiguous, with some room behind it."""
+    content = tensor_map(address, HARDWARE[array.dtype.type], array.shape, array.strides, box, swizzle)
+    return np.frombuffer(content.ljust(192, b"\0"), np.uint8)
 
 
 def test_a_bulk_copy() -> None:
@@ -103,7 +91,7 @@ def test_tiles(swizzle: int, at: tuple[int, int]) -> None:
     source, out = memory.put(array), memory.put(np.zeros(tile.size // 2, np.uint32))
     target_array = np.zeros_like(array)
     target = memory.put(target_array)
-    maps = [memory.put(tensor_map(array, place, (16, columns), swizzle)) for place in (source, target)]
+    maps = [memory.put(described(array, place, (16, columns), swizzle)) for place in (source, target)]
     copy = f"{TILE.format(2)} [%r1], [%d1, {{{at[1]}, {at[0]}}}], [%r1+8192];"
     store = f"""
     @%p1 bra end; cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d2, {{{at[1]}, {at[0]}}}], [%r1];
@@ -122,7 +110,7 @@ def test_a_tile_of_three_axes_for_a_whole_cluster() -> None:
     array = np.arange(4 * 6 * 32, dtype=np.float32).reshape(4, 6, 32)
     memory = Memory(1 << 17)
     out, source = memory.put(np.zeros((2, 128), np.uint32)), memory.put(array)
-    place = memory.put(tensor_map(array, source, (2, 4, 16)))
+    place = memory.put(described(array, source, (2, 4, 16)))
     tensor = f"{TILE.format(3)}.multicast::cluster [%r1], [%d1, {{8, 1, 2}}], [%r1+8192], %h0;"
     copy = f"mov.u32 %r30, %cluster_ctarank; setp.ne.u32 %p2, %r30, 1; @%p2 bra go; mov.b16 %h0, 3; {tensor}"
     meet = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
@@ -168,3 +156,18 @@ def test_sums_in_global_memory() -> None:
     """
     run(body, memory, [target])
     assert (memory.get(target, np.float32, 32) == 1 + np.arange(32)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"address": 8}, "an address"), ({"strides": (72, 4)}, "strides of"), ({"strides": (64, 8)}, "a last axis"),
+        ({"box": (257, 4)}, "a tile of"), ({"box": (4, 3)}, "a tile of"), ({"sizes": (0, 16)}, "sizes"),
+        ({"sizes": (4,) * 6}, "6 axes"), ({"swizzle": 1, "box": (4, 16)}, "rows of 64 bytes in tiles swizzled by 32"),
+    ],
+)  # fmt: skip
+def test_tensor_maps_that_the_driver_refuses(change: dict[str, Any], message: str) -> None:
+    fitting: dict[str, Any] = {"address": 4096, "kind": 7, "sizes": (8, 16), "strides": (64, 4), "box": (4, 4)}
+    assert len(tensor_map(**fitting)) == 128
+    with pytest.raises(EmulationError, match=f"no tensor map with {message}"):
+        tensor_map(**fitting | change)

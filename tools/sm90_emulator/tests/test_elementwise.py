@@ -97,6 +97,48 @@ def test_bits() -> None:
     assert (selected.view(np.uint8).reshape(-1, 4) == np.stack([pairs[:, 5], pairs[:, 1], pairs[:, 7], sign], 1)).all()
 
 
+def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
+    """Of ``x``, which is negative where its type is signed: bit by bit, as the ISA says it."""
+    if not count:
+        return 0
+    top = x >> min(at + count - 1, bits - 1) & 1 if is_signed else 0
+    taken = [x >> (at + index) & 1 if index < count and at + index < bits else top for index in range(bits)]
+    return sum(bit << index for index, bit in enumerate(taken))
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+def test_fields_of_bits(kind: str) -> None:
+    """Also fields that begin or end outside, whose place and length are the lowest 8 bits of a register."""
+    bits, letter = int(kind[1:]), "r" if kind[1:] == "32" else "d"
+    unsigned, result = np.dtype(f"u{bits // 8}"), "%r100" if bits == 32 else "%d40"
+    x, y = (DRAW.integers(0, 2**bits, LANES, dtype=unsigned) for _ in range(2))
+    places = DRAW.integers(0, bits + 9, LANES, dtype=np.uint32) + np.uint32(256)
+    counts = DRAW.integers(0, bits + 9, LANES, dtype=np.uint32)
+    counts[:4] = 0, 1, bits, 255
+    got = lanes(f"bfe.{kind} {result}, %{letter}10, %r11, %r12;", [x, places, counts], unsigned)
+    rows = list(zip(x.tolist(), y.tolist(), (places & 255).tolist(), counts.tolist(), strict=True))
+    assert got.tolist() == [field(a, at, count, bits, kind[0] == "s") for a, _, at, count in rows]
+    got = lanes(f"bfi.b{bits} {result}, %{letter}10, %{letter}11, %r12, %r13;", [x, y, places, counts], unsigned)
+    masks = [((1 << count) - 1) << at & (1 << bits) - 1 for _, _, at, count in rows]
+    assert got.tolist() == [b & ~mask | a << at & mask for (a, b, at, _), mask in zip(rows, masks, strict=True)]
+    size = [(a ^ (1 << bits) - 1 if kind[0] == "s" and a >> bits - 1 else a).bit_length() - 1 & 0xFFFFFFFF for a in x.tolist()]
+    assert lanes(f"bfind.{kind} %r100, %{letter}10;", [x], np.uint32).tolist() == size
+    got = lanes(f"brev.b{bits} {result}, %{letter}10;", [x], unsigned)
+    assert got.tolist() == [int(f"{a:0{bits}b}"[::-1], 2) for a in x.tolist()]
+    assert lanes(f"popc.b{bits} %r100, %{letter}10;", [x], np.uint32).tolist() == [a.bit_count() for a in x.tolist()]
+    x[::2] = 0
+    assert (lanes(f"cnot.b{bits} {result}, %{letter}10;", [x], unsigned) == (x == 0)).all()
+
+
+@pytest.mark.parametrize("kinds", ["u32.u32", "u32.s32", "s32.u32", "s32.s32"])
+def test_dot_products_of_bytes(kinds: str) -> None:
+    x, y = (
+        side.view(np.int8 if kind == "s32" else np.uint8) for side, kind in zip((INTEGERS, OTHERS), kinds.split("."), strict=True)
+    )
+    wanted = (x.astype(np.int64) * y).reshape(-1, 4).sum(1) + 5
+    assert (lanes(f"dp4a.{kinds} %r100, %r10, %r11, 5;", [INTEGERS, OTHERS], np.uint32) == cut(wanted)).all()
+
+
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
 def test_floats(name: str) -> None:
     function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[name]

@@ -1,4 +1,4 @@
-"""Loads from shared memory that are on their way when an arrival at another CTA's mbarrier gives their memory back."""
+"""Loads and stores of all widths, and loads that are in flight when an arrival at another CTA's mbarrier frees their memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from sm90_emulator import EmulationError
 from sm90_emulator.memory import Memory
 
-from .snippets import run
+from .snippets import LANES, run
 
 MATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r2];"
 VECTOR = "ld.shared.v4.b32 {%r10, %r11, %r12, %r13}, [%r2];"
@@ -67,3 +67,23 @@ def test_results_come_in_the_order_of_loads() -> None:
 def test_a_cta_of_its_own() -> None:
     """An arrival there is in order behind the load."""
     give_back(MATRIX, to=0, by=0)
+
+
+@pytest.mark.parametrize("space", ["global", "shared"])
+@pytest.mark.parametrize("bits", [8, 16, 32, 64])
+def test_stores_from_registers_of_64_bits(space: str, bits: int) -> None:
+    """The lowest bits of each lane's register are stored; loads extend what they load to such a register's width."""
+    memory, size = Memory(1 << 15), bits // 8
+    given = np.arange(LANES, dtype=np.uint64) * np.uint64(0x0102030405060789) ^ np.uint64(2**63)
+    source, out, loaded = memory.put(given), memory.put(np.zeros(2 * LANES * size, np.uint8)), memory.put(np.zeros(LANES, np.int64))
+    base = {"global": "mov.b64 %d20, %d1;", "shared": "cvt.u64.u32 %d20, shared;"}[space]
+    body = f"""
+    {base} mad.wide.u32 %d21, %r0, {2 * size}, %d20; mad.wide.u32 %d22, %r0, 8, %d0; ld.global.b64 %d10, [%d22];
+    st.{space}.v2.b{bits} [%d21], {{%d10, %d10}}; ld.{space}.s{bits} %d11, [%d21+{size}];
+    mad.wide.u32 %d22, %r0, 8, %d2; st.global.b64 [%d22], %d11;
+    """
+    run(body, memory, [source, out, loaded])
+    low = given.astype(f"u{size}")
+    if space == "global":
+        assert (memory.get(out, low.dtype, LANES, 2) == low[:, None]).all()
+    assert (memory.get(loaded, np.int64, LANES) == low.astype(f"i{size}")).all()

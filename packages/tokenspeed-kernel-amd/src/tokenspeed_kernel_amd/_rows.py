@@ -10,13 +10,6 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def aligned_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, with rows that are contiguous and begin at multiples of 16 bytes, as copies to LDS require."""
-    step = 16 // tensor.element_size()
-    aligned = tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
-    return tensor if aligned and tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def rows_to_write(out: Tensor | None, q: Tensor, *shape: int) -> Tensor:
     """``out`` if its rows are contiguous, otherwise new memory of this shape in q's dtype."""
     return out if out is not None and out.stride(-1) == 1 else q.new_empty(shape)

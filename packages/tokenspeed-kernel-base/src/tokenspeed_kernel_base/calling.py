@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base import dispatch, lowering, memo, recent, watch
+from tokenspeed_kernel_base.alignment import copied_cache
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.composition import Composed
 from tokenspeed_kernel_base.declaration import STEPS, Operator, is_traced, readable
@@ -293,6 +294,9 @@ class Caller:
         wanted = self._wanted_kernel(override, solution)
         found = consider(self.op.request(arguments, solution, self.op.sizes(arguments, check), self.package), wanted)
         cards = {name: each.card for name, each in resources_given(self.op.parameters, arguments) if each.card}
+        for name in found.chosen.aligned_caches if found.chosen else ():
+            if copied := copied_cache(arguments[name]):
+                cards[name] = copied
         return dataclasses.replace(found, cards=cards) if cards else found
 
 

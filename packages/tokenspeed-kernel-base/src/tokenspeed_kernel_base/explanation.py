@@ -106,7 +106,7 @@ class Explanation:
         override: the kernel wanted by name, if any.
         problem: why there is no kernel, beyond what the verdicts say.
         notes: measured results that exist and are not used, with the reasons.
-        cards: what resources of the call say of themselves, by parameter.
+        cards: what resources of the call say of themselves, and which caches the chosen kernel copies, by parameter.
     """
 
     request: Request

@@ -315,6 +315,9 @@ class KernelRegistry:
         except (TypeError, ValueError):
             return  # a builtin without a signature cannot be checked before it is called
         settable = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+        unknown = [name for name in spec.aligned_caches if all(p.name != name for p in parameters)]
+        if unknown:
+            raise RegistrationError(f"{spec.name}: aligned_caches must be parameters, got {', '.join(unknown)} ({spec.origin})")
         unsettable = [name for name in spec.tunables if name not in settable]
         if unsettable and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             raise RegistrationError(
@@ -422,6 +425,7 @@ def register_kernel(
     traits: Mapping[str, Any] | None = None,
     priority: Priority | int = Priority.PERFORMANT,
     tags: Iterable[str] | None = None,
+    aligned_caches: tuple[str, ...] = (),
     only_by_name: str = "",
     weight_preprocessor: Callable[..., Any] | str | None = None,
     tunables: Mapping[str, Iterable[Any]] | None = None,
@@ -438,6 +442,8 @@ def register_kernel(
         traits: constraints by trait; a flag it does not mention it does not have.
         priority: 0 to 19.
         tags: some of `TAGS`.
+        aligned_caches: parameters that are caches whose rows must begin at multiples of 16 bytes. The kernel copies others whole at
+            every call: it warns once (`tokenspeed_kernel_base.alignment.aligned_cache`), and `explain` says so.
         only_by_name: why only a request that names the kernel may have it: something that no trait says, and that the caller must
             be sure of.
         weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
@@ -469,6 +475,7 @@ def register_kernel(
         traits=traits or {},
         priority=priority,
         tags=tags or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
+        aligned_caches=aligned_caches,
         only_by_name=only_by_name,
         weight_preprocessor=weight_preprocessor,
         tunables=tunables or {},  # type: ignore[arg-type]  # likewise
@@ -507,6 +514,7 @@ def describe_kernel(name: str) -> str:
         "tunable if": _called(spec.tunable_if),
         "weight preprocessor": _called(spec.weight_preprocessor),
         "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
+        "aligned caches": ", ".join(spec.aligned_caches) or "none",
         "only by name": spec.only_by_name or "no",
         "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
         "implementation": _called(impl),

@@ -62,6 +62,7 @@ class KernelSpec:
             operator's body may claim that: its reference, and where the body calls other operators, the kernel composed of those.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
+        aligned_caches: parameters that are caches and need rows at multiples of 16 bytes; others are copied whole at every call.
         only_by_name: why the kernel serves only requests that name it; empty where it serves all that it declares.
         weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
         tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
@@ -79,6 +80,7 @@ class KernelSpec:
     traits: Mapping[str, Constraint] = field(default_factory=dict)
     priority: int = Priority.PERFORMANT
     tags: frozenset[str] = frozenset()
+    aligned_caches: tuple[str, ...] = ()
     only_by_name: str = ""
     weight_preprocessor: Callable[..., Any] | str | None = None
     universal: bool = False

@@ -1,28 +1,11 @@
-"""Tensors as kernels want them: rows contiguous, each at a multiple of 16 bytes, as bulk copies need them.
-
-Rows themselves are of whole 16 bytes, as those of 64 or 128 halves are.
-"""
+"""Outputs as kernels want them: rows contiguous, each at a multiple of 16 bytes, as bulk copies need them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether the last axis is contiguous and all rows begin at multiples of 16 bytes."""
-    if tensor.data_ptr() % 16:
-        return False
-    if tensor.is_contiguous():  # nearly always, and quick to ask
-        return True
-    step = 16 // tensor.element_size()
-    *outer, last = tensor.stride()
-    return last == 1 and all(stride % step == 0 for stride in outer)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that `is_aligned`."""
-    return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+from tokenspeed_kernel_base.alignment import is_aligned
 
 
 def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -18,6 +18,7 @@ import numpy as np
 
 from gfx950_emulator.access import Access
 from gfx950_emulator.constants import WAVE
+from gfx950_emulator.hardware import LGKMCNT_LIMIT, VMCNT_LIMIT
 
 
 class Issued(Protocol):
@@ -93,6 +94,18 @@ class Outstanding:
     def __init__(self) -> None:
         self.vector: list[Operation] = []
         self.local: list[Operation] = []
+
+    def issue_vector(self, group: Waiting, operation: Entry) -> None:
+        """Adds an operation. One more than the counter holds is not issued before the oldest has completed."""
+        self.vector.append(operation)
+        if len(self.vector) > VMCNT_LIMIT:
+            self.wait_vector(group, VMCNT_LIMIT)
+
+    def issue_local(self, group: Waiting, operation: Entry) -> None:
+        """Adds an operation, as `issue_vector` does."""
+        self.local.append(operation)
+        if len(self.local) > LGKMCNT_LIMIT:
+            self.wait_local(group, LGKMCNT_LIMIT)
 
     def wait_vector(self, group: Waiting, limit: int) -> None:
         """Waits until no more than ``limit`` operations are outstanding."""

@@ -93,7 +93,7 @@ class RegisterShadow:
         if bound.demands:
             self.demand(group, bound)
         spread = self._spread(group, bound)
-        mask, full = group.mask, group.full
+        mask, full = group.mask, group.full or bound.unit == "mfma"
         self.loaded = {}
         run(group)
         memory = bound.memory
@@ -416,6 +416,15 @@ class LocalShadow:
             )
         return Fault("race", f"wave {wave} {verb} {at}, which wave {owner - 1} wrote with no barrier between")
 
+    @staticmethod
+    def _left(addresses: np.ndarray, waves: np.ndarray, data: np.ndarray) -> np.ndarray:
+        """``data`` as each wave leaves it: where lanes of a wave write to one place, what the last of them writes. The others may
+        write something else: each lane may add up a reduction in its own order."""
+        _, place = np.unique(waves.astype(np.int64) << 32 | addresses, return_inverse=True)
+        last = np.zeros(len(place), np.int64)
+        last[place] = np.arange(len(place))
+        return data[last[place]]
+
     def _before_write(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
         """Nobody else may have read these bytes since the barrier, or written anything else than ``data``, uint8 [N, size]: waves
         that hold copies of the same values write the same to the same place, which is no race."""
@@ -425,7 +434,7 @@ class LocalShadow:
             places = self._bytes(addresses, size)
             found = self.owner[places]
             bad = (found != 0) & (found != _NEVER) & (found != (waves + 1)[:, None])
-            bad &= (found == _FLYING) | (self.local.bytes[places] != data)
+            bad &= (found == _FLYING) | (self.local.bytes[places] != self._left(addresses, waves, data))
             if bad.any():
                 lane, byte = (int(x[0]) for x in np.nonzero(bad))
                 raise self._conflict(int(found[lane, byte]), "writes", int(waves[lane]), int(places[lane, byte]))
@@ -460,8 +469,7 @@ class LocalShadow:
         owners[at] = mine
         shared = (before != 0) & (before != mine) & (before != _NEVER * repeat) | (owners.take(at) != mine)
         if shared.any():
-            lanes_shared = shared.any(axis=0)
-            self._share(addresses[lanes_shared], size, waves[lanes_shared], data[lanes_shared])
+            self._share(addresses, size, waves, data)
         for i in range(max(1, size // 4)):
             missing = group.shadow.unset.get(row + i)
             if missing is not None:
@@ -470,13 +478,13 @@ class LocalShadow:
         group.queue.note(Stored(np.arange(group.lanes) if lanes is None else lanes, addresses, size))
 
     def _share(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
-        """Several waves wrote the same bytes. What those of this instruction write must agree; then all count as writers.
+        """Several waves wrote some of these bytes. What those of this instruction write must agree; then all count as writers.
 
         ``data`` is uint8 [N, size]; the owner of a byte is the wave whose lane came last, whose data would be stored.
         """
         owners, _, at, repeat = self._units(addresses, size)
         stored, writers = (self._probe32, self._writers32) if repeat > 1 else (self._probe, self.writers)
-        words = np.ascontiguousarray(data).view(stored.dtype).T
+        words = np.ascontiguousarray(self._left(addresses, waves, data)).view(stored.dtype).T
         stored[at] = words
         clash = (stored.take(at) != words) & (owners.take(at) != (waves + 1) * repeat)
         if clash.any():

@@ -6,8 +6,6 @@ Memory, barriers and matrices are in `decode_memory` and `decode_matrix`. An ins
 
 from __future__ import annotations
 
-import re
-
 from sm90_emulator.assembly import Statement, bits_of
 from sm90_emulator.build import operations
 from sm90_emulator.decoder import Decoder, binder, elements
@@ -116,28 +114,6 @@ def _select(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     decoder.emit(name, d=decoder.write(to), a=decoder.read(x, kind), b=decoder.read(y, kind), c=place, more=4 * negated)
 
 
-@binder("setp")
-def _compare(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    comparison, kind = words[1], words[-1]
-    combined = {"and": 1, "or": 2, "xor": 3}.get(words[2], 0)
-    targets = [name.strip() for name in statement.operands[0].split("|")]
-    x, y = (decoder.read(operand, kind) for operand in statement.operands[1:3])
-    fields = {"kind": combined}
-    if combined:
-        fields["c"], fields["more"] = decoder.predicate(statement.operands[3])
-    if len(targets) > 1:
-        fields["target"] = decoder.write(targets[1])
-    decoder.emit(_comparison(comparison, kind), d=decoder.write(targets[0]), a=x, b=y, **fields)
-
-
-def _comparison(comparison: str, kind: str) -> str:
-    bits = bits_of(kind)
-    if kind[0] in "fb" and kind not in ("b16", "b32", "b64"):
-        return f"{comparison}_{kind}"
-    comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(comparison, comparison)
-    return f"{comparison}_{bits}" if comparison in ("eq", "ne") else f"{comparison}_{kind[0]}{bits}"
-
-
 # -- arithmetic --------------------------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +181,7 @@ def _floats(decoder: Decoder, statement: Statement, words: list[str], kind: str,
     _operation(decoder, statement, "_".join([*parts, kind]), kinds)
     if "sat" in given:
         to = decoder.write(statement.operands[0])
-        decoder.emit("cvt_sat_f32", d=to, a=to)
+        decoder.emit("sat_f32", d=to, a=to)
 
 
 @binder("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh")
@@ -251,16 +227,17 @@ def _funnel(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 @binder("bfe", "popc", "clz", "brev", "bfind")
 def _bits(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     kind = words[-1]
+    if len(words) > 2:
+        raise decoder.unknown()
     name = f"{words[0]}_{kind}" if words[0] in ("bfe", "bfind") else f"{words[0]}_{bits_of(kind)}"
     _operation(decoder, statement, name, [kind, "b32", "b32"][: len(statement.operands) - 1])
 
 
 @binder("bfi")
 def _insert(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    if words[-1] != "b32":
-        raise decoder.unknown()
-    places = dict(zip("abce", (decoder.read(operand, "b32") for operand in statement.operands[1:]), strict=True))
-    decoder.emit("bfi", d=decoder.write(statement.operands[0]), **places)
+    kinds = [words[-1]] * 2 + ["b32"] * 2
+    places = dict(zip("abce", map(decoder.read, statement.operands[1:], kinds), strict=True))
+    decoder.emit(f"bfi_{bits_of(words[-1])}", d=decoder.write(statement.operands[0]), **places)
 
 
 @binder("prmt")
@@ -280,81 +257,26 @@ def _lookup(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 @binder("dp4a")
 def _dot(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    _operation(decoder, statement, f"dp4a_{words[1]}", ["b32"] * 3)
+    _operation(decoder, statement, "_".join(words), ["b32"] * 3)
 
 
-# -- conversions -------------------------------------------------------------------------------------------------------------------
-
-_INTEGERS = re.compile(r"[sub](8|16|32|64)")
-
-
-@binder("cvt")
-def _convert(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    to, source = words[-2:]
-    given = set(words[1:-2]) - {"rn", "satfinite", "ftz"}
-    if _INTEGERS.fullmatch(to) and _INTEGERS.fullmatch(source):
-        _resize(decoder, statement, to, source, given)
-        return
-    kinds = [source] * (len(statement.operands) - 1)
-    name = f"cvt_{to}_{source}"
-    if source.endswith("x2"):
-        kinds = [{"e4m3x2": "b16", "e5m2x2": "b16"}.get(source, source)]
-    if to == source == "f32":
-        name = "mov_32" if not given else f"cvt_{given.pop()}_f32"
-    elif given & {"rni", "rzi", "rmi", "rpi"}:
-        name = f"cvt_{given.pop()}_{to if bits_of(to) >= 32 else 's32'}_{source}"
-    elif "relu" in given:
-        name = f"cvt_relu_{to}_{source}"
-    elif "rz" in given and to in ("f16", "bf16", "f16x2", "bf16x2"):
-        name = f"cvt_rz_{to}_{source}"
-    elif given - {"rna", "rz"}:
-        raise decoder.unknown()
-    _operation(decoder, statement, name, kinds)
-    declared = decoder.declared(statement.operands[0])
-    if _INTEGERS.fullmatch(to) and bits_of(to) < 32:
-        place = decoder.write(statement.operands[0])
-        decoder.emit(f"widen_{to[0]}{bits_of(to)}_{max(bits_of(declared), 32) if bits_of(declared) > 16 else 16}", d=place, a=place)
-
-
-def _resize(decoder: Decoder, statement: Statement, to: str, source: str, given: set[str]) -> None:
-    """An integer of another width: cut to the narrower one, and extended as that one's sign says."""
-    target, place = statement.operands[0], decoder.read(statement.operands[1], source)
-    wide_source = bits_of(decoder.registers.kind_of(statement.operands[1], statement.scope) or source) == 64
-    room = bits_of(decoder.declared(target))
-    if given == {"sat"} and f"cvt_sat_{to}_{source}" in operations():
-        decoder.emit(f"cvt_sat_{to}_{source}", d=decoder.write(target), a=place)
-        if room == 16:
-            decoder.emit("low_of_32", d=decoder.write(target), a=decoder.write(target))
-        return
-    if given:
-        raise decoder.unknown()
-    narrow = to if bits_of(to) <= bits_of(source) else source
-    bits, sign = bits_of(narrow), "s" if narrow[0] == "s" else "u"
-    if wide_source and bits < 64:
-        cut = decoder.registers.temporary("b32")
-        decoder.emit("low_of_64", d=cut, a=place)
-        place = cut
-    if bits == 64 or (bits == 32 and room == 32):
-        decoder.emit(f"mov_{bits}", d=decoder.write(target), a=place)
-    elif bits == 16 and room == 16:
-        decoder.emit("low_of_32", d=decoder.write(target), a=place)
-    else:
-        decoder.emit(f"widen_{sign}{bits}_{room}", d=decoder.write(target), a=place)
+# -- addresses ---------------------------------------------------------------------------------------------------------------------
 
 
 @binder("cvta")
 def _cast(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     to, source = statement.operands
-    space = next(word for word in words if word.partition("::")[0] in ("global", "shared", "local", "param", "const"))
-    bits = bits_of(words[-1])
-    place = decoder.read(source, words[-1])
-    target = decoder.write(to)
-    if space.startswith("shared") or space == "local":
-        kind = decoder.registers.kind_of(source, statement.scope) or words[-1]
+    space = next(found for word in words if (found := word.partition("::")[0]) in ("global", "shared", "local", "param", "const"))
+    bits, kind = bits_of(words[-1]), decoder.registers.kind_of(source, statement.scope) or words[-1]
+    place, target = decoder.read(source, kind), decoder.write(to)
+    if space in ("shared", "local"):
         if "to" in words:
             decoder.emit("shared_of_generic", d=target, a=place, more=bits // 8)
         else:
             decoder.emit(f"generic_of_{'shared' if space != 'local' else 'local'}", d=target, a=place, more=bits_of(kind) // 8)
+    elif space == "param":
+        base = decoder.registers.symbol("<parameters>")
+        decoder.emit("sub_64" if "to" in words else "add_64", d=target, a=place, b=base)
     else:
         decoder.emit("mov_64", d=target, a=place)
 

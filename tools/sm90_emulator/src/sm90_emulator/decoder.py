@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sm90_emulator.assembly import Kernel, Statement, bits_of
 from sm90_emulator.build import operations
 from sm90_emulator.errors import UnknownInstruction
-from sm90_emulator.registers import NONE, SINK, Registers
+from sm90_emulator.registers import NONE, SINK, Registers, room_of
 
 Binder = Callable[["Decoder", Statement, list[str]], None]
 BINDERS: dict[str, Binder] = {}
@@ -63,37 +63,39 @@ class Decoder:
         return UnknownInstruction(f"{self.statement.text}{reason}", kernel=self.kernel.name, instruction=self.statement.text)
 
     def read(self, operand: str, kind: str) -> int:
-        """The place of an operand; a symbol's address is put into a register first."""
+        """The place of an operand. A symbol's address is put into a register first, and so is the lower half of a 64-bit register
+        where the instruction reads fewer: `ld`, `st` and `cvt` may have registers that are wider than their type."""
         scope = self.statement.scope
-        if scope.register(operand) is None:
+        register = scope.register(operand)
+        if register is None:
             if operand in self.kernel.shared:
-                return self.symbol_address(operand, kind, "<shared>", self.kernel.shared[operand])
+                return self.symbol_address(kind, "<shared>", self.kernel.shared[operand])
             if operand in self.kernel.local:
-                return self.symbol_address(operand, kind, "<local>", self.kernel.local[operand])
+                return self.symbol_address(kind, "<local>", self.kernel.local[operand])
             if operand in self.kernel.parameters:
-                return self.symbol_address(operand, kind, "<parameters>", self.kernel.parameters[operand].offset)
+                return self.registers.constant(self.kernel.parameters[operand].offset, room_of(kind))  # until cvta makes it generic
             if operand.startswith(("%clock", "%globaltimer")):
                 to = self.registers.temporary(kind)
                 self.emit("clock", d=to, more=8 if bits_of(kind) == 64 else 4)
                 return to
-        return self.registers.read(operand, kind, scope, self.statement.text)
+        place = self.registers.read(operand, kind, scope, self.statement.text)
+        if register is None or room_of(register.kind) == room_of(kind):
+            return place
+        if bits_of(register.kind) != 64 or kind == "pred":
+            raise self.unknown(f"{operand} of type {register.kind} is read as {kind}")
+        lower = self.registers.temporary("b32")
+        self.emit("low_of_64", d=lower, a=place)
+        return lower
 
-    def symbol_address(self, name: str, kind: str, base: str, offset: int) -> int:
+    def symbol_address(self, kind: str, base: str, offset: int) -> int:
         """A register with the address of a variable in its own space."""
-        slot = self.registers.symbol(base)
-        wide = base == "<parameters>"
-        if wide or not offset:
-            place = slot
-        else:
-            place = self.registers.temporary("b32")
+        place = self.registers.symbol(base)
+        if offset:
+            slot, place = place, self.registers.temporary("b32")
             self.emit("add_32", d=place, a=slot, b=self.registers.constant(offset, 128))
-        if wide and offset:
-            place = self.registers.temporary("b64")
-            self.emit("add_64", d=place, a=slot, b=self.registers.constant(offset, 256))
-        if not wide and bits_of(kind) == 64:
-            widened = self.registers.temporary("b64")
-            self.emit("widen_u32_64", d=widened, a=place)
-            place = widened
+        if bits_of(kind) == 64:
+            narrow, place = place, self.registers.temporary("b64")
+            self.emit("widen_u32_64", d=place, a=narrow)
         return place
 
     def write(self, operand: str) -> int:

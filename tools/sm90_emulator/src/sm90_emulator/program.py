@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from sm90_emulator import decode, decode_matrix, decode_memory  # noqa: F401  - they declare the binders
+from sm90_emulator import decode, decode_convert, decode_matrix, decode_memory  # noqa: F401  - they declare the binders
 from sm90_emulator.assembly import Kernel, Statement, parse
 from sm90_emulator.decoder import BINDERS, Decoder
 from sm90_emulator.registers import Registers

@@ -23,12 +23,14 @@ from sm90_emulator.errors import EmulationError
 from sm90_emulator.launching import SHARED_BYTES
 from sm90_emulator.machine import Geometry
 from sm90_emulator.program import Program, load
+from sm90_emulator.tensor_maps import tensor_map
 
 Execute = Callable[[Program, Geometry, bytes], None]
 """Runs a kernel, given its launch and the bytes of its parameters."""
 
 # Triton keeps compiled kernels by the number of the device; no other device has this one.
 _DEVICE = 90
+_TF32 = 11  # of `CUtensorMapDataType`
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 
 
@@ -44,6 +46,8 @@ def _program(digest: str, function: str, kernel: str) -> Program:
 
 def _content(kind: str, value: Any, size: int) -> bytes:
     """The bytes of a kernel's parameter, of a type as Triton's signatures name it."""
+    if isinstance(value, bytes):
+        return value
     if kind.startswith("*"):
         return struct.pack("<Q", value.data_ptr() if hasattr(value, "data_ptr") else int(value or 0))
     if kind in _FLOATS:
@@ -72,9 +76,11 @@ class _Launcher:
         if min(x, y, z) < 1:
             return
         content = bytearray(program.kernel.parameter_bytes)
-        flat = [pair for kind, value in zip(self._signature, arguments, strict=True) for pair in _flattened(kind, value)]
+        descriptions = iter(getattr(meta, "tensordesc_meta", None) or ())
+        pairs = zip(self._signature, arguments, strict=True)
+        flat = [pair for kind, value in pairs for pair in _flattened(kind, value, descriptions)]
         parameters = list(program.kernel.parameters.values())
-        # Behind a kernel's own parameters are addresses of scratch memory, which only kernels with descriptors or a profiler use.
+        # Addresses of scratch memory follow a kernel's own parameters. Only kernels that make descriptors, or a profiler, use it.
         if len(parameters) - len(flat) not in (0, 1, 2) or getattr(meta, "global_scratch_size", None):
             raise EmulationError(f"{len(flat)} arguments for {len(parameters)} parameters", kernel=meta.name)
         for parameter, (kind, value) in zip(parameters, flat, strict=False):
@@ -86,15 +92,29 @@ class _Launcher:
         self._execute(program, geometry, bytes(content))
 
 
-def _flattened(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """The scalars of an argument, which may be a tuple of arguments."""
+def _flattened(kind: Any, value: Any, descriptions: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The scalars of an argument, which may be a tuple of arguments. ``descriptions``: what the compiler says of descriptors."""
     if isinstance(kind, (tuple, list)):
         for of_kind, of_value in zip(kind, value, strict=True):
-            yield from _flattened(of_kind, of_value)
+            yield from _flattened(of_kind, of_value, descriptions)
     elif kind.startswith("tensordesc"):
-        raise EmulationError("tensor descriptors of Triton")
+        yield "nvTmaDesc", _described(value, next(descriptions))
+        yield from (("i32", size) for size in value.shape)
+        yield from (("i64", stride) for stride in value.strides)
     elif kind != "constexpr":
         yield kind, value
+
+
+def _described(descriptor: Any, meta: dict[str, Any]) -> bytes:
+    """The tensor map of a descriptor, for the tiles and the swizzle that the compiler has chosen."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    if meta["fp4_padded"] or meta.get("is_im2col"):
+        raise EmulationError("tensor descriptors of padded 4-bit floats, or of convolutions")
+    kind = _TF32 if getattr(descriptor, "round_f32_to_tf32", False) else TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    strides = [stride * meta["elem_size"] for stride in descriptor.strides]
+    nan = descriptor.padding == "nan"
+    return tensor_map(descriptor.base.data_ptr(), kind, descriptor.shape, strides, meta["block_size"], meta["swizzle"], nan)
 
 
 class _Utils:

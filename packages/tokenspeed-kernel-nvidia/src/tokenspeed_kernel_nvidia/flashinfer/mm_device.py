@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia._rows import aligned, deliver
+from tokenspeed_kernel_base.alignment import aligned
+from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.flashinfer._memory import to_write
 from tokenspeed_kernel_nvidia.flashinfer.package import load
 

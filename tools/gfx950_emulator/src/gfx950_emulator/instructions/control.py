@@ -152,7 +152,7 @@ def _time(site: Site) -> Bound:
     def run(g: Group) -> None:
         g.set_s64(to, g.machine.clock())
         if g.shadow is not None:
-            g.queue.local.append(bound)
+            g.queue.issue_local(g, bound)
 
     bound = Bound(run, site.ids(site.operands[:1]), unit="smem", memory=Access("scalar", "load", 8, "lgkmcnt"))
     return bound

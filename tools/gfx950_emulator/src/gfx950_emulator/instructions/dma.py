@@ -55,7 +55,7 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
                 _check_switched_off(local, np.broadcast_to(first, len(columns))[~inside], step)
             columns, offsets = columns[inside], offsets[inside]
         if not len(columns):
-            g.queue.vector.append(bound)
+            g.queue.issue_vector(g, bound)
             return
         at, room = address(g, columns if len(columns) < g.lanes else None)
         values = fetch(g, at, room, shape)
@@ -65,7 +65,7 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
         if shape.size < 4:
             values = extend(values, shape)[None]
         entry = Deferred(bound, columns, local.bases(g)[columns] + offsets, values)
-        g.queue.vector.append(entry)
+        g.queue.issue_vector(g, entry)
         if local.shadow is not None:
             local.shadow.depart(g, entry)
 

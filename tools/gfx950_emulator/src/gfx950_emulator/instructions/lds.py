@@ -76,7 +76,7 @@ def _write(g: Group, bound: Bound, offsets: np.ndarray, lanes: np.ndarray | None
 
 def _issue(g: Group, bound: Bound) -> None:
     if g.shadow is not None:
-        g.queue.local.append(bound)
+        g.queue.issue_local(g, bound)
 
 
 @binder(*(f"ds_read_{name}" for name in _READS))

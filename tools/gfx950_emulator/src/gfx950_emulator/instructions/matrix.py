@@ -7,14 +7,12 @@ import numpy as np
 from gfx950_emulator import mfma
 from gfx950_emulator.binding import Bound, Site, binder
 from gfx950_emulator.group import Group
-from gfx950_emulator.memory import Fault
 from gfx950_emulator.vector import U32, getter
 
 
 @binder("v_mfma")  # stands for all of them, see decode
 def _bind(site: Site) -> Bound:
-    """D = A x B + C for every wave. EXEC does not matter to the hardware; code that switches lanes off here is refused, since what
-    it means is not documented."""
+    """D = A x B + C for every wave. The hardware ignores EXEC: lanes that are off take part, and their registers are written."""
     try:
         operation = mfma.bind_mfma(site.instruction.mnemonic, dict(site.modifiers))
     except ValueError as error:
@@ -30,8 +28,6 @@ def _bind(site: Site) -> Bound:
     d0, d1, a0, a1, b0, b1, c0, c1 = (x for o in (destination, a, b, c) for x in (o.index, o.index + o.count))
 
     def run(g: Group) -> None:
-        if not g.full:
-            raise Fault("exec", "a matrix instruction with lanes switched off is not implemented")
         registers = g.registers
         addend = registers[c0:c1] if constant is None else constant
         if scale_of:

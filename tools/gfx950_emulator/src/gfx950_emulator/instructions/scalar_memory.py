@@ -36,7 +36,7 @@ def _bound(site: Site, load: Callable[[Group], None], count: int) -> Bound:
     def run(g: Group) -> None:
         load(g)
         if g.shadow is not None:
-            g.queue.local.append(bound)
+            g.queue.issue_local(g, bound)
 
     reads = site.ids(site.operands[1:])
     access = Access("scalar", "load", 4 * count, "lgkmcnt")

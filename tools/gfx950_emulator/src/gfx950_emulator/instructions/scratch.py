@@ -55,7 +55,7 @@ def _load(site: Site) -> Bound:
     row, place = data.index, _place(site, *addressing, shape.size)
 
     def run(g: Group) -> None:
-        g.queue.vector.append(bound)
+        g.queue.issue_vector(g, bound)
         at, lanes = place(g), active(g)
         columns = g.columns() if lanes is None else g.columns()[lanes]
         words = g.machine.scratch_rows(at, _dwords(at, shape.size))[:, columns]
@@ -80,7 +80,7 @@ def _store(site: Site) -> Bound:
     row, place = data.index, _place(site, vaddr, saddr, shape.size)
 
     def run(g: Group) -> None:
-        g.queue.vector.append(bound)
+        g.queue.issue_vector(g, bound)
         at, lanes = place(g), active(g)
         columns = g.columns() if lanes is None else g.columns()[lanes]
         rows = g.machine.scratch_rows(at, _dwords(at, shape.size))

@@ -194,7 +194,7 @@ def _load(site: Site) -> Bound:
     row, dwords = data.index, shape.dwords
 
     def run(g: Group) -> None:
-        g.queue.vector.append(bound)
+        g.queue.issue_vector(g, bound)
         lanes = active(g)
         if lanes is not None and not len(lanes):
             return
@@ -237,7 +237,7 @@ def _store(site: Site) -> Bound:
     row, dwords = data.index, shape.dwords
 
     def run(g: Group) -> None:
-        g.queue.vector.append(bound)
+        g.queue.issue_vector(g, bound)
         lanes = active(g)
         if lanes is not None and not len(lanes):
             return
@@ -308,7 +308,7 @@ def _atomic(site: Site) -> Bound:
     halves = bits == 32 and (swaps_if_equal or name.startswith("pk_"))
 
     def run(g: Group) -> None:
-        g.queue.vector.append(bound)
+        g.queue.issue_vector(g, bound)
         lanes = active(g)
         if lanes is not None and not len(lanes):
             return

@@ -2,6 +2,8 @@
 #include "operations.h"
 #include "lanes.h"
 
+#define U8 u32, u8
+#define S8 u32, s8
 #define U16 u32, u16
 #define S16 u32, s16
 #define U32 u32, u32

@@ -65,14 +65,13 @@
                  d[lane] = r)
             break;
         }
-        case OP_bfi: {
-            u32 *d = REG(u32, ins->d);
-            const u32 *a = REG(u32, ins->a), *b = REG(u32, ins->b), *c = REG(u32, ins->c), *e = REG(u32, ins->e);
+        case OP_bfi_32: case OP_bfi_64: {
+            const u32 *c = REG(u32, ins->c), *e = REG(u32, ins->e);
             EACH {
-                u32 at = c[lane] & 255, count = e[lane] & 255;
-                u64 mask = count > 31 ? 0xFFFFFFFFull : (1ull << count) - 1;
-                mask = at > 31 ? 0 : mask << at & 0xFFFFFFFFull;
-                d[lane] = (u32)((b[lane] & ~mask) | (at > 31 ? 0 : (u64)a[lane] << at & mask));
+                if (ins->op == OP_bfi_64)
+                    REG(u64, ins->d)[lane] = with_field(REG(u64, ins->a)[lane], REG(u64, ins->b)[lane], c[lane] & 255, e[lane] & 255, 64);
+                else
+                    REG(u32, ins->d)[lane] = (u32)with_field(REG(u32, ins->a)[lane], REG(u32, ins->b)[lane], c[lane] & 255, e[lane] & 255, 32);
             }
             break;
         }

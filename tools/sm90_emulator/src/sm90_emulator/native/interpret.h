@@ -1,6 +1,7 @@
 // Runs a warp. Lanes that stand at the same instruction go together; those that are furthest behind go first.
 #pragma once
 #include "operations.h"
+#include "lanes.h"
 #include "matrices.h"
 #include <fenv.h>
 

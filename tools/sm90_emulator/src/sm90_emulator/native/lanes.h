@@ -48,22 +48,30 @@ static inline u16 fused_bf16(u16 x, u16 y, u16 z) {
     return to_bf16(to_odd((double)bf16_float(x) * bf16_float(y) + bf16_float(z)));
 }
 
-static inline u32 field_of(u32 x, u32 at, u32 count, bool is_signed) {
-    if (!count) return 0;
-    u64 wide = is_signed ? (u64)(s64)(s32)x : x;
-    if (at > 31) return is_signed && x >> 31 ? FULL : 0;
-    u64 field = wide >> at;
-    if (count > 31) return (u32)field;
-    u32 cut = (u32)field & ((1u << count) - 1);
-    u32 last = at + count - 1 > 31 ? 31 : at + count - 1;
-    return is_signed && x >> last & 1 ? cut | ~((1u << count) - 1) : cut;
+// `count` bits of the lowest `width` of x, from bit `at` on; those that x does not have are its sign or 0.
+static inline u64 field_of(u64 x, u32 at, u32 count, u32 width, bool is_signed) {
+    if (!count || (at >= width && !is_signed)) return 0;
+    if (at >= width) at = width - 1;
+    if (count > width - at) count = width - at;
+    x <<= 64 - at - count;
+    return is_signed ? (u64)((s64)x >> (64 - count)) : x >> (64 - count);
 }
 
-static inline u32 reversed(u32 x) {
-    u32 y = 0;
-    for (int i = 0; i < 32; i++) y |= (x >> i & 1) << (31 - i);
+// y with `count` bits of x in place of its own from bit `at` on.
+static inline u64 with_field(u64 x, u64 y, u32 at, u32 count, u32 width) {
+    if (!count || at >= width) return y;
+    if (count > width - at) count = width - at;
+    u64 mask = ~0ull >> (64 - count) << at;
+    return (y & ~mask) | (x << at & mask);
+}
+
+static inline u64 reversed(u64 x) {
+    u64 y = 0;
+    for (int i = 0; i < 64; i++) y |= (x >> i & 1) << (63 - i);
     return y;
 }
+
+static inline u32 highest(u64 x) { return x ? 63 - (u32)__builtin_clzll(x) : FULL; }
 
 static inline u32 permuted(u32 x, u32 y, u32 choice) {
     u64 bytes = (u64)y << 32 | x;
@@ -77,21 +85,13 @@ static inline u32 permuted(u32 x, u32 y, u32 choice) {
     return out;
 }
 
-static inline u32 dot_u8(u32 x, u32 y, u32 z) {
-    for (int i = 0; i < 32; i += 8) z += (x >> i & 255) * (y >> i & 255);
+static inline u32 dot(u32 x, u32 y, u32 z, bool signed_x, bool signed_y) {
+    for (int i = 0; i < 32; i += 8) z += (u32)((signed_x ? (s8)(x >> i) : (u8)(x >> i)) * (signed_y ? (s8)(y >> i) : (u8)(y >> i)));
     return z;
 }
 
-static inline u32 dot_s8(u32 x, u32 y, u32 z) {
-    for (int i = 0; i < 32; i += 8) z += (u32)((s32)(s8)(x >> i) * (s8)(y >> i));
-    return z;
+static inline u64 clamped(__int128 x, s64 more) {
+    int bits = (int)(more & 255);
+    __int128 least = more >> 8 ? -((__int128)1 << (bits - 1)) : 0, most = least + ((__int128)1 << bits) - 1;
+    return (u64)(x < least ? least : x > most ? most : x);
 }
-
-static inline u32 to_s32(double x) {
-    return x != x ? 0 : x <= -2147483648.0 ? 0x80000000u : x >= 2147483647.0 ? 0x7FFFFFFFu : (u32)(s32)x;
-}
-static inline u32 to_u32(double x) { return !(x > 0) ? 0 : x >= 4294967295.0 ? FULL : (u32)x; }
-static inline u64 to_s64(double x) {
-    return x != x ? 0x8000000000000000ull : x <= -9223372036854775808.0 ? 1ull << 63 : x >= 9223372036854775808.0 ? ~0ull >> 1 : (u64)(s64)x;
-}
-static inline u64 to_u64(double x) { return !(x > 0) ? 0 : x >= 18446744073709551616.0 ? ~0ull : (u64)x; }

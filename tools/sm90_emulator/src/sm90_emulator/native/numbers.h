@@ -34,14 +34,6 @@ static inline u16 to_bf16(float x) {
     return x != x ? 0x7FFF : (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-static inline u16 to_bf16_towards_zero(float x) { return x != x ? 0x7FFF : (u16)(bits_of(x) >> 16); }
-
-static inline u16 to_half_towards_zero(float x) {
-    u16 bits = to_half(x);
-    float back = half_float(bits);
-    return x == x && fabsf(back) > fabsf(x) ? (u16)(bits - 1) : bits;
-}
-
 // A float32 that rounds to any narrower format as the double does: the last bit is set where the conversion is inexact.
 static inline float to_odd(double x) {
     float near = (float)x;
@@ -88,4 +80,63 @@ static inline float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copys
 static inline u32 to_tf32(float x) {  // ties away from zero
     u32 bits = bits_of(x);
     return (bits & 0x7F800000) == 0x7F800000 ? bits : (bits + 0x1000) & ~0x1FFFu;
+}
+
+// How a conversion rounds. SPECIAL is added where a float saturates at the largest finite number, and where NaN becomes the integer
+// whose sign bit alone is set, not 0.
+enum { NEAREST, TOWARDS_ZERO, DOWN, UP, AWAY_FROM_ZERO, TO_ODD, SPECIAL = 8 };
+
+static inline double whole(double x, s64 rounding) {
+    switch (rounding & 7) {
+    case NEAREST: return rint(x);
+    case TOWARDS_ZERO: return trunc(x);
+    case DOWN: return floor(x);
+    case UP: return ceil(x);
+    default: return round(x);  // ties away from zero
+    }
+}
+
+// The bits of a float with so many bits of fraction and exponent.
+static inline u32 narrowed(double x, int fraction, int exponent, s64 rounding) {
+    u32 infinity = ((1u << exponent) - 1) << fraction, sign = (u32)(signbit(x) != 0) << (fraction + exponent);
+    if (x != x) return infinity | ((1u << fraction) - 1);
+    u32 code = infinity;
+    if (!isinf(x)) {
+        int bias = (1 << (exponent - 1)) - 1, above;
+        frexp(x, &above);  // |x| < 2^above
+        int field = x != 0 && above - 1 > 1 - bias ? above - 1 + bias : 1;
+        double steps = fabs(whole(ldexp(x, fraction + bias - field), rounding));
+        code = field - 1 >= 1 << exponent ? infinity : ((u32)(field - 1) << fraction) + (u32)steps;
+        bool back = (rounding & 7) == TOWARDS_ZERO || (rounding & 7) == (sign ? UP : DOWN);
+        if (code >= infinity) code = infinity - back;
+    }
+    return sign | (code == infinity && rounding & SPECIAL ? infinity - 1 : code);
+}
+
+static inline double of_integer(__int128 x, s64 rounding) {
+    double near = (double)x;
+    __int128 over = (__int128)near - x;
+    if (!over || rounding == NEAREST) return near;
+    if (rounding == UP) return over < 0 ? nextafter(near, INFINITY) : near;
+    if (rounding == DOWN) return over > 0 ? nextafter(near, -INFINITY) : near;
+    if ((over > 0) == (x > 0)) near = nextafter(near, 0);
+    if (rounding != TO_ODD) return near;
+    u64 bits;
+    memcpy(&bits, &near, 8);
+    bits |= 1;
+    memcpy(&near, &bits, 8);
+    return near;
+}
+
+static inline s64 to_signed(double x, int bits, s64 rounding) {
+    s64 most = (s64)(~0ull >> (65 - bits));
+    if (x != x) return rounding & SPECIAL ? -most - 1 : 0;
+    x = whole(x, rounding);
+    return x >= ldexp(1, bits - 1) ? most : x <= -ldexp(1, bits - 1) ? -most - 1 : (s64)x;
+}
+
+static inline u64 to_unsigned(double x, int bits, s64 rounding) {
+    if (x != x) return rounding & SPECIAL ? 1ull << (bits - 1) : 0;
+    x = whole(x, rounding);
+    return x <= 0 ? 0 : x >= ldexp(1, bits) ? ~0ull >> (64 - bits) : (u64)x;
 }

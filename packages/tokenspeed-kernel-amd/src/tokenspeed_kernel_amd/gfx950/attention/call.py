@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows, rows_to_write
+from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
+from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
 # What the kernels of the three operators with a paged cache have in common. Caches may be fp8; queries may not.
@@ -18,6 +19,8 @@ PAGED_SIGNATURES = frozenset(
     for q in (torch.bfloat16, torch.float16)
     for cache in (q, torch.float8_e4m3fn)
 )
+# Operands that would be copied whole.
+CACHES = ("k_cache", "v_cache")
 PAGED_TRAITS = {
     "head_dim": {64, 128},
     "v_head_dim": {64, 128},
@@ -55,7 +58,8 @@ class Operands(NamedTuple):
         batch: how many sequences there are.
         max_seqlen_k: an upper bound of a sequence's tokens in the cache.
         table_stride: elements from one row of the page table to the next.
-        k_token, v_token: elements from one slot of a page to the next.
+        k_token_vectors, v_token_vectors: vectors of 16 bytes from one slot of a page to the next. Triton infers from an argument
+            only whether it is a multiple of 16; a count of elements that is a multiple of 8 would prove no alignment of a row.
         scale, cap: see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, or None.
         out, lse: what is written; lse may be None.
@@ -70,8 +74,8 @@ class Operands(NamedTuple):
     batch: int
     max_seqlen_k: int
     table_stride: int
-    k_token: int
-    v_token: int
+    k_token_vectors: int
+    v_token_vectors: int
     scale: float
     cap: float
     k_scale: Tensor | None
@@ -202,6 +206,7 @@ class Call:
         return 1 if self.batch == 1 else min(1024, max(64, 1 << (self.batch - 1).bit_length()))
 
     def operands(self) -> Operands:
+        vector = ROW_BYTES // self.k_cache.element_size()
         return Operands(
             cu_seqlens_q=self.cu_seqlens_q,
             cache_seqlens=self.cache_seqlens,
@@ -212,8 +217,8 @@ class Call:
             batch=self.batch,
             max_seqlen_k=self.max_seqlen_k,
             table_stride=self.page_table.stride(0),
-            k_token=self.k_cache.stride(1),
-            v_token=self.v_cache.stride(1),
+            k_token_vectors=self.k_cache.stride(1) // vector,
+            v_token_vectors=self.v_cache.stride(1) // vector,
             scale=self.scale,
             cap=self.cap,
             k_scale=self.k_scale,
@@ -275,10 +280,10 @@ def called(
     tokens, heads, head_dim = q.shape
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     return Call(
-        q=aligned_rows(q),
+        q=aligned(q),
         cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-        k_cache=aligned_rows(k_cache),
-        v_cache=aligned_rows(v_cache),
+        k_cache=aligned_cache(k_cache, CACHES[0]),
+        v_cache=aligned_cache(v_cache, CACHES[1]),
         page_table=rows(page_table),
         cache_seqlens=cache_seqlens.contiguous(),
         max_seqlen_q=min(max_seqlen_q, tokens),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
+from tokenspeed_kernel_amd.gfx950.attention.call import CACHES, PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -58,6 +58,7 @@ class Slots(NamedTuple):
     capability=GLUON_CDNA4,
     signatures=PAGED_SIGNATURES,
     traits={**PAGED_TRAITS, "is_causal": any},
+    aligned_caches=CACHES,
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )

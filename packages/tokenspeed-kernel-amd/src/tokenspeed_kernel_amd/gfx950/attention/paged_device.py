@@ -50,14 +50,15 @@ from tokenspeed_kernel_amd.gfx950.common.tiles_device import load_queries, rows_
 def open_cache(operands, shape, strides, variant, layouts: gl.constexpr, tile_shape, sequence, kv_head, length):
     """The cache of one sequence and key head, with newly allocated LDS."""
     stored: gl.constexpr = operands.k_cache.dtype.element_ty
-    v_token = operands.v_token
+    vector: gl.constexpr = 128 // stored.primitive_bitwidth
+    k_token, v_token = operands.k_token_vectors * vector, operands.v_token_vectors * vector
     if variant.same_strides:
-        v_token = operands.k_token
+        v_token = k_token
     return PagedCache(
         PagedRows(
             operands.k_cache + kv_head * strides.k_head,
             strides.k_page,
-            operands.k_token,
+            k_token,
             gl.allocate_shared_memory(stored, [tile_shape.stages, tile_shape.block_n, shape.head_dim], layouts.keys),
             layouts.key_copy,
         ),

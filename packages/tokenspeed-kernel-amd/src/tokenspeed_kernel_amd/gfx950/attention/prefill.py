@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
-from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows_to_write
+from tokenspeed_kernel_amd._rows import deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.attention.call import score_scaling
+from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -175,7 +176,7 @@ def mha_prefill(
     if tokens == 0:
         result = deliver(result, out)
         return result if lse is None else (result, lse)
-    q, k, v, cu_seqlens = aligned_rows(q), aligned_rows(k), aligned_rows(v), cu_seqlens.contiguous()
+    q, k, v, cu_seqlens = aligned(q), aligned(k), aligned(v), cu_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     config = _config(head_dim, v_head_dim)

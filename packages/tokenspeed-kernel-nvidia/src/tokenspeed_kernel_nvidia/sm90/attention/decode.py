@@ -37,7 +37,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     every_config,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_at, scales_of_scores, sinks_at
+from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
@@ -200,6 +200,7 @@ def _register(
             logit_cap=any,
             scaled=any,
         ),
+        aligned_caches=CACHES,
         priority=priority,
         tags={"determinism"},
     )(mha_decode_with_kvcache)

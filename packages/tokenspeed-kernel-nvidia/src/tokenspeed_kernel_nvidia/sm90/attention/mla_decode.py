@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
     HEADS,
@@ -40,7 +40,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
 )
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config, every_fp8_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched_on
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -119,12 +119,7 @@ def mla_decode_with_kvcache(
             kv_cache = kv_cache.view(torch.uint8)
             if q.dtype not in DTYPES:
                 q = q.view(torch.uint8)
-        rows = written
-        try:
-            launch(q, kv_cache, written, page_table, cache_seqlens, *others)
-        except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-            rows = to_write(out, written, (tokens, heads, kv_lora_rank))
-            launch(aligned(q), aligned(kv_cache), rows, page_table.contiguous(), cache_seqlens.contiguous(), *others)
+        rows = launched_on(launch, (q, kv_cache), written, (page_table, cache_seqlens), others, ("kv_cache",))
         if max_seqlen_k > ROWS:  # what is one block, nobody shares
             merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)
         if rows is not written:
@@ -148,6 +143,7 @@ register_kernel(
     capability=CUTEDSL_HOPPER,
     signatures=format_signatures(("q", "kv_cache"), "dense", DTYPES),
     traits=_TRAITS,
+    aligned_caches=("kv_cache",),
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(mla_decode_with_kvcache)
@@ -159,6 +155,7 @@ register_kernel(
     capability=CUTEDSL_HOPPER,
     signatures=LATENT_FP8,
     traits={**_TRAITS, "scaled": any},
+    aligned_caches=("kv_cache",),
     priority=Priority.SPECIALIZED,
     tags={"determinism", "fp8_weights"},
 )(mla_decode_with_kvcache)

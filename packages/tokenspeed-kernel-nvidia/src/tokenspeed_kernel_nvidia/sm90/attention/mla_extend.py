@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import (
@@ -37,7 +37,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import (
     ranks_for,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.served import FP8
-from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
+from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E, launched_on
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -117,16 +117,10 @@ def mla_extend_with_kvcache(
             kv_cache = kv_cache.view(torch.uint8)
         if q.dtype == FP8:
             q = q.view(torch.uint8)
-        rows = written
-        try:
-            launch(q, kv_cache, written, page_table, cache_seqlens, cu_seqlens_q, *others)
-        except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-            rows = to_write(out, written, (tokens, heads, kv_lora_rank))
-            cu_seqlens_q = cu_seqlens_q.contiguous()
-            numbers = page_table.contiguous(), cache_seqlens.contiguous(), cu_seqlens_q
-            launch(aligned(q), aligned(kv_cache), rows, *numbers, *others)
+        numbers = page_table, cache_seqlens, cu_seqlens_q.contiguous()
+        rows = launched_on(launch, (q, kv_cache), written, numbers, others, ("kv_cache",))
         if max_seqlen_k > ROWS:  # what is one block, nobody shares
-            merge(rows, cu_seqlens_q, workspace.memory_at, lse_at, q_len, groups)
+            merge(rows, numbers[-1], workspace.memory_at, lse_at, q_len, groups)
         if rows is not written:
             written = deliver(rows, out)
     return written if lse is None else (written, lse)
@@ -149,6 +143,7 @@ register_kernel(
     capability=CUTEDSL_HOPPER,
     signatures=format_signatures(("q", "kv_cache"), "dense", {torch.bfloat16}),
     traits=_TRAITS,
+    aligned_caches=("kv_cache",),
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(mla_extend_with_kvcache)
@@ -160,6 +155,7 @@ register_kernel(
     capability=CUTEDSL_HOPPER,
     signatures=frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_E4M3) for dtype in (torch.bfloat16, FP8)),
     traits={**_TRAITS, "scaled": any},
+    aligned_caches=("kv_cache",),
     priority=Priority.SPECIALIZED,
     tags={"determinism", "fp8_weights"},
 )(mla_extend_with_kvcache)

@@ -22,13 +22,13 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import mla_merge_program
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import PAGE_SIZES, Config, every_config
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched_on
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -80,12 +80,7 @@ def mla_sparse_with_kvcache(
         if topk_length is not None:
             topk_length = topk_length.contiguous()
         others = 0 if topk_length is None else topk_length.data_ptr(), workspace.memory_at, lse_at, groups, softmax_scale * LOG2_E
-        rows = written
-        try:
-            launch(q, kv_cache, written, indices, *others)
-        except ValueError:  # copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-            rows = to_write(out, q, (tokens, heads, kv_lora_rank))
-            launch(aligned(q), aligned(kv_cache), rows, indices.contiguous(), *others)
+        rows = launched_on(launch, (q, kv_cache), written, (indices,), others, ("kv_cache",))
         if top_k > ROWS:  # what is one block, nobody shares
             merge(rows, workspace.memory_at, lse_at, 1, groups)
         if rows is not written:
@@ -107,6 +102,7 @@ register_kernel(
         "page_size": set(PAGE_SIZES),
         "return_lse": any,
     },
+    aligned_caches=("kv_cache",),
     priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(mla_sparse_with_kvcache)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.alignment import is_aligned
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature
@@ -30,7 +31,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import deliver, is_aligned
+from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_CACHE_WIDTHS, FP8_TILES, Config, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import (
@@ -44,7 +45,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.served import (
     RAGGED_FP8,
     traits,
 )
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_at, scales_of_scores, sinks_at
+from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -230,6 +231,7 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
                 capability=CUTEDSL_HOPPER,
                 signatures=_formats,
                 traits=traits(*_widths, **_traits),
+                aligned_caches=CACHES if _launcher is mha_extend_with_kvcache else (),
                 priority=Priority.SPECIALIZED - _capped,
                 tags={"determinism", *(("fp8_weights",) if _formats & _ALL_FP8 else ())},
             )(_launcher)
@@ -245,6 +247,7 @@ for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
         capability=CUTEDSL_HOPPER,
         signatures=PAGED_FP8,
         traits=traits(_k_dim, _v_dim, page_size=set(PAGE_SIZES), is_causal={True}, sliding_window=any, scaled=any),
+        aligned_caches=CACHES,
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(mha_extend_with_kvcache)
@@ -277,6 +280,7 @@ for _head_dim in HEAD_DIMS:
             capability=CUTEDSL_HOPPER,
             signatures=PAGED | PAGED_ALL_FP8 | PAGED_FP8,
             traits=traits(_head_dim, **_paged, **_seen),
+            aligned_caches=CACHES,
             priority=_priority,
             tags={"determinism", "fp8_weights"},
         )(mha_extend_with_kvcache)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import (
     HEAD_DIMS,

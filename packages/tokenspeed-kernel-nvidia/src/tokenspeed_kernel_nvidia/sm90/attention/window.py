@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, SHORT, Config, every_config, has_short
-from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, launched, scales_of_scores, sinks_at
+from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_of_scores, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -182,6 +182,7 @@ for _head_dim in HEAD_DIMS:
         capability=CUTEDSL_HOPPER,
         signatures=PAGED,
         traits={**_windowed, "page_size": set(PAGE_SIZES), "is_causal": {True}},
+        aligned_caches=CACHES,
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(mha_extend_with_kvcache)

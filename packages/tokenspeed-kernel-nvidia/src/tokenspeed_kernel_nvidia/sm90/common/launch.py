@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_base.alignment import aligned, aligned_cache
+from tokenspeed_kernel_nvidia._rows import deliver, to_write
 
 # Of q, keys, values and the output, as configurations have them.
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # How device code tells dtypes of sinks and biases apart; 0 is none.
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
+# Operands of attention to a paged cache that would be copied whole.
+CACHES = ("k_cache", "v_cache")
 
 
 def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
@@ -73,11 +77,41 @@ def launched(
         written = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         written = q.new_empty(*q.shape[:-1], width)
+    caches = CACHES if k.dim() == 4 else ()
+    return deliver(launched_on(program, (q, k, v), written, numbers, others, caches), out)
+
+
+def launched_on(
+    program: Callable[..., Any],
+    read: tuple[Tensor, ...],
+    written: Tensor,
+    numbers: tuple[Tensor | None, ...],
+    others: tuple[Any, ...],
+    caches: tuple[str, ...],
+) -> Tensor:
+    """Launches a program on tensors as they are, or on copies where bulk copies could not read or write them.
+
+    Args:
+        program: takes ``read``, ``written``, ``numbers`` and ``others``, and raises ValueError where it refuses them.
+        read: the operands.
+        caches: the names of the last operands, as far as they are caches.
+
+    Returns:
+        What was written: ``written``, or other memory for `deliver`.
+
+    Raises:
+        ValueError: the program refuses tensors that need no copy.
+    """
+    given = (*read, written, *numbers)
     try:
-        program(q, k, v, written, *numbers, *others)
+        program(*given, *others)
+        return written
     except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-        rows = to_write(out, q, (*q.shape[:-1], width))
-        close = [None if x is None else x.contiguous() for x in numbers]
-        program(aligned(q), aligned(k), aligned(v), rows, *close, *others)
-        return deliver(rows, out)
-    return written
+        plain = len(read) - len(caches)
+        operands = map(aligned, read[:plain]), map(aligned_cache, read[plain:], caches)
+        rows = to_write(written, written, written.shape)
+        taken = *itertools.chain(*operands), rows, *(None if x is None else x.contiguous() for x in numbers)
+        if all(one is other for one, other in zip(taken, given, strict=True)):
+            raise
+    program(*taken, *others)
+    return rows

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tokenspeed_kernel_base.alignment import aligned
 from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format, nvfp4_format
@@ -30,7 +31,6 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import clusters_at_once
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (

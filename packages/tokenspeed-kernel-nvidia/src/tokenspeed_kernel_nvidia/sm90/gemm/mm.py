@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.alignment import aligned, is_aligned
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, dtype_name, format_signature
@@ -37,7 +38,6 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, is_aligned
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
