@@ -29,6 +29,7 @@ Weights are a dataclass of tensors with an attribute ``layout``, for which funct
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -48,6 +49,10 @@ CANONICAL = "canonical"
 UNDECIDED = "undecided"
 
 W = TypeVar("W")
+
+
+class ReferenceWarning(UserWarning):
+    """A plan for a GPU is for its operator's reference, because no kernel serves it there."""
 
 
 def wanted_layout(spec: KernelSpec, trait: str) -> str:
@@ -97,6 +102,29 @@ def consider_layouts(
 
 def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
+
+
+def warn_of_reference(called: str, explanation: Explanation) -> None:
+    """Warns of a selection for a GPU that falls back to the reference, unless that was asked for by name.
+
+    Args:
+        called: the function that plans.
+        explanation: the selection; something was chosen.
+
+    Warns:
+        ReferenceWarning: see above. Python shows the same text once.
+    """
+    request, chosen = explanation.request, explanation.chosen
+    asked = explanation.override is not None or request.solution is not None
+    accepted = sum(verdict.accepted for verdict in explanation.verdicts)
+    if chosen is None or not chosen.is_reference or request.platform.is_cpu or asked or accepted > 1:
+        return
+    rejected = [verdict for verdict in explanation.verdicts if not verdict.accepted]
+    nearest = next((verdict for verdict in rejected if verdict.gate == "traits"), rejected[0] if rejected else None)
+    why = f"; {nearest.spec.name} is not eligible: {nearest.reason}" if nearest else ""
+    warnings.warn(
+        f"{called}: no kernel for {request.platform} serves this; {chosen.name} will, slowly{why}", ReferenceWarning, stacklevel=5
+    )
 
 
 def check_fields(check: Checker, plan: Any, names: Iterable[str], kind: type, prefix: str = "") -> None:

@@ -13,6 +13,7 @@ from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_topk
 from tokenspeed_kernel.workbench.numerics.compare import compare_tensors
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.platform import named_platform
 
 DEVICE = default_device()
 ODD_VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, 1e-30, -1e30]
@@ -191,6 +192,26 @@ def test_strides() -> None:
     _apply_agrees(layer, returned)
     assert bool((out[:, 4::2] == 7.0).all())
     assert bool((out[:, :5] == 7.0).all())
+
+
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("platform", ["sm_90", "sm_100", "gfx942"])
+def test_static_activations_are_served_on_gpus(weight_format: str, platform: str) -> None:
+    options: dict[str, Any] = {"activation_dtype": "fp8_static", "weight_format": weight_format}
+    assert moe_plan(8, 2, 128, 128, platform=named_platform(platform), **options).kernel.startswith("triton_moe_apply")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_static_activations_saturate(dtype: torch.dtype) -> None:
+    layer = _layer(3, 4, 2, 48, 40, dtype)
+    layer["x"][1, :5] = torch.tensor([1e3, -1e3, 1e-6, 2.0, -2.0])
+    scales = torch.tensor([0.01, 0.0025], device=DEVICE)  # up to 4.48, and up to 1.12: some of what lies between is more
+    layer["weights"] = replace(layer["weights"], w13_input_scale=scales[:1], w2_input_scale=scales[1:])
+    layer["plan"] = replace(layer["plan"], activation_dtype="fp8_static")
+    _apply_agrees(layer)
+    layer["x"][2, 0] = torch.nan
+    got = moe_apply(**layer, override="triton_moe_apply")
+    assert got.isnan().any(1).tolist() == [False, False, True]
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are captured on a GPU")

@@ -321,6 +321,10 @@ def _() -> list[Case]:
         Case("mxfp4 in all", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", activation_dtype="mxfp4", **_GPT_OSS)),
         Case("fp8 blocks, blocks cut short", _inputs(6, 4, 2, 192, 136, weight_format="fp8_block")),
         Case("fp8 blocks, fp8 activations", _inputs(6, 4, 2, 128, 256, weight_format="fp8_block", activation_dtype="fp8")),
+        Case(
+            "fp8 blocks, static fp8 activations",
+            _inputs(6, 4, 2, 160, 96, weight_format="fp8_block", activation_dtype="fp8_static"),
+        ),
         Case("fp8 blocks, gpt-oss options", _inputs(9, 4, 2, 160, 160, weight_format="fp8_block", **_GPT_OSS)),
         Case("fp8 blocks, float16", _inputs(5, 4, 2, 256, 128, weight_format="fp8_block", dtype=torch.float16)),
         Case("mxfp4, float16", _inputs(9, 4, 2, 96, 64, weight_format="mxfp4", dtype=torch.float16)),

@@ -52,6 +52,8 @@ def moe_plan(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         NoKernelFoundError: no kernel does this here; the message has each with its reason.
+    Warns:
+        ReferenceWarning: no kernel but the reference serves this on a GPU.
 
     Example:
         >>> import torch

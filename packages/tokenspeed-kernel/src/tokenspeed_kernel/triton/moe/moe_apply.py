@@ -203,6 +203,7 @@ _BLOCKS_FP8_DECODED = {**_BLOCKS, "sm_90": _LARGE_MEMORY_FP8_DECODED}
         "swiglu_limit": any,
         "swiglu_alpha_beta": any,
         "fp8_activations": any,
+        "static_fp8_activations": any,
         "mxfp4_activations": any,
         "weight_layout": "canonical",
     },
@@ -221,12 +222,15 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     schedule = block_schedule(topk_ids, plan.num_experts, blocks.rows + blocks.extra)
 
     pairs = tokens * plan.top_k
-    rows, row_scale = _rounded(x, plan, formats, None)
+    rows, row_scale = _rounded(x, plan, formats, getattr(weights, "w13_input_scale", None), None)
     # Rounded to 16 bits first, one in twenty e4m3 codes would come out as its neighbour.
-    between_dtype = {"none": x.dtype, "fp8": torch.float32, "mxfp4": formats.carrier}[plan.activation_dtype]
+    between_dtype = {"none": x.dtype, "mxfp4": formats.carrier}.get(plan.activation_dtype, torch.float32)
     between = x.new_empty(pairs, plan.intermediate_size, dtype=between_dtype)
     _project(rows, row_scale, weights, "w13", between, schedule, plan, formats, blocks, blocks.first)
-    rows, row_scale = (between, None) if plan.activation_dtype == "mxfp4" else _rounded(between, plan, formats, schedule)
+    if plan.activation_dtype == "mxfp4":
+        rows, row_scale = between, None
+    else:
+        rows, row_scale = _rounded(between, plan, formats, getattr(weights, "w2_input_scale", None), schedule)
     slots = x.new_empty(pairs, hidden)
     _project(rows, row_scale, weights, "w2", slots, schedule, plan, formats, blocks, blocks.second)
     combine(slots[None], topk_weights, topk_ids, plan.num_experts, out)
@@ -259,7 +263,7 @@ class _Formats(NamedTuple):
         }[plan.weight_format]
         if plan.dtype == torch.float32:
             return _Formats(weight, torch.float32, "ieee", torch.float32)
-        if weight == "fp8" and plan.activation_dtype == "fp8":
+        if weight == "fp8" and plan.activation_dtype in ("fp8", "fp8_static"):
             return _Formats(weight, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
         # mxfp4 has bfloat16's range and two bits; e4m3 fits both 16-bit formats.
         wants_range = plan.activation_dtype == "mxfp4" or plan.weight_format == "mxfp4"
@@ -294,8 +298,11 @@ def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
     return tile
 
 
-def _rounded(x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedule | None) -> tuple[Tensor, Tensor | None]:
-    """x as the products take it, with its scales. ``schedule``: x has only as many rows as that says."""
+def _rounded(
+    x: Tensor, plan: MoEPlan, formats: _Formats, static_scale: Tensor | None, schedule: BlockSchedule | None
+) -> tuple[Tensor, Tensor | None]:
+    """x as the GEMM takes it, with its row scales. ``static_scale``: the scale of all rows, if the plan's activations are static.
+    ``schedule``: x has only as many rows as that says."""
     if plan.activation_dtype == "none":
         return x, None
     rows, columns = x.shape
@@ -312,8 +319,10 @@ def _rounded(x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedul
         *x.stride(),
         rounded,
         scale,
+        static_scale,
         scale if schedule is None else schedule.expert_start[-1:],
         columns,
+        GIVEN=static_scale is not None,
         COUNTED=schedule is not None,
         NATIVE=formats.carrier == torch.float8_e4m3fn,
         BLOCK=min(4096, next_power_of_2(columns)),
