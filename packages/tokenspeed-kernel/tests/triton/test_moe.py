@@ -34,10 +34,19 @@ def test_odd_values_rank_as_the_reference_ranks_them(dtype: torch.dtype, groups:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, len(ODD_VALUES), (64, 12), generator=generator)
     logits = torch.tensor(ODD_VALUES)[chosen].to(dtype).to(DEVICE)
-    for renormalize, scoring in itertools.product((True, False), ("softmax", "sigmoid")):
+    for renormalize, scoring in itertools.product((True, False), ("softmax", "sigmoid", "sqrtsoftplus")):
         _topk_agrees(
             logits, top_k=5, scoring=scoring, renormalize=renormalize, num_groups=groups, top_groups=2 if groups > 1 else 1
         )
+
+
+def test_scores_of_logits_of_all_sizes() -> None:
+    """The square root of softplus is a series below 0 and the logit above; both must be exact to the last bits but one."""
+    logits = torch.cat([torch.linspace(-90, 90, 4001), torch.logspace(-30, 38, 2000), -torch.logspace(-30, 1.9, 2000)])
+    for scoring in ("sigmoid", "sqrtsoftplus"):
+        got, _ = moe_topk(logits[:, None].to(DEVICE), 1, scoring, renormalize=False, override="triton_moe_topk")
+        expected, _ = moe_topk(logits[:, None].double(), 1, scoring, renormalize=False, override="reference_moe_topk")
+        torch.testing.assert_close(got.cpu(), expected, rtol=3e-7, atol=1e-19)
 
 
 def test_odd_values_with_a_correction_bias() -> None:

@@ -60,7 +60,7 @@ def rmsnorm_moe_topk(
         eps: added to the mean square, > 0.
         residual: like x; added to it before the normalisation.
         router_bias: x's dtype ``[experts]``, added to the product.
-        scoring: ``"softmax"`` or ``"sigmoid"``; this and what follows as in `moe_topk`.
+        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and what follows as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
         correction_bias: any float dtype ``[experts]``, added to scores for the choice only.
         num_groups: divides experts; 1 for no groups.
