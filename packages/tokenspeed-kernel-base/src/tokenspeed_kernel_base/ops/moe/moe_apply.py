@@ -63,6 +63,11 @@ def moe_apply(
     A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring code: the
     tolerance is then that of the narrow format.
 
+    Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Numbers
+    within it are as good far from 1 as near it. Sums are in any order. With ``"fp8"`` and ``"fp8_static"`` a kernel may accumulate
+    codes, which are up to 448, times weights, and multiply by the activation's scale afterwards. Outputs may then be infinite or
+    NaN where this accumulator overflows.
+
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
         weights: `MoEWeights` or any object with its attributes, in the layout that the plan asks for: what `moe_process_weights`
