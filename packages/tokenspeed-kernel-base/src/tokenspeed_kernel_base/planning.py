@@ -200,7 +200,14 @@ class Preparation(NamedTuple):
     planned: str
     package: str | None = None
 
-    def arranged(self, weights: Any, plan: Any, cls: type[W], check_canonical: Callable[[Checker, Any, Any], None]) -> W:
+    def arranged(
+        self,
+        weights: Any,
+        plan: Any,
+        cls: type[W],
+        check_canonical: Callable[[Checker, Any, Any], None],
+        normalised: Callable[[W], W] = lambda weights: weights,
+    ) -> W:
         """Weights in the layout ``plan.weight_layout``, as a ``prepare`` hook gives them; those in it already stay as they are.
 
         Args:
@@ -209,6 +216,7 @@ class Preparation(NamedTuple):
             cls: a dataclass of tensors with an attribute ``layout``. What is for its keywords alone is kept where the kernel's
                 preprocessor leaves it out.
             check_canonical: raises unless canonical weights are what the plan says.
+            normalised: canonical weights of the one dtype that preprocessors and kernels take, where several are canonical.
 
         Raises:
             TypeError, ValueError: see above, and `preprocess`.
@@ -221,6 +229,7 @@ class Preparation(NamedTuple):
         if layout != CANONICAL:
             check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(layout))
         check_canonical(check, given, plan)
+        given = normalised(given)
         made = self.preprocess("weights", given, plan, plan.weight_layout)
         made = as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", made, cls, plan.weight_layout)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]

@@ -258,6 +258,21 @@ def test_canonical_weights_stay_as_they_are(weight_format: str, bias: bool) -> N
         assert getattr(processed, name) is getattr(given, name) is getattr(before, name)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this PyTorch has no float8_e8m0fnu")
+def test_scales_may_have_the_dtype_of_e8m0() -> None:
+    given, plan = weights_of("mxfp4"), plan_of(weight_format="mxfp4")
+    assert given.w13_weight_scale is not None
+    assert given.w2_weight_scale is not None
+    scales = {f"{name}_weight_scale": getattr(given, f"{name}_weight_scale").view(torch.float8_e8m0fnu) for name in ("w13", "w2")}
+    other = dataclasses.replace(given, **scales)
+    processed = moe_process_weights(other, plan)
+    assert processed.w13_weight_scale is not None
+    assert torch.equal(processed.w13_weight_scale, given.w13_weight_scale)
+    call = call_with(given, plan)
+    for weights in (processed, other):  # nothing has to prepare canonical weights
+        assert torch.equal(moe_apply(**{**call, "weights": weights}), moe_apply(**call))
+
+
 def test_foreign_weights_become_ours() -> None:
     given = weights_of(bias=True)
     other = SimpleNamespace(**{name: getattr(given, name) for name in ATTRIBUTES}, something_else=1)
@@ -301,7 +316,7 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     ),
     (
         TypeError,
-        "weights.w13_weight_scale must be a tensor of uint8, got float32",
+        "weights.w13_weight_scale must be a tensor of (float8_e8m0fnu or )?uint8, got float32",
         changed("mxfp4", w13_weight_scale=torch.zeros(E, 2 * I, 2)),
         {"weight_format": "mxfp4"},
     ),

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
-from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, check_canonical
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, check_canonical, with_byte_scales
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     BLOCK_FP8,
     BLOCK_MX,
@@ -129,7 +129,7 @@ def _decoded(weight: Tensor, scale: Tensor | None, expert: int, weight_format: s
         return weight[expert].to(dtype)
     if weight_format == "fp8_block":
         return decode_fp8(weight[expert], scale[expert], (BLOCK_FP8, BLOCK_FP8), dtype)
-    return decode_mxfp4(weight[expert], scale[expert], dtype)
+    return decode_mxfp4(weight[expert], scale[expert].view(torch.uint8), dtype)
 
 
 def _rounded(values: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
@@ -223,7 +223,7 @@ def _(
 @moe_apply.prepare
 def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
     check_plan(preparation.check, plan, "plan.")
-    return preparation.arranged(weights, plan, MoEWeights, check_canonical)
+    return preparation.arranged(weights, plan, MoEWeights, check_canonical, with_byte_scales)
 
 
 @moe_apply.fake

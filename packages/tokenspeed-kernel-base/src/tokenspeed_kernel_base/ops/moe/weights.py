@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
-from tokenspeed_kernel_base.ops.quantization.formats import blocks
+from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks
 from tokenspeed_kernel_base.planning import CANONICAL
 
 
@@ -27,7 +27,7 @@ class MoEWeights:
     * fp8_block: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each block of 128 x 128: w13
       ``[experts, ceil(2I/128), ceil(H/128)]`` and w2 ``[experts, ceil(H/128), ceil(I/128)]``.
     * mxfp4: weights uint8, two e2m1 codes a byte, the lower nibble first, w13 ``[experts, 2I, H/2]`` and w2 ``[experts, H, I/2]``;
-      scales uint8 (e8m0), w13 ``[experts, 2I, H/32]`` and w2 ``[experts, H, I/32]``.
+      scales e8m0 (uint8 or float8_e8m0fnu), w13 ``[experts, 2I, H/32]`` and w2 ``[experts, H, I/32]``.
 
     The rows of w13 (of its scales under mxfp4, and of its bias) are gate 0, up 0, gate 1, up 1, ... if the plan says
     ``w13_interleaved``, else all gates and then all ups. The blocks of fp8_block count the rows as they lie.
@@ -57,6 +57,17 @@ class MoEWeights:
     w2_input_scale: Tensor | None = field(default=None, kw_only=True)
 
 
+def with_byte_scales(weights: MoEWeights) -> MoEWeights:
+    """The same weights, whose e8m0 scales are uint8: what preprocessors of kernels take."""
+    return replace(
+        weights, w13_weight_scale=_byte_scales(weights.w13_weight_scale), w2_weight_scale=_byte_scales(weights.w2_weight_scale)
+    )
+
+
+def _byte_scales(scale: Tensor | None) -> Tensor | None:
+    return scale.view(torch.uint8) if scale is not None and scale.dtype in E8M0 - {torch.uint8} else scale
+
+
 def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
     """Raises ValueError or TypeError unless the weights are what the plan says, in the canonical layout."""
     check.bind("experts", plan.num_experts, "plan.num_experts")
@@ -79,7 +90,7 @@ def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
             check.tensor(f"{argument}_scale", scale, f"experts {scale_rows} {scale_columns}", torch.float32)
         else:
             check.tensor(argument, weight, f"experts {rows} {_divided(check, columns, 2)}", torch.uint8)
-            check.tensor(f"{argument}_scale", scale, f"experts {rows} {_divided(check, columns, BLOCK_MX)}", torch.uint8)
+            check.tensor(f"{argument}_scale", scale, f"experts {rows} {_divided(check, columns, BLOCK_MX)}", E8M0)
         if plan.bias and bias is None:
             check.fail(f"{argument}_bias", "a tensor, because plan.bias is True; where only one has a bias give zeros", None)
         if not plan.bias and bias is not None:

@@ -347,6 +347,8 @@ def _project(
     weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
     if formats.weight == "fp8 in bits":
         weight = weight.view(torch.uint8)
+    elif formats.weight == "mxfp4":
+        scale = scale.view(torch.uint8)  # those that nothing prepared may be float8_e8m0fnu
     features, k = (plan.intermediate_size, plan.hidden_size) if gated else (plan.hidden_size, plan.intermediate_size)
     by_rows = _descriptors(weight, gated and plan.w13_interleaved, tile) if blocks.descriptors and scale is None else None
     grid = (schedule.capacity * cdiv(features, tile.features),)
