@@ -12,7 +12,7 @@ import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding
-from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS, moe_apply
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
@@ -84,7 +84,7 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def allowed_error(layer: RandomLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-    """1.2 times the portable kernel's. It does not know static scales; results are rounded once, and some codes may be others."""
+    """1.2 times the portable kernel's. That rounds activations to the tokens' dtype before static scales make codes of them."""
     if layer.plan.activation_dtype == "fp8_static":
         return 4e-3
     return 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
@@ -109,6 +109,21 @@ def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, 
     got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
     assert torch.equal(moe_apply(x[turned], layer.prepared, weights[turned], ids[turned], layer.plan), got[turned])
     assert relative_error(got, layer.wanted(x, weights, ids)) <= 1.5e-2
+
+
+@pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
+def test_numbers_far_from_one(gfx950: torch.device, tokens_by: int, w13_by: int, w2_by: int) -> None:
+    """Tokens and weights times powers of 2: no projection's result is beyond float32, nor are the products of gates and ups."""
+    layer = RandomLayer(gfx950, 4, 2, 96, 64)
+    assert layer.given.w13_weight_scale is not None
+    assert layer.given.w2_weight_scale is not None
+    layer.given.w13_weight_scale += w13_by
+    layer.given.w2_weight_scale += w2_by
+    prepared = WEIGHTS["mxfp4"].prepare(layer.given, layer.plan)
+    x, weights, ids = layer.tokens(3)
+    x = x * 2.0**tokens_by
+    got = moe_apply(x, prepared, weights, ids, layer.plan)
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= 4e-3
 
 
 def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) -> None:

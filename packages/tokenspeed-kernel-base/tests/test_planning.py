@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tokenspeed_kernel_base.operator import get_operator, plain_function
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.planning import ReferenceWarning
+from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
@@ -101,6 +104,22 @@ def test_errors_name_the_function_that_was_called() -> None:
         moe_apply.prepare(weights_of(), {})
     with pytest.raises(TypeError, match=r"^moe_process_weights: plan must be a MoEPlan, as moe_plan makes it, got dict"):
         moe_process_weights(weights_of(), {})
+
+
+def test_a_plan_for_a_gpu_that_only_the_reference_serves_warns() -> None:
+    facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # of no kernel
+    gpu = named_platform("sm_90")
+    with pytest.warns(
+        ReferenceWarning, match=r"^moe_plan: no kernel for NVIDIA H100 .* serves this; reference_moe_apply will, slowly"
+    ):
+        moe_plan(**facts, platform=gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moe_plan(**facts, device="cpu")
+        moe_plan(**facts, platform=gpu, solution="reference")
+        moe_plan(**facts, platform=gpu, override="reference_moe_apply")
+        with kernel_override("moe", "moe_apply", "reference_moe_apply"):
+            moe_plan(**facts, platform=gpu)
 
 
 # -- weights with more than six tensors --------------------------------------------------------------------------------------------

@@ -41,6 +41,18 @@ class RandomLayer:
             scale[expert, 3, 0] -= mxfp4_weights.OCTAVES + 5
         self.prepare()
 
+    def pad_rows(self, experts: Any) -> None:
+        """Gives two rows of each of these experts blocks of zeros, some of them negative, whose scales are far from the others."""
+        for expert in experts:
+            for codes, scale in (
+                (self.given.w13_weight, self.given.w13_weight_scale),
+                (self.given.w2_weight, self.given.w2_weight_scale),
+            ):
+                assert scale is not None
+                codes[expert, 1, :16], codes[expert, 2, 16:32], codes[expert, 4] = 0, 0x80, 0
+                scale[expert, 1, 0], scale[expert, 2, 1], scale[expert, 4] = 0, 254, 0
+        self.prepare()
+
     def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         experts, exponent = self.plan.num_experts, 127 + round(torch.tensor(k**-0.5 / 3).log2().item())
         codes = self._bytes(0, 256, experts, rows, k // 2)

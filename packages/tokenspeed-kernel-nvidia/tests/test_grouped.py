@@ -226,6 +226,15 @@ def test_fp8_activations(sm90: torch.device, tokens: int, hidden: int, intermedi
         assert all(torch.equal(layer.run(*call, codes=codes), first) for _ in range(20))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_of_zeros_with_any_scale(sm90: torch.device, dtype: torch.dtype) -> None:
+    layer = RoundedLayer(sm90, 8, 2, 192, 160, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
+    layer.pad_rows(range(0, 8, 2))
+    call = layer.tokens(300)
+    for codes in (False, True):
+        assert layer.error(*call, codes=codes) <= 2e-2
+
+
 @pytest.mark.parametrize("columns", SERVED[CODES])
 @pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 79, 100, 128, 129, 144, 145, 300])
 def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> None:

@@ -52,6 +52,23 @@ def test_rounded_weights() -> None:
     assert torch.equal(layer.prepared.w2_weight, plain.w2_weight)
 
 
+def test_scales_of_zeros_make_no_expert_inexact() -> None:
+    layer = RandomLayer(CPU, 10, 2, 96, 64, activation_dtype="fp8", **GPT_OSS)
+    layer.pad_rows([0, 2, 9])
+    assert isinstance(layer.prepared, RoundedWeights)
+    assert layer.prepared.inexact == 0
+    layer.spread_scales([2])
+    assert layer.prepared.inexact_ids == (2,)
+
+
+def test_scales_beside_zeros() -> None:
+    codes = torch.full((1, 4, 48), 0x21, dtype=torch.uint8)
+    codes[0, 0, :16], codes[0, 1, 16:32], codes[0, 2], codes[0, 3, 32:] = 0, 0x88, 0x08, 0
+    scale = torch.tensor([[[0, 120, 119], [7, 250, 9], [3, 0, 200], [5, 6, 255]]], dtype=torch.uint8)
+    wanted = [[120, 120, 119], [7, 9, 9], [0, 0, 0], [5, 6, 255]]
+    assert mxfp4_layout.scales_beside_zeros(codes, scale).tolist() == [wanted]
+
+
 def test_a_card_of_many_names_some() -> None:
     layer = RandomLayer(CPU, 40, 2, 64, 32, activation_dtype="fp8")
     layer.spread_scales(range(1, 40, 2))

@@ -112,6 +112,21 @@ def test_layers(
     compare(got, layer.wanted(x, weights, ids))
 
 
+@pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
+def test_numbers_far_from_one(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
+    """Tokens and weights times powers of 2: no projection's result is beyond float32, nor are the products of gates and ups."""
+    layer = RandomLayer(CPU, 4, 2, 96, 64)
+    given = layer.given
+    assert given.w13_weight_scale is not None
+    assert given.w2_weight_scale is not None
+    given.w13_weight_scale += w13_by
+    given.w2_weight_scale += w2_by
+    layer.prepare()
+    x, weights, ids = layer.tokens(3)
+    x = x * 2.0**tokens_by
+    compare(executed(texts, layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
+
+
 def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
     """Tokens choose an expert twice, and there is room for one CTA at a time."""
     layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)

@@ -244,6 +244,8 @@ class Caller:
         Raises:
             TypeError, ValueError: an argument is wrong; the message names it.
             NoKernelFoundError: no kernel does this here; the message has each with its reason.
+        Warns:
+            ReferenceWarning: no kernel but the reference serves this on a GPU.
         """
         called = called or f"{self.op.mode}.plan"
         check = Checker(called)

@@ -398,6 +398,8 @@ class Operator(Generic[P, R]):
         Raises:
             TypeError, ValueError: a fact is wrong.
             NoKernelFoundError: nothing was chosen.
+        Warns:
+            ReferenceWarning: the plan is for the reference, on a GPU.
         """
         hook, check = self._hooks["plan"], Checker(called)
         try:
@@ -408,6 +410,7 @@ class Operator(Generic[P, R]):
         explanation = consider(plan)
         if explanation.chosen is None:
             raise NoKernelFoundError(explanation)
+        planning.warn_of_reference(called, explanation)
         return self.plan_for(plan, explanation.chosen)
 
     def plan_for(self, plan: Any, spec: KernelSpec) -> Any:

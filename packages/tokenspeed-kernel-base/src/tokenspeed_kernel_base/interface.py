@@ -61,8 +61,8 @@ class Interface:
         return [*(name for name in traits if name not in self.traits), *formats]
 
     def all_traits(self) -> dict[str, TraitKind]:
-        """The traits of a request, those that resources state included, with the values of each. The classes of resources are looked
-        for anew, because a kernel's package may bring one."""
+        """The traits of a request, those that resources state included, with the values of each. The classes of resources are
+        looked for anew, because a kernel's package may bring one."""
         stated = {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
         return {**stated, **self.traits}
 

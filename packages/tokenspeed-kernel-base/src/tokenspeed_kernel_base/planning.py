@@ -29,6 +29,7 @@ Weights are a dataclass of tensors with an attribute ``layout``, for which funct
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +47,10 @@ from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec
 UNDECIDED = "undecided"
 
 W = TypeVar("W")
+
+
+class ReferenceWarning(UserWarning):
+    """A plan for a GPU is for its operator's reference, because no kernel serves it there."""
 
 
 def wanted_layout(spec: KernelSpec, trait: str) -> str:
@@ -95,6 +100,29 @@ def consider_layouts(
 
 def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
+
+
+def warn_of_reference(called: str, explanation: Explanation) -> None:
+    """Warns of a selection for a GPU that falls back to the reference, unless that was asked for by name.
+
+    Args:
+        called: the function that plans.
+        explanation: the selection; something was chosen.
+
+    Warns:
+        ReferenceWarning: see above. Python shows the same text once.
+    """
+    request, chosen = explanation.request, explanation.chosen
+    asked = explanation.override is not None or request.solution is not None
+    accepted = sum(verdict.accepted for verdict in explanation.verdicts)
+    if chosen is None or not chosen.is_reference or request.platform.is_cpu or asked or accepted > 1:
+        return
+    rejected = [verdict for verdict in explanation.verdicts if not verdict.accepted]
+    nearest = next((verdict for verdict in rejected if verdict.gate == "traits"), rejected[0] if rejected else None)
+    why = f"; {nearest.spec.name} is not eligible: {nearest.reason}" if nearest else ""
+    warnings.warn(
+        f"{called}: no kernel for {request.platform} serves this; {chosen.name} will, slowly{why}", ReferenceWarning, stacklevel=5
+    )
 
 
 def check_fields(check: Checker, plan: Any, names: Iterable[str], kind: type, prefix: str = "") -> None:
@@ -170,7 +198,14 @@ class Preparation(NamedTuple):
     planned: str
     package: str | None = None
 
-    def arranged(self, weights: Any, plan: Any, cls: type[W], check_canonical: Callable[[Checker, Any, Any], None]) -> W:
+    def arranged(
+        self,
+        weights: Any,
+        plan: Any,
+        cls: type[W],
+        check_canonical: Callable[[Checker, Any, Any], None],
+        normalised: Callable[[W], W] = lambda weights: weights,
+    ) -> W:
         """Weights in the layout ``plan.weight_layout``, as a ``prepare`` hook gives them; those in it already stay as they are.
 
         Args:
@@ -179,6 +214,7 @@ class Preparation(NamedTuple):
             cls: a dataclass of tensors with an attribute ``layout``. What is for its keywords alone is kept where the kernel's
                 preprocessor leaves it out.
             check_canonical: raises unless canonical weights are what the plan says.
+            normalised: canonical weights of the one dtype that preprocessors and kernels take, where several are canonical.
 
         Raises:
             TypeError, ValueError: see above, and `preprocess`.
@@ -191,6 +227,7 @@ class Preparation(NamedTuple):
         if layout != CANONICAL:
             check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(layout))
         check_canonical(check, given, plan)
+        given = normalised(given)
         made = self.preprocess("weights", given, plan, plan.weight_layout)
         made = as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", made, cls, plan.weight_layout)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -216,11 +217,17 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "top_k must be int, got float 2.0", {"top_k": 2.0}),
     (TypeError, "top_k must be int, got bool True", {"top_k": True}),
     (ValueError, "hidden_size must be at least 1, got -4", {"hidden_size": -4}),
-    (ValueError, "intermediate_size must be a multiple of 32, because weight_format is mxfp4, got 40", {"weight_format": "mxfp4"}),
+    (
+        ValueError,
+        "intermediate_size must be a multiple of 32, because weight_format is mxfp4; zeros may be appended .*, got 40",
+        {"weight_format": "mxfp4"},
+    ),
     (ValueError, "intermediate_size must be a multiple of 32, because activation_dtype is mxfp4", {"activation_dtype": "mxfp4"}),
     (TypeError, "dtype must be a torch.dtype, got str 'bf16'", {"dtype": "bf16"}),
     (ValueError, "dtype must be one of .*bfloat16.*got int8", {"dtype": torch.int8}),
-    (ValueError, "weight_format must be one of 'dense', 'fp8_block', 'mxfp4', got 'nvfp4'", {"weight_format": "nvfp4"}),
+    (ValueError, "weight_format must be one of 'dense', 'fp8_channel', .*, 'nvfp4', got 'int4'", {"weight_format": "int4"}),
+    (ValueError, "intermediate_size must be a multiple of 16, because weight_format is nvfp4", {"weight_format": "nvfp4"}),
+    (ValueError, "intermediate_size must be a multiple of 32, because weight_format is mxfp8", {"weight_format": "mxfp8"}),
     (ValueError, "activation_dtype must be one of 'none', 'fp8', 'fp8_static', 'mxfp4', got None", {"activation_dtype": None}),
     (ValueError, "activation must be one of 'swiglu', got 'gelu'", {"activation": "gelu"}),
     (TypeError, "w13_interleaved must be bool, got int 1", {"w13_interleaved": 1}),
@@ -244,6 +251,29 @@ def test_wrong_plans(error: type[Exception], message: str, options: dict[str, An
         moe_plan(**{**sizes, **options})
 
 
+def test_zeros_may_be_appended_to_sizes() -> None:
+    """As the message of a plan says: to tokens, weights and biases; results get features that are zero."""
+    hidden, intermediate, call = 40, 24, call_with(None, plan_of())
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(E, 2 * intermediate, hidden), torch.randn(E, hidden, intermediate)
+    b13, b2 = torch.randn(E, 2 * intermediate), torch.randn(E, hidden)
+    x = torch.randn(3, hidden)
+
+    def padded(t: torch.Tensor, *sizes: int) -> torch.Tensor:
+        made = torch.zeros(*t.shape[: -len(sizes)], *sizes)
+        made[(..., *(slice(size) for size in t.shape[-len(sizes) :]))] = t
+        return made
+
+    results = []
+    for h, i in ((hidden, intermediate), (64, 32)):
+        halves = [padded(half, i, h) for half in w13.chunk(2, 1)], [padded(half, i) for half in b13.chunk(2, 1)]
+        weights = MoEWeights(torch.cat(halves[0], 1), None, torch.cat(halves[1], 1), padded(w2, h, i), None, padded(b2, h))
+        plan = moe_plan(E, K, h, i, dtype=torch.float32, device="cpu", bias=True, beta=1.0, limit=3.0)
+        results.append(moe_apply(**{**call, "x": padded(x, h), "weights": weights, "plan": plan}))
+    torch.testing.assert_close(results[1][:, :hidden], results[0])
+    assert not results[1][:, hidden:].any()
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +288,21 @@ def test_canonical_weights_stay_as_they_are(weight_format: str, bias: bool) -> N
     assert processed.layout == "canonical"
     for name in ATTRIBUTES:
         assert getattr(processed, name) is getattr(given, name) is getattr(before, name)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this PyTorch has no float8_e8m0fnu")
+def test_scales_may_have_the_dtype_of_e8m0() -> None:
+    given, plan = weights_of("mxfp4"), plan_of(weight_format="mxfp4")
+    assert given.w13_weight_scale is not None
+    assert given.w2_weight_scale is not None
+    scales = {f"{name}_weight_scale": getattr(given, f"{name}_weight_scale").view(torch.float8_e8m0fnu) for name in ("w13", "w2")}
+    other = dataclasses.replace(given, **scales)
+    processed = moe_process_weights(other, plan)
+    assert processed.w13_weight_scale is not None
+    assert torch.equal(processed.w13_weight_scale, given.w13_weight_scale)
+    call = call_with(given, plan)
+    for weights in (processed, other):  # nothing has to prepare canonical weights
+        assert torch.equal(moe_apply(**{**call, "weights": weights}), moe_apply(**call))
 
 
 def test_foreign_weights_become_ours() -> None:
@@ -275,6 +320,11 @@ def without(name: str) -> Any:
 
 def changed(weight_format: str = "dense", bias: bool = False, **fields: Any) -> MoEWeights:
     return dataclasses.replace(weights_of(weight_format, bias), **fields)
+
+
+def drawn(weight_format: str, **fields: Any) -> MoEWeights:
+    weights = _inputs(1, E, K, H, I, weight_format=weight_format, dtype=torch.float32)(Draw(torch.device("cpu"), 0))["weights"]
+    return dataclasses.replace(weights, **fields)
 
 
 U8, FP8 = torch.uint8, torch.float8_e4m3fn
@@ -303,7 +353,7 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     ),
     (
         TypeError,
-        "weights.w13_weight_scale must be a tensor of uint8, got float32",
+        "weights.w13_weight_scale must be a tensor of (float8_e8m0fnu or )?uint8, got float32",
         changed("mxfp4", w13_weight_scale=torch.zeros(E, 2 * I, 2)),
         {"weight_format": "mxfp4"},
     ),
@@ -318,6 +368,43 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         r"weights.w2_weight_scale must be of shape .*ceil\(hidden/128\), ceil\(intermediate/128\)\]",
         changed("fp8_block", w2_weight_scale=torch.zeros(E, H, I)),
         {"weight_format": "fp8_block"},
+    ),
+    (
+        ValueError,
+        r"weights.w13_weight_scale must be of shape \[experts, 2\*intermediate, 1\]",
+        drawn("fp8_channel", w13_weight_scale=torch.zeros(E, 2 * I)),
+        {"weight_format": "fp8_channel"},
+    ),
+    (TypeError, "weights.w13_weight must be a tensor of float8_e4m3fn", weights_of("mxfp4"), {"weight_format": "mxfp8"}),
+    (
+        TypeError,
+        "weights.w2_weight_scale must be a tensor of (float8_e8m0fnu or )?uint8, got float32",
+        drawn("mxfp8", w2_weight_scale=torch.zeros(E, H, 1)),
+        {"weight_format": "mxfp8"},
+    ),
+    (
+        TypeError,
+        "weights.w13_weight_scale must be a tensor of float8_e4m3fn, got uint8",
+        drawn("nvfp4", w13_weight_scale=torch.zeros(E, 2 * I, 4, dtype=U8)),
+        {"weight_format": "nvfp4"},
+    ),
+    (
+        ValueError,
+        "weights.w2_weight_global_scale must be a tensor, because plan.weight_format is 'nvfp4', got None",
+        drawn("nvfp4", w2_weight_global_scale=None),
+        {"weight_format": "nvfp4"},
+    ),
+    (
+        ValueError,
+        r"weights.w13_weight_global_scale must be of shape \[experts\] where experts is 4",
+        drawn("nvfp4", w13_weight_global_scale=torch.ones(1)),
+        {"weight_format": "nvfp4"},
+    ),
+    (
+        ValueError,
+        "weights.w13_weight_global_scale must be None, because plan.weight_format is 'dense'",
+        changed(w13_weight_global_scale=torch.ones(E)),
+        {},
     ),
     (ValueError, "weights.w13_weight_bias must be a tensor, because plan.bias is True", weights_of(), {"bias": True}),
     (ValueError, "weights.w13_weight_bias must be None, because plan.bias is False", weights_of(bias=True), {}),

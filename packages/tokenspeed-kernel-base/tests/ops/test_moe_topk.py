@@ -36,8 +36,10 @@ def brute_force(
         if scoring == "softmax":
             exps = [math.exp(v - max(row)) for v in row]
             scores = [e / sum(exps) for e in exps]
-        else:
+        elif scoring == "sigmoid":
             scores = [0.0 if v == -math.inf else 1 / (1 + math.exp(-v)) for v in row]
+        else:
+            scores = [math.sqrt(max(v, 0.0) + math.log1p(math.exp(-abs(v)))) for v in row]
         if correction_bias is None:
             values = row
         else:
@@ -82,7 +84,7 @@ def test_random_routing_against_brute_force(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         logits = logits.round()  # many ties
     bias = torch.randn(experts, generator=generator) * 0.5 if data.draw(st.booleans()) else None
-    scores = ("softmax", "sigmoid")
+    scores = ("softmax", "sigmoid", "sqrtsoftplus")
     compare(
         {
             # float64 logits: both sides round the same scores to float32 before they rank them.
@@ -143,6 +145,18 @@ def test_ranks_by_logits_even_where_scores_round_to_the_same() -> None:
     assert moe_topk(logits, 3)[1].tolist() == [[2, 1, 0]]
 
 
+def test_square_root_of_softplus() -> None:
+    logits = torch.tensor([[0.0, 25.0, -40.0, math.inf, -math.inf]])
+    weights, ids = moe_topk(logits, 5, "sqrtsoftplus", renormalize=False)
+    assert ids.tolist() == [[3, 1, 0, 2, 4]]
+    expected = [math.inf, 5.0, math.sqrt(math.log(2.0)), math.exp(-20.0), 0.0]
+    torch.testing.assert_close(weights, torch.tensor([expected]), rtol=1e-6, atol=0)
+    weights, _ = moe_topk(torch.tensor([[9.0, 4.0, -800.0]]), 2, "sqrtsoftplus", scaling_factor=2.5)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.0]]), rtol=2e-3, atol=0)  # as sqrt does, almost
+    weights, _ = moe_topk(torch.full((1, 3), -800.0), 2, "sqrtsoftplus")
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
 def test_chosen_experts_without_any_score_have_finite_weights() -> None:
     weights, _ = moe_topk(torch.tensor([[-200.0, -300.0]]), 2, "sigmoid")
     assert weights.tolist() == [[0.0, 0.0]]
@@ -199,7 +213,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "top_k must be from 1 to the 8 experts of logits, got 0", {"top_k": 0}),
     (ValueError, "top_k must be from 1 to the 8 experts of logits, got 9", {"top_k": 9}),
     (TypeError, "top_k must be int, got float", {"top_k": 2.0}),
-    (ValueError, "scoring must be one of 'softmax', 'sigmoid', got 'relu'", {"scoring": "relu"}),
+    (ValueError, "scoring must be one of 'softmax', 'sigmoid', 'sqrtsoftplus', got 'relu'", {"scoring": "relu"}),
     (TypeError, "renormalize must be bool", {"renormalize": 1}),
     (ValueError, "correction_bias must be of shape .* where experts is 8 in logits", {"correction_bias": torch.zeros(7)}),
     (TypeError, "correction_bias must be a tensor of", {"correction_bias": torch.zeros(8, dtype=torch.int64)}),

@@ -252,6 +252,21 @@ def test_nvfp4_blocks_that_are_strange_zero_or_tiny() -> None:
     assert (back[4] - 1).abs().max() < 0.07
 
 
+@pytest.mark.parametrize("shape", [(2, 32), (16,)])
+def test_nvfp4_of_all_zeros_by_the_recipe_is_zeros(shape: tuple[int, ...]) -> None:
+    for x in (torch.zeros(shape), -torch.zeros(shape, dtype=torch.bfloat16)):
+        global_scale = (x.abs().amax() / (448 * 6)).float()
+        packed, scale = quantize_nvfp4(x, global_scale)
+        assert not scale.view(torch.uint8).any()
+        assert not dequantize_nvfp4(packed, scale, global_scale).any()
+
+
+def test_nvfp4_with_a_global_scale_of_zero_decodes_to_zeros() -> None:
+    x = torch.tensor([[0.0] * 16, [1e-45] * 16, [3.0] * 16])  # the second is so small that the recipe's scale rounds to 0
+    packed, scale = quantize_nvfp4(x, torch.zeros(1))
+    assert not dequantize_nvfp4(packed, scale, torch.zeros(1)).any()
+
+
 def test_mx_operators_on_half_precision_equal_float32() -> None:
     x = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(3))
     for dtype in (torch.float16, torch.bfloat16):

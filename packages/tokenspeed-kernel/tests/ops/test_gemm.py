@@ -174,7 +174,7 @@ def test_bias_is_added_before_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 2880, 128), (4, 2880, 128), (33, 333, 77)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2880, 128), (4, 2880, 128), (33, 352, 77)], ids=str)
 def test_half_precision_sums_of_pytorch_are_rounded_once(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, k, n = sizes
     generator = torch.Generator().manual_seed(k)
@@ -191,9 +191,9 @@ def _chosen(function: Any, **arguments: Any) -> str:
 
 
 def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
-    a, b = torch.ones(3, 8, dtype=BF16), torch.ones(8, 4, dtype=BF16)
+    a, b = torch.ones(3, 32, dtype=BF16), torch.ones(32, 4, dtype=BF16)
     for dtype in (BF16, F16, F32, F64):
-        name = str(dtype).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.") + ("_cpu" if dtype in (BF16, F16) else "")
         assert _chosen(tk.mm, a=a.to(dtype), b=b.to(dtype)) == f"torch_mm_{name}"
         assert _chosen(tk.mm, a=a.to(dtype), b=b.to(dtype), bias=torch.ones(4, dtype=dtype)) == f"torch_mm_{name}"
         assert _chosen(tk.bmm, a=a.to(dtype)[None], b=b.to(dtype)[None]) == f"torch_bmm_{name}"
@@ -201,6 +201,24 @@ def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
     assert _chosen(tk.mm, a=a, b=b, bias=torch.ones(4)) == "reference_mm"
     assert _chosen(tk.bmm, a=a[None], b=b[None], out_dtype=F32) == "reference_bmm"
     assert "wide_bias=True is not False" in str(tk.mm.explain(a, b, bias=torch.ones(4)))
+
+
+@pytest.mark.parametrize("k", [33, 70, 80, 96])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_products_on_a_cpu_read_nothing_behind_a_row(dtype: torch.dtype, k: int) -> None:
+    """Neither gaps between rows nor the next row; AMX kernels of PyTorch multiply both by zero where k is no multiple of 32."""
+    held = torch.full((17, k + 26), math.nan, dtype=dtype)
+    a, b = held[:, :k].fill_(1.0), torch.ones(k, 200, dtype=dtype)
+    assert (tk.mm(a, b) == k).all()
+    assert (tk.bmm(a[None], b[None]) == k).all()
+    lone = torch.ones(17, k, dtype=dtype)
+    lone[8] = math.inf
+    expected = torch.where(lone[:, :1].isinf(), math.inf, float(k))
+    assert (tk.mm(lone, b) == expected).all()
+    assert (tk.bmm(lone[None], b[None]) == expected).all()
+    taken = _chosen(tk.mm, a=a, b=b)
+    assert taken.startswith("torch_mm") == (k % 32 == 0)
+    assert k % 32 == 0 or f"k={k} is not a multiple of 32" in str(tk.mm.explain(a, b))
 
 
 def test_no_two_of_the_kernels_are_of_equal_rank() -> None:
@@ -418,7 +436,11 @@ MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: tk.mm(_F8, _G8, _ONE, _u8(2, 3)), TypeError, "formats that go together"),
     (lambda: tk.mm(_F8, _B, _ONE), TypeError, "formats that go together"),
     (lambda: tk.mm(_A, _G8, None, _ONE), TypeError, "formats that go together"),
-    (lambda: tk.mm(_u8(2, 24), _u8(24, 3), _u8(2, 1), _u8(1, 3)), ValueError, "a must be such that k is a multiple of 32"),
+    (
+        lambda: tk.mm(_u8(2, 24), _u8(24, 3), _u8(2, 1), _u8(1, 3)),
+        ValueError,
+        "a must be such that k is a multiple of 32 in mxfp4; zeros may be",
+    ),
     (lambda: tk.mm(_F8, _G8, _u8(2, 3), _u8(2, 3)), ValueError, r"a_scale must be of shape \[2, 2\] \(blocks of 1x32\)"),
     (lambda: tk.mm(_F8, _G8, _u8(2, 2), _u8(3, 2)), ValueError, r"b_scale must be of shape \[2, 3\] \(blocks of 32x1\)"),
     (lambda: tk.mm(_F8, _G8, _u8(2, 1), _u8(2, 3)), TypeError, "formats that go together"),

@@ -13,6 +13,7 @@ from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_topk
 from tokenspeed_kernel.workbench.numerics.compare import compare_tensors
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.platform import named_platform
 
 DEVICE = default_device()
 ODD_VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, 1e-30, -1e30]
@@ -33,10 +34,19 @@ def test_odd_values_rank_as_the_reference_ranks_them(dtype: torch.dtype, groups:
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, len(ODD_VALUES), (64, 12), generator=generator)
     logits = torch.tensor(ODD_VALUES)[chosen].to(dtype).to(DEVICE)
-    for renormalize, scoring in itertools.product((True, False), ("softmax", "sigmoid")):
+    for renormalize, scoring in itertools.product((True, False), ("softmax", "sigmoid", "sqrtsoftplus")):
         _topk_agrees(
             logits, top_k=5, scoring=scoring, renormalize=renormalize, num_groups=groups, top_groups=2 if groups > 1 else 1
         )
+
+
+def test_scores_of_logits_of_all_sizes() -> None:
+    """The square root of softplus is a series below 0 and the logit above; both must be exact to the last bits but one."""
+    logits = torch.cat([torch.linspace(-90, 90, 4001), torch.logspace(-30, 38, 2000), -torch.logspace(-30, 1.9, 2000)])
+    for scoring in ("sigmoid", "sqrtsoftplus"):
+        got, _ = moe_topk(logits[:, None].to(DEVICE), 1, scoring, renormalize=False, override="triton_moe_topk")
+        expected, _ = moe_topk(logits[:, None].double(), 1, scoring, renormalize=False, override="reference_moe_topk")
+        torch.testing.assert_close(got.cpu(), expected, rtol=3e-7, atol=1e-19)
 
 
 def test_odd_values_with_a_correction_bias() -> None:
@@ -191,6 +201,26 @@ def test_strides() -> None:
     _apply_agrees(layer, returned)
     assert bool((out[:, 4::2] == 7.0).all())
     assert bool((out[:, :5] == 7.0).all())
+
+
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_block", "mxfp4"])
+@pytest.mark.parametrize("platform", ["sm_90", "sm_100", "gfx942"])
+def test_static_activations_are_served_on_gpus(weight_format: str, platform: str) -> None:
+    options: dict[str, Any] = {"activation_dtype": "fp8_static", "weight_format": weight_format}
+    assert moe_plan(8, 2, 128, 128, platform=named_platform(platform), **options).kernel.startswith("triton_moe_apply")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_static_activations_saturate(dtype: torch.dtype) -> None:
+    layer = _layer(3, 4, 2, 48, 40, dtype)
+    layer["x"][1, :5] = torch.tensor([1e3, -1e3, 1e-6, 2.0, -2.0])
+    scales = torch.tensor([0.01, 0.0025], device=DEVICE)  # up to 4.48, and up to 1.12: some of what lies between is more
+    layer["weights"] = replace(layer["weights"], w13_input_scale=scales[:1], w2_input_scale=scales[1:])
+    layer["plan"] = replace(layer["plan"], activation_dtype="fp8_static")
+    _apply_agrees(layer)
+    layer["x"][2, 0] = torch.nan
+    got = moe_apply(**layer, override="triton_moe_apply")
+    assert got.isnan().any(1).tolist() == [False, False, True]
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are captured on a GPU")

@@ -131,6 +131,22 @@ def test_strided_arguments() -> None:
     assert _error(out, expected) < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens_by", "w13_by", "w2_by"),
+    [(KERNEL, 80, -80, 0), ("triton_moe_apply", 80, -80, 0), ("triton_moe_apply", -80, 80, 0), ("triton_moe_apply", 0, 55, -100)],
+)
+def test_numbers_far_from_one(name: str, tokens_by: int, w13_by: int, w2_by: int) -> None:
+    """Tokens and weights times powers of 2: no projection's result is beyond float32, nor are the products of gates and ups."""
+    arguments, _ = _draw(2, 2, 2, 64, 64)
+    given = arguments["weights"]
+    given.w13_weight_scale += w13_by
+    given.w2_weight_scale += w2_by
+    arguments["x"] = arguments["x"] * 2.0**tokens_by
+    plan = tk.moe_plan(2, 2, 64, 64, device=DEVICE, weight_format="mxfp4", override=name)
+    got = tk.moe_apply(**{**arguments, "weights": tk.moe_process_weights(given, plan), "plan": plan}, override=name)
+    assert _error(got, _reference(arguments)) < 2e-2
+
+
 def test_scales_far_apart_and_nan() -> None:
     """Rows whose scales lie anywhere, and one that is NaN: its features are, no others."""
     arguments, plan = _draw(3, 2, 2, 64, 64)

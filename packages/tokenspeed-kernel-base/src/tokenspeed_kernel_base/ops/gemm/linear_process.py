@@ -48,6 +48,8 @@ def linear_plan(
     Raises:
         TypeError, ValueError: an argument is wrong, or tokens cannot be rounded so beside these weights; the message names it.
         NoKernelFoundError: no kernel does this here; the message has each with its reason.
+    Warns:
+        ReferenceWarning: no kernel but the reference serves this on a GPU.
 
     Example:
         >>> from tokenspeed_kernel import linear_plan

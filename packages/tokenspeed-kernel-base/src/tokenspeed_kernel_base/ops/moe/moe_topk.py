@@ -13,8 +13,8 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
-SCORINGS = ("softmax", "sigmoid")
-# Keeps the weights finite where all chosen sigmoids are zero; far below any sum that matters.
+SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
+# Keeps the weights finite where all chosen scores are zero; far below any sum that matters.
 _SMALLEST_SUM = 1e-20
 
 
@@ -26,6 +26,7 @@ _SMALLEST_SUM = 1e-20
         "num_experts": int,
         "top_k": int,
         "sigmoid": bool,
+        "sqrtsoftplus": bool,
         "renormalize": bool,
         "correction_bias": bool,
         "grouped": bool,
@@ -58,15 +59,16 @@ def moe_topk(
     ``top_groups`` best groups can be chosen. A group is worth its highest rank value, or with a correction bias the sum of its
     two highest; of equal groups the lower comes first (DeepSeek-AI, 2024, arXiv:2405.04434 and arXiv:2412.19437).
 
-    The bias and the groups bear on the choice only. The weight of a chosen expert is its score: the softmax over all experts, or
-    the sigmoid. With ``renormalize`` the weights of a token are divided by their sum: under softmax that is the softmax over the
-    chosen logits alone, and is computed so; under sigmoid 1e-20 is added to the sum. ``scaling_factor`` multiplies at the end.
-    All in float32 (float64 for float64 logits).
+    The bias and the groups bear on the choice only. The weight of a chosen expert is its score: the softmax over all experts, the
+    sigmoid, or ``sqrt(softplus(logit))`` with ``softplus(z) = log(1 + exp(z))``, as DeepSeek-V4 has it. With ``renormalize`` the
+    weights of a token are divided by their sum: under softmax that is the softmax over the chosen logits alone, and is computed so;
+    under the others 1e-20 is added to the sum. ``scaling_factor`` multiplies at the end. All in float32 (float64 for float64
+    logits).
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[tokens, experts]``. A NaN ranks above everything.
         top_k: experts to choose, from 1 to those that the chosen groups have.
-        scoring: ``"softmax"`` or ``"sigmoid"``.
+        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         renormalize: see above.
         correction_bias: ``[experts]``, any float dtype.
         num_groups: divides experts; 1 for no groups.
@@ -90,7 +92,7 @@ def moe_topk(
     Safe in CUDA graphs.
     """
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    scores = torch.softmax(wide, -1) if scoring == "softmax" else torch.sigmoid(wide)
+    scores = _scores(wide, scoring)
     ranked = wide if correction_bias is None else scores.float() + correction_bias.float()
     if num_groups == 1:
         ids = _best(ranked, top_k)
@@ -115,6 +117,14 @@ def moe_topk(
     return (weights * scaling_factor).float(), ids.int()
 
 
+def _scores(logits: Tensor, scoring: str) -> Tensor:
+    if scoring == "softmax":
+        return torch.softmax(logits, -1)
+    if scoring == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.logaddexp(logits, logits.new_zeros(())).sqrt()
+
+
 def _best(values: Tensor, count: int) -> Tensor:
     # topk leaves the order of equal values open; a stable sort does not. On a GPU it goes by the bits of a NaN, its sign included.
     alike = values.where(~values.isnan(), math.nan)
@@ -136,6 +146,7 @@ def _(
         "num_experts": logits.shape[-1],
         "top_k": top_k,
         "sigmoid": scoring == "sigmoid",
+        "sqrtsoftplus": scoring == "sqrtsoftplus",
         "renormalize": renormalize,
         "correction_bias": correction_bias is not None,
         "grouped": num_groups > 1,
@@ -199,6 +210,7 @@ def _not_finite(draw: Draw) -> dict[str, Any]:
 
 
 _GROUPS: dict[str, Any] = {"scoring": "sigmoid", "bias": True, "num_groups": 8, "top_groups": 4, "scaling_factor": 2.5}
+_SQRTSOFTPLUS: dict[str, Any] = {"scoring": "sqrtsoftplus", "scaling_factor": 1.5}
 
 
 @moe_topk.cases
@@ -213,6 +225,8 @@ def _() -> list[Case]:
         ),
         Case("softmax, bias, no groups", _inputs(9, 64, 6, torch.float32, bias=True)),
         Case("sigmoid, not renormalised, float16", _inputs(9, 16, 1, torch.float16, scoring="sigmoid", renormalize=False)),
+        Case("square root of softplus, bias", _inputs(9, 96, 6, torch.float32, bias=True, **_SQRTSOFTPLUS)),
+        Case("square root of softplus, not renormalised", _inputs(5, 40, 3, scoring="sqrtsoftplus", renormalize=False)),
         Case("groups of one expert", _inputs(5, 6, 2, torch.float32, bias=True, scoring="sigmoid", num_groups=6, top_groups=3)),
         Case("all 5 experts", _inputs(3, 5, 5, torch.float32)),
         Case("equal logits and groups", _ties),

@@ -59,7 +59,7 @@ def moe_topk_apply(
         weights: as for `moe_apply`: what `moe_process_weights` returns for the plan.
         plan: as `moe_plan` made it; ``plan.top_k`` experts are chosen. A kernel that serves this as a whole takes weights in the
             layout that the plan asks for.
-        scoring: ``"softmax"`` or ``"sigmoid"``; this and what follows as in `moe_topk`.
+        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and what follows as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
         correction_bias: any float dtype ``[experts]``, added to scores for the choice only.
         num_groups: divides experts; 1 for no groups.

@@ -52,6 +52,8 @@ def moe_plan(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
         NoKernelFoundError: no kernel does this here; the message has each with its reason.
+    Warns:
+        ReferenceWarning: no kernel but the reference serves this on a GPU.
 
     Example:
         >>> import torch
@@ -88,8 +90,9 @@ def moe_process_weights(weights: Any, plan: MoEPlan) -> MoEWeights:
 
     It is `moe_apply.prepare`. The kernel's ``weight_preprocessor`` does the latter: a function ``(weights: MoEWeights, plan:
     MoEPlan)`` that returns an object with the six attributes of `MoEWeights`, and must not write to the tensors that it is given;
-    an object of a class derived from `MoEWeights` and `Resource` may hold more. Scales of inputs that it lacks are added. Without a
-    preprocessor the tensors stay as they are. Weights that are in the plan's own layout already are returned as they are.
+    an object of a class derived from `MoEWeights` and `Resource` may hold more. Scales of inputs that it lacks are added. e8m0
+    scales are uint8 for it. Without a preprocessor the other tensors stay as they are. Weights that are in the plan's own layout
+    already are returned as they are.
 
     Args:
         weights: any object with the six attributes of `MoEWeights`, in the canonical layout. It is not changed.

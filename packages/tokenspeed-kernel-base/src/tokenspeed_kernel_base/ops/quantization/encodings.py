@@ -125,12 +125,14 @@ def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """float ``[..., k]`` to e2m1 codes, uint8 ``[..., k/2]``, and e4m3fn block scales ``[..., k/16]``.
 
     ``x ~= code * block_scale * global_scale``, where global_scale is float32 ``[]`` or ``[1]``. All in float32, in this order:
-    ``block_scale = e4m3fn((amax / 6) / global_scale)`` and ``code = e2m1(x / (block_scale * global_scale))``. Where the latter
-    product is 0 the codes are 0; a block that holds a NaN or an infinity has the block scale NaN and codes 0.
+    ``block_scale = e4m3fn((amax / 6) / global_scale)`` and ``code = e2m1(x / (block_scale * global_scale))``. Where ``amax / 6`` is
+    0, the block scale is 0, even if global_scale is 0. Where the step ``block_scale * global_scale`` is 0 the codes are 0. A block
+    that holds a NaN or an infinity has the block scale NaN and codes 0.
     """
     blocks = split_blocks(x.float(), BLOCK_NVFP4)
     amax = blocks.abs().amax(-1)
-    wanted = divide(amax, E2M1_MAX) / global_scale.reshape(())
+    sixth = divide(amax, E2M1_MAX)
+    wanted = torch.where(sixth == 0, 0.0, sixth / global_scale.reshape(()))
     block_scale = encode_fp8(torch.where(amax.isfinite(), wanted, torch.nan), torch.float8_e4m3fn)
     step = (block_scale.float() * global_scale.reshape(())).unsqueeze(-1)
     scaled = torch.where(step > 0, blocks / step, 0.0)

@@ -50,12 +50,13 @@ def quantize_nvfp4(
         step  = float32(scale) * global_scale
         q     = e2m1(x / step)                           # to nearest, ties to the even code, saturating at 6
 
-    where ``amax`` is the largest magnitude. Where step is 0, q is 0. A block that holds a NaN or an infinity gets the scale NaN
-    (``0x7f``) and all of q 0. Other zeros, and values that round to zero, keep their sign.
+    where ``amax`` is the largest magnitude. Where ``amax / 6`` is 0, scale is 0. Where step is 0, q is 0. A block that holds a NaN
+    or an infinity gets the scale NaN (``0x7f``) and all of q 0. Other zeros, and values that round to zero, keep their sign.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 16.
-        global_scale: float32 ``[]`` or ``[1]``. Should be positive and finite; that is not checked.
+        global_scale: float32 ``[]`` or ``[1]``. Should be finite and at least 0; that is not checked. With 0, which
+            ``max(|x|) / (448 * 6)`` is for a tensor of zeros, everything decodes to 0.
         scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
         out: receives q.
         scale_out: receives the block scales.
@@ -129,6 +130,11 @@ def _extremes(draw: Draw) -> dict[str, Any]:
     return {"x": filled, "global_scale": draw.tensor([1.0], torch.float32)}
 
 
+def _zeros(draw: Draw) -> dict[str, Any]:
+    x = draw.tensor([[0.0, -0.0] * BLOCK_NVFP4] * 3, torch.bfloat16)
+    return {"x": x, "global_scale": (x.abs().amax() / (448 * 6)).float()}
+
+
 @quantize_nvfp4.cases
 def _() -> list[Case]:
     return [
@@ -137,6 +143,7 @@ def _() -> list[Case]:
         Case("float16, three axes", _inputs(3, 5, 48, dtype=torch.float16)),
         Case("no tokens", _inputs(0, 2880)),
         Case("NaN, infinity, zero, huge, tiny and tied blocks", _extremes),
+        Case("all zeros, whose global scale is 0", _zeros),
         Case("global scale so small that block scales saturate", _inputs(4, 64, global_scale=1e-8)),
         Case("scales in tiles, two matrices", _inputs(2, 130, 48, scale_layout="128x4")),
         Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),

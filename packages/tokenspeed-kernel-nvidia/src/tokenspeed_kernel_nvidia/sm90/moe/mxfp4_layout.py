@@ -52,6 +52,7 @@ CODE_BYTES = STRIP * BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # of a strip
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
+_NAN = 255  # as a scale
 _LEAST = 64  # so that kernels can subtract from a field; nothing so much smaller than the rest of a row adds to a sum
 # Where the bits of each register's code stand, from the lowest to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
@@ -151,6 +152,25 @@ def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     largest = scale.amax(-1)
     relative = (scale.int() - largest.int().unsqueeze(-1) + _LARGEST).clamp(min=_LEAST).to(torch.uint8)
     return relative, e8m0_to_float(largest)
+
+
+def scales_beside_zeros(codes: Tensor, scale: Tensor) -> Tensor:
+    """Returns scales in which blocks of zeros have the largest scale of their row's other blocks, or 0 if there are none.
+
+    A scale of zeros has no meaning, and padding leaves any number there. NaN is kept: it makes zeros NaN, too.
+
+    Args:
+        codes: uint8 ``[experts, rows, k / 2]``.
+        scale: uint8 ``[experts, rows, k / 32]``.
+    """
+    result = torch.empty_like(scale)
+    for first in range(0, len(scale), _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        magnitudes = (codes[some] & 0x77).view(*scale[some].shape, BLOCK_MX // 2).amax(-1)
+        zeros = (magnitudes == 0) & (scale[some] != _NAN)
+        largest = scale[some].masked_fill(zeros, 0).amax(-1, keepdim=True)
+        result[some] = torch.where(zeros, largest, scale[some])
+    return result
 
 
 def scale_bytes(relative: Tensor) -> Tensor:

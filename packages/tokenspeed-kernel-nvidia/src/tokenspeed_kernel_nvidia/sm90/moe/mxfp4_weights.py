@@ -1,15 +1,16 @@
 """mxfp4 weights as a layer of experts keeps them, and whether products of bytes have them exactly.
 
 With fp8 activations weights can be float8_e5m2: a code times its scale, relative to the largest of its row. The type's exponents
-hold that exactly while a row's scales are at most `OCTAVES` powers of two apart. Experts with other rows are computed with 16-bit
-operands, which hold everything. This module decides, when weights are loaded, which experts these are. The weights' ``card`` says
-so, and calls state it as the trait ``inexact_experts``, so that a kernel that has products of bytes alone is not given them.
+hold that exactly while a row's scales are at most `OCTAVES` powers of two apart. Scales of blocks of zeros do not count. Experts
+with other rows are computed with 16-bit operands, which hold everything. This module decides, when weights are loaded, which
+experts these are. The weights' ``card`` says so, and calls state it as the trait ``inexact_experts``, so that a kernel that has
+products of bytes alone is not given them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -84,9 +85,16 @@ def exact_experts(*scales: Tensor | None) -> Tensor:
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     """Does what `mxfp4_layout.prepare_weights` does. For fp8 activations it returns `RoundedWeights`, and waits for the device."""
-    prepared = mxfp4_layout.prepare_weights(weights, plan)
     if plan.activation_dtype != "fp8":
-        return prepared
+        return mxfp4_layout.prepare_weights(weights, plan)
+    assert weights.w13_weight_scale is not None  # checked by the operator
+    assert weights.w2_weight_scale is not None
+    weights = replace(
+        weights,
+        w13_weight_scale=mxfp4_layout.scales_beside_zeros(weights.w13_weight, weights.w13_weight_scale),
+        w2_weight_scale=mxfp4_layout.scales_beside_zeros(weights.w2_weight, weights.w2_weight_scale),
+    )
+    prepared = mxfp4_layout.prepare_weights(weights, plan)
     exact = exact_experts(weights.w13_weight_scale, weights.w2_weight_scale)
     inexact = tuple(expert for expert, is_exact in enumerate(exact.tolist()) if not is_exact)
     return RoundedWeights(

@@ -159,7 +159,8 @@ class Consumers(Rows):
         call.partial.acquire(to)
         sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
-            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * factors[tile] * UNIT_FACTOR for row in range(2)])
+            # In this order: sums are about 2^60, which the factor of a row beyond 2^67 would make infinite.
+            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * UNIT_FACTOR * factors[tile] for row in range(2)])
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
             if warp == 0 and lane == 0:

@@ -29,10 +29,21 @@ def round_mxfp4(value):
 
 @triton.jit
 def round_rows_fp8_kernel(
-    x, x_row_stride, x_column_stride, q, scale, row_count, K, COUNTED: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    x_row_stride,
+    x_column_stride,
+    q,
+    scale,
+    given,
+    row_count,
+    K,
+    GIVEN: tl.constexpr,
+    COUNTED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Rows of x to e4m3 with a scale each. q is contiguous: the codes, or where the target does not know them their values.
-    ``COUNTED``: there are only as many rows as ``row_count`` says."""
+    ``GIVEN``: the scale of all rows is the number at ``given``. ``COUNTED``: there are only as many rows as ``row_count`` says."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(row_count) if COUNTED else row + 1
     if row >= count:
@@ -40,12 +51,15 @@ def round_rows_fp8_kernel(
     x += row * x_row_stride
     q += row * K
     column = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for k in range(0, K, BLOCK):
-        at = (k + column).to(tl.int64)
-        value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))  # a NaN stays one in q, and makes the row's products NaN
-    step = tl.maximum(tl.div_rn(tl.max(largest, axis=0), 448.0), _SMALLEST_NORMAL)
+    if GIVEN:
+        step = tl.load(given)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for k in range(0, K, BLOCK):
+            at = (k + column).to(tl.int64)
+            value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(value))  # a NaN stays one in q, and makes the row's products NaN
+        step = tl.maximum(tl.div_rn(tl.max(largest, axis=0), 448.0), _SMALLEST_NORMAL)
     tl.store(scale + row, step)
     for k in range(0, K, BLOCK):
         at = (k + column).to(tl.int64)

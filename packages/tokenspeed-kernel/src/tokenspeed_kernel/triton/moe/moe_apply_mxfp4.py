@@ -165,6 +165,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         "swiglu_limit": any,
         "swiglu_alpha_beta": any,
         "fp8_activations": any,
+        "static_fp8_activations": any,
         "mxfp4_activations": any,
     },
     priority=Priority.PORTABLE + 1,  # above the kernel that takes weights as they are
@@ -226,19 +227,22 @@ def moe_apply_as(
         shape = (first.split_k, pairs, 2 * plan.intermediate_size)
         gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
-    _product(first, schedules[first.columns], _rounded(x, plan), w13, gate_up, topk_ids, plan, gated=True)
+    rows = _rounded(x, plan, weights.w13_input_scale)
+    _product(first, schedules[first.columns], rows, w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
     partial = torch.float32 if second.split_k > 1 else x.dtype
     slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
-    _product(second, schedules[second.columns], _rounded(activated[0], plan), w2, slots, topk_ids, plan, gated=False)
+    rows = _rounded(activated[0], plan, weights.w2_input_scale)
+    _product(second, schedules[second.columns], rows, w2, slots, topk_ids, plan, gated=False)
     combine(slots, topk_weights, topk_ids, plan.num_experts, out)
     return out
 
 
-def _rounded(x: Tensor, plan: MoEPlan) -> tuple[Tensor, Tensor | None]:
-    """What the plan rounds an activation to, in its own dtype, and the rows' scales; 16-bit floats hold e4m3 and e2m1 exactly."""
+def _rounded(x: Tensor, plan: MoEPlan, static_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What the plan rounds an activation to, in its own dtype, and the rows' scales; 16-bit floats hold e4m3 and e2m1 exactly.
+    ``static_scale``: the scale of all rows, if the plan's activations are static."""
     if plan.activation_dtype == "none":
         return x, None
     rows, columns = x.shape
@@ -251,8 +255,9 @@ def _rounded(x: Tensor, plan: MoEPlan) -> tuple[Tensor, Tensor | None]:
         return rounded, None
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = min(4096, next_power_of_2(columns))
+    given = static_scale is not None
     rounding_device.round_rows_fp8_kernel[(rows,)](
-        x, *x.stride(), rounded, scale, scale, columns, COUNTED=False, NATIVE=False, BLOCK=block
+        x, *x.stride(), rounded, scale, static_scale, scale, columns, GIVEN=given, COUNTED=False, NATIVE=False, BLOCK=block
     )
     return rounded, scale
 

@@ -47,6 +47,7 @@ class TopkConfig(NamedTuple):
         # A token's experts lie in the registers of one program, and top_k rounds go over them.
         "num_experts": at_most(8192),
         "sigmoid": any,
+        "sqrtsoftplus": any,
         "renormalize": any,
         "correction_bias": any,
         "grouped": any,
@@ -98,7 +99,7 @@ def moe_topk(
         GROUPS_PADDED=groups_padded,
         GROUP_PADDED=group_padded,
         TOP_GROUPS=top_groups,
-        SIGMOID=scoring == "sigmoid",
+        SCORING=scoring,
         RENORMALIZE=renormalize,
         BIAS=correction_bias is not None,
         PACKED=num_groups == 1 and correction_bias is None and logits.element_size() == 2,

@@ -57,6 +57,26 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _sqrtsoftplus(x):
+    """``sqrt(log(1 + exp(x)))``, NaN for NaN. The logarithm of 1 + u is 2 artanh(u / (2 + u)), whose argument is at most 1/3."""
+    raised = _exp(-tl.abs(x))
+    ratio = tl.div_rn(raised, 2.0 + raised)
+    square = ratio * ratio
+    series = tl.full(x.shape, 1 / 17, tl.float32)
+    for term in tl.static_range(8):
+        series = tl.fma(series, square, 1 / (15 - 2 * term))
+    return tl.sqrt_rn(tl.where(x > 0.0, x, 0.0) + 2.0 * ratio * series)
+
+
+@triton.jit
+def _score(x, SCORING: tl.constexpr):
+    """The score of each logit by itself."""
+    if SCORING == "sigmoid":
+        return _sigmoid(x)
+    return _sqrtsoftplus(x)
+
+
+@triton.jit
 def _softmax(x):
     """Of each row; of one that holds a NaN all is NaN."""
     raised = _exp(x - tl.max(x, axis=1)[:, None])
@@ -145,7 +165,7 @@ def route(
     GROUPS_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -168,10 +188,10 @@ def route(
     else:
         ranked = wide
         if BIAS:
-            if SIGMOID:
-                scores = _sigmoid(wide)
-            else:
+            if SCORING == "softmax":
                 scores = _softmax(tl.where(exists, wide, float("-inf")))
+            else:
+                scores = _score(wide, SCORING)
             bias = tl.load(correction_bias + expert * bias_stride, mask=exists, other=0.0)
             ranked = scores + bias.to(tl.float32)
         keys = tl.where(exists, _key(ranked), _TAKEN)
@@ -182,8 +202,8 @@ def route(
     slot = tl.arange(0, TOP_K_PADDED)[None, :]
     wanted = real & (slot < TOP_K)
     logit = tl.load(row + chosen * logits_column, mask=wanted, other=0.0).to(tl.float32)
-    if SIGMOID:
-        weight = tl.where(slot < TOP_K, _sigmoid(logit), 0.0)
+    if SCORING != "softmax":
+        weight = tl.where(slot < TOP_K, _score(logit, SCORING), 0.0)
         if RENORMALIZE:
             total = tl.sum(weight, axis=1)[:, None] + _SMALLEST_SUM
             weight = tl.div_rn(weight, tl.broadcast_to(total, weight.shape))
@@ -220,7 +240,7 @@ def topk_kernel(
     GROUPS_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -250,7 +270,7 @@ def topk_kernel(
         GROUPS_PADDED,
         GROUP_PADDED,
         TOP_GROUPS,
-        SIGMOID,
+        SCORING,
         RENORMALIZE,
         BIAS,
         PACKED,

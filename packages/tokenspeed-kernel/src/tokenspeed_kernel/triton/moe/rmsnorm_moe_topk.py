@@ -67,8 +67,10 @@ def tile_for(tokens: int, hidden: int) -> Tile:
         "hidden": at_most(8192),
         "num_experts": at_most(1024),
         "residual": any,
+        "wide_residual": any,
         "router_bias": any,
         "sigmoid": any,
+        "sqrtsoftplus": any,
         "renormalize": any,
         "correction_bias": any,
         "grouped": any,
@@ -103,7 +105,7 @@ def rmsnorm_moe_topk(
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # Other programs read x and the residual when the first one writes their sum, so it may not lie in either.
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()
     added = x if residual is None else residual if residual.stride(1) == 1 else residual.contiguous()
@@ -153,7 +155,7 @@ def rmsnorm_moe_topk(
             GROUPS_PADDED=next_power_of_2(num_groups),
             GROUP_PADDED=next_power_of_2(experts // num_groups),
             TOP_GROUPS=top_groups,
-            SIGMOID=scoring == "sigmoid",
+            SCORING=scoring,
             RENORMALIZE=renormalize,
             BIAS=correction_bias is not None,
             PACKED=num_groups == 1 and correction_bias is None and x.element_size() == 2,

@@ -53,7 +53,7 @@ def rmsnorm_moe_topk_kernel(
     GROUPS_PADDED: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -75,7 +75,7 @@ def rmsnorm_moe_topk_kernel(
     total = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)
-        total = round_to(total.to(tl.float32) + added.to(tl.float32), total.dtype, INTERPRETED)
+        total = round_to(total.to(tl.float32) + added.to(tl.float32), added.dtype, INTERPRETED)
     scale = tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0).to(tl.float32)
     wide = total.to(tl.float32)
     normed = round_to(wide * inverse_rms(wide, hidden, eps) * scale, out.dtype.element_ty, INTERPRETED)
@@ -115,7 +115,7 @@ def rmsnorm_moe_topk_kernel(
             GROUPS_PADDED,
             GROUP_PADDED,
             TOP_GROUPS,
-            SIGMOID,
+            SCORING,
             RENORMALIZE,
             BIAS,
             PACKED,

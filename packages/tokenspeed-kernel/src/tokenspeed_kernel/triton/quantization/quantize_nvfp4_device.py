@@ -36,13 +36,16 @@ def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.const
 def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
     """The e4m3 scales (uint8) of blocks from their largest magnitudes, and what a scale stands for times the global scale."""
     if INTERPRETED or STEPS > 1:
-        wanted = tl.div_rn(tl.div_rn(amax, 6.0), global_scale)
+        sixth = tl.div_rn(amax, 6.0)
+        wanted = tl.div_rn(sixth, global_scale)
     else:
         # A sixth of a number of at most 11 bits is nowhere near the middle of two float32: one correction gives the nearest.
         sixth = amax * _SIXTH
         sixth = tl.fma(tl.fma(sixth, 6.0, -amax), -_SIXTH, sixth)
         factor, divisor, reciprocal = prepare_divisor(global_scale, INTERPRETED)
         wanted = divide_any(sixth, factor, divisor, reciprocal, INTERPRETED, 2)
+    # A block of zeros is 0 / 0 where the global scale is 0.
+    wanted = tl.where(sixth == 0.0, 0.0, wanted)
     # Neither NaN nor infinite: all comparisons with NaN are false.
     scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
     return scale, decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
