@@ -49,7 +49,7 @@ def moe_dispatch(
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, from 0 to ``num_experts - 1``; negative for a slot that no expert sees.
-        num_experts: of all ranks; a multiple of the number of ranks, the same for each.
+        num_experts: of all ranks; a multiple of the number of ranks below 2^31, the same for each.
         group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
         out: receives the tokens.
         weights_out: receives their weights.
@@ -116,8 +116,9 @@ def _(check: Checker, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_exp
     check.tensor("topk_weights", topk_weights, "tokens top_k", torch.float32)
     check.tensor("topk_ids", topk_ids, "tokens top_k", torch.int32)
     check.bind("world_size", group.world_size, "group")
-    whole = num_experts > 0 and num_experts % group.world_size == 0
-    check.require(whole, "num_experts", f"a positive multiple of {group.world_size}, the number of ranks", num_experts)
+    whole = 0 < num_experts < 1 << 31 and num_experts % group.world_size == 0
+    expected = f"a positive multiple of {group.world_size}, the number of ranks, below 2^31"
+    check.require(whole, "num_experts", expected, num_experts)
 
 
 @moe_dispatch.check_values(host=("topk_ids",))

@@ -36,7 +36,7 @@ def positions_to_slots(
     Args:
         positions: int32 ``[tokens, top_k]``, tokens sequence by sequence. May be strided.
         page_table: int32 ``[batch, max_pages]``, pages below ``2^31 / page_size``.
-        page_size: tokens of a page, at least 1.
+        page_size: tokens of a page, from 1 to ``2^31 - 1``.
         cu_seqlens_q: int32 ``[batch + 1]``, where the tokens of each sequence begin. None means that all have as many,
             ``tokens / batch``.
         out: receives the result; may be positions.
@@ -79,7 +79,7 @@ def _(page_size: int) -> dict[str, object]:
 def _(check: Checker, positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None) -> None:
     check.tensor("positions", positions, "tokens top_k", torch.int32)
     check.tensor("page_table", page_table, "batch max_pages", torch.int32)
-    check.require(page_size >= 1, "page_size", "at least 1", page_size)
+    check.require(1 <= page_size < 1 << 31, "page_size", "from 1 to 2^31 - 1", page_size)
     _checks.check_new_tokens_of(check, "positions", cu_seqlens_q)
 
 
