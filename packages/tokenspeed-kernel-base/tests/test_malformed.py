@@ -433,7 +433,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mm", {"bias": ones(5)}, V, r"bias must be of shape \[n\] where n is 4 in b, got \[5\]"),
     ("mm", {"alpha": ones(1, dtype=F32)}, V, r"alpha must be None where no operand is nvfp4, got "),
     ("mm", {"out_dtype": torch.int8}, V, r"out_dtype must be one of .*, got int8"),
-    ("mm", {"out_dtype": "bfloat16"}, T, r"out_dtype must be dtype or None, got str 'bfloat16'"),
+    ("mm", {"out_dtype": "bfloat16"}, T, r"out_dtype must be a torch.dtype or None, got str 'bfloat16'"),
     ("mm", {"a_scale": ones(1, dtype=F32)}, V, r"a_scale must be None.*, got "),
     ("bmm", {"b": ones(3, 8, 4)}, V, r"b must be of shape .* where batch is 2 in a, got \[3, 8, 4\]"),
     ("bmm", {"a": ones(3, 8)}, V, r"a must be of shape \[batch, m, k\], got a bfloat16 tensor of shape \[3, 8\]"),

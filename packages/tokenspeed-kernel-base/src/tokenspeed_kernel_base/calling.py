@@ -157,9 +157,11 @@ class Caller:
         empty = self._skip_if_empty(arguments)
         if empty is not None:
             return empty
-        if isinstance(selected.impl, Composed):
-            return selected.impl.decided(_decide_part, tuple(arguments.values()))
-        return selected.impl
+        impl = selected.impl
+        if isinstance(impl, Composed):
+            impl = impl.decided(_decide_part, tuple(arguments.values()))
+        normal = self.op.normal(arguments)
+        return dispatch.build_replacing(self.op.mode, self.op.parameters, normal)(impl, normal) if normal else impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
         """A callable that launches nothing, for a call whose every output is empty; None for any other."""

@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.parameters import (
     Parameter,
     check_types,
     kind_of,
+    on_meta,
     parse_parameters,
     resource_arguments,
     resources_given,
@@ -72,6 +73,7 @@ class Operator(Generic[P, R]):
         varying: sizes that change from call to call, the one that counts a batch's items first; all others are fixed by the model.
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
+        unlimited: integer options that may be so large that they mean no limit.
         scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
         planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
         layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
@@ -99,6 +101,7 @@ class Operator(Generic[P, R]):
         varying: Sequence[str],
         capacity: Iterable[str],
         bounds: Sequence[str],
+        unlimited: Sequence[str],
         scales: Iterable[str],
         planned: str | None,
         layout: str | None,
@@ -106,8 +109,9 @@ class Operator(Generic[P, R]):
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.composed = composed
-        self.parameters = parse_parameters(body, hints, bounds)
+        self.parameters = parse_parameters(body, hints, bounds, unlimited)
         self.names = tuple(p.name for p in self.parameters)
+        self._by_name = {p.name: p for p in self.parameters}
         self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
         self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
         self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
@@ -115,7 +119,8 @@ class Operator(Generic[P, R]):
         self._formats = tuple(formats)
         self._body_traits = {REFERENCE: dict(reference_traits), COMPOSED: dict(composed_traits)}
         self.fixed_traits = frozenset(fixed_traits)
-        unknown = {*formats, *outs, *mutates, *hints, *bounds, *self.scales}.union(in_place, *in_place.values()) - set(self.names)
+        named = {*formats, *outs, *mutates, *hints, *bounds, *unlimited, *self.scales}.union(in_place, *in_place.values())
+        unknown = named - set(self.names)
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
         if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
@@ -252,8 +257,9 @@ class Operator(Generic[P, R]):
         )
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
+        """Calls a hook, if it is declared, with the arguments that it asks for; options are as kernels are given them."""
         hook = self._hooks.get(name)
-        return None if hook is None else hook(*leading, **{n: arguments[n] for n in self._wanted[name]})
+        return None if hook is None else hook(*leading, **{n: self._by_name[n].normal(arguments[n]) for n in self._wanted[name]})
 
     def has_hook(self, name: str) -> bool:
         return name in self._hooks
@@ -272,9 +278,15 @@ class Operator(Generic[P, R]):
 
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
+    def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a call whose values kernels are given in another form, by name; see `Parameter.normal`."""
+        normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
+        return {name: value for name, value in normal.items() if value is not arguments[name]}
+
     def reference(self, *args: Any) -> Any:
         """The body, with provided outputs written to. This is what solution ``reference`` runs."""
         arguments = dict(zip(self.names, args, strict=True))
+        args = tuple({**arguments, **self.normal(arguments)}.values())
         provided = [arguments[out] for out in self.outs]
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
         body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
@@ -327,7 +339,7 @@ class Operator(Generic[P, R]):
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """The outputs of a call, described without being allocated."""
-        return lowering.as_list(self.fake_outputs(_on_meta(self.parameters, arguments)))
+        return lowering.as_list(self.fake_outputs(on_meta(self.parameters, arguments)))
 
     def request(
         self,
@@ -380,7 +392,7 @@ class Operator(Generic[P, R]):
             bound = inspect.signature(hook).bind(check, *args, **facts)
         except TypeError as error:
             raise TypeError(f"{called}: {error}") from None
-        plan = hook(*bound.args, **bound.kwargs)
+        plan = self._by_name[self.planned or ""].normal(hook(*bound.args, **bound.kwargs))
         explanation = consider(plan)
         if explanation.chosen is None:
             raise NoKernelFoundError(explanation)
@@ -576,24 +588,3 @@ def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> 
             if isinstance(inner, torch.Tensor) and not unusual_storage(inner):
                 found.append(inner)
     return any(map(stands_in, found)) or (bool(found) and all(t.is_meta for t in found))
-
-
-def _on_meta(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tensors replaced by meta tensors, so that outputs can be described without being allocated."""
-
-    def convert(value: Any) -> Any:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-    converted = dict(arguments)
-    for parameter in parameters:
-        value = arguments[parameter.name]
-        if value is None:
-            continue
-        if parameter.is_tensor:
-            converted[parameter.name] = convert(value)
-        elif parameter.kind is Kind.OBJECT:
-            assert parameter.cls is not None
-            inner = {f.attribute: f.read(value) for f in parameter.fields}
-            inner = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
-            converted[parameter.name] = parameter.cls(**inner)
-    return converted

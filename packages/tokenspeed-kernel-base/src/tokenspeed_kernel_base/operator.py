@@ -141,6 +141,7 @@ def operator(
     varying: Sequence[str] = (),
     capacity: Iterable[str] = (),
     bounds: Sequence[str] = (),
+    unlimited: Sequence[str] = (),
     scales: Iterable[str] = (),
     planned: str | None = None,
     layout: str | None = None,
@@ -168,6 +169,8 @@ def operator(
         bounds: integer parameters that bound a varying size. They vary, too, and a decision holds for all values that the ``check``
             hook allows with `Checker.bound`; it looks at them in no other way, and the hooks ``traits``, ``formats`` and ``fake``
             in none.
+        unlimited: integer parameters of which -1 means no limit, as of a window. 2^30 and more mean the same: kernels and hooks
+            are given -1 for them, so that what they compute with the option does not overflow int32.
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
         planned: the parameter that a plan is given as, for operators whose kernel is chosen before any tensor exists.
         layout: the trait, and the plan's attribute, that says in which layout what is prepared for a kernel lies.
@@ -195,6 +198,7 @@ def operator(
             varying=varying,
             capacity=capacity,
             bounds=bounds,
+            unlimited=unlimited,
             scales=scales,
             planned=planned,
             layout=layout,

@@ -24,6 +24,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),
+    unlimited=("window_left",),
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_decode_with_kvcache(
@@ -63,8 +64,8 @@ def mha_decode_with_kvcache(
             max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all. A model's "sliding window
-            128" is ``window_left=127``.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
+            "sliding window 128" is ``window_left=127``.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
         return_lse: also return the log-sum-exp.
