@@ -19,8 +19,9 @@ import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.parameters import NO_LIMIT
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
@@ -96,6 +97,26 @@ def test_late_copies_and_products(kernel: str, name: str) -> None:
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     with emulated_sm90(copies="late") as emulator:
         result = verify_case(spec, case)
+    assert result.status is Status.PASSED, result.reason
+    assert emulator.launches
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "window_left"),
+    [
+        ("cutedsl_mha_decode_with_kvcache_64", "four new tokens, sinks and lse", NO_LIMIT - 1),
+        ("cutedsl_mha_decode_with_kvcache_64", "four new tokens, sinks and lse", 2**31 - 1),
+        pytest.param("cutedsl_mha_prefill_any_window_64", "lengths known on the host", NO_LIMIT - 1, marks=pytest.mark.slow),
+        pytest.param("cutedsl_mha_extend_with_kvcache_any_window_64", "window of 150", NO_LIMIT - 1, marks=pytest.mark.slow),
+    ],
+)
+def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int) -> None:
+    """Neither the largest window that kernels are given overflows, nor the largest that a caller may state in 32 bits."""
+    spec = KernelRegistry.get().get_by_name(kernel)
+    case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
+    assert isinstance(case.make, Recipe)
+    with emulated_sm90() as emulator:
+        result = verify_case(spec, replace(case, make=case.make.vary(window_left=window_left)))
     assert result.status is Status.PASSED, result.reason
     assert emulator.launches
 
