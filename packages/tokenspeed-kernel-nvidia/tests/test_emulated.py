@@ -19,7 +19,7 @@ import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -98,6 +98,20 @@ def test_late_copies_and_products(kernel: str, name: str) -> None:
         result = verify_case(spec, case)
     assert result.status is Status.PASSED, result.reason
     assert emulator.launches
+
+
+def test_slots_out_of_range_name_nothing() -> None:
+    """The low 32 bits of some of these slots are slots of the cache."""
+    spec, case = next((spec, case) for spec, case in TAKEN if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
+
+    def make(draw: Draw) -> dict[str, Any]:
+        arguments = case.make(draw)
+        slots = draw.tensor([-(2**32) + 1, -(2**31) - 1, -(2**63), -1], torch.int64)
+        return {**arguments, "slot_mapping": slots[: len(arguments["slot_mapping"])]}
+
+    with emulated_sm90():
+        result = verify_case(spec, replace(case, make=make))
+    assert result.status is Status.PASSED, result.reason
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])

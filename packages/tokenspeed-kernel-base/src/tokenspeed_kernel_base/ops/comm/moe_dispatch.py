@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
@@ -184,8 +184,8 @@ def _() -> list[Case]:
 def _(variation: Variation, topk_ids: Tensor, num_experts: int) -> dict[str, Any]:
     if variation.want is Want.OTHER:
         return {"topk_ids": torch.where(topk_ids >= 0, num_experts - 1 - topk_ids, topk_ids)}
-    if variation.want is not Want.CAPTURED:
-        return {}
+    if variation.want is Want.UNUSED:
+        return {"topk_ids": absent_ids(topk_ids, topk_ids < 0)}
     tokens, top_k = topk_ids.shape
     return {"group": ProcessGroup.with_peer_memory(), "topk_ids": _chosen(variation.draw, tokens, top_k, num_experts, 0, 1)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.slots import (
@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     check_write,
     padding_of,
     store_slots,
+    unwritten,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -381,7 +382,7 @@ def _(
     given: dict[str, Tensor] = {}
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
         if variation.want is Want.UNUSED:
-            return {"v": poisoned(v, slot_mapping < 0)}
+            return unwritten(slot_mapping, v=v)
         if variation.want is Want.CAPTURED:
             given = captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if variation.want is not Want.CAPTURED:

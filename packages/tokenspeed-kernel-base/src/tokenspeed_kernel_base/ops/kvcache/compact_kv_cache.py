@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_paging
@@ -204,7 +204,7 @@ def _(
         return _draw_paths(draw, batch, nodes)
     if variation.want is Want.UNUSED:  # what the path does not name, but its own places, which are written to
         unnamed = torch.arange(nodes, device=path.device) >= counts.unsqueeze(1)
-        return {"path": torch.where(unnamed, 1 << 30, path)}
+        return {"path": absent_ids(path, unnamed | (path < 0) | (path >= nodes), nodes)}
     room = page_table.shape[1] * page_size
     lengths = [min(room, length) for length in variation.values("kv_lens", batch, nodes)]
     table, seqlens, held = draw_paging(draw, lengths, page_size, page_table.shape[1])

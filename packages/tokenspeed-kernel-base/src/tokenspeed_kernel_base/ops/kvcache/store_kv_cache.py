@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.slots import (
@@ -18,6 +18,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     check_write,
     padding_of,
     store_slots,
+    unwritten,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -195,7 +196,7 @@ def _(variation: Variation, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tens
     if variation.want is Want.CAPTURED:
         return captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if variation.want is Want.UNUSED:
-        return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
+        return unwritten(slot_mapping, k=k, v=v)
     return {}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
@@ -357,13 +357,13 @@ def _() -> list[Case]:
 
 @moe_apply.work
 def _(topk_ids: Tensor, plan: MoEPlan) -> dict[str, list[int]]:
-    return {"rows": topk_ids.flatten().long().add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
+    return {"rows": topk_ids.flatten().long().clamp(min=-1).add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
 
 
 @moe_apply.vary
 def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> dict[str, Any]:
     if variation.want is Want.UNUSED:
-        return {"topk_weights": poisoned(topk_weights, topk_ids < 0)}
+        return {"topk_weights": poisoned(topk_weights, topk_ids < 0), "topk_ids": absent_ids(topk_ids, topk_ids < 0)}
     if variation.want is Want.OTHER:  # what went to the last expert goes to the first
         return {"topk_ids": torch.where(topk_ids >= 0, topk_ids.max() - topk_ids, topk_ids)} if topk_ids.numel() else {}
     rows = list(variation.work.get("rows", ()))

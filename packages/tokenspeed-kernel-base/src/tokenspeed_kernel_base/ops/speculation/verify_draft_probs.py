@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.sampling.philox import uniform_of
-from tokenspeed_kernel_base.ops.speculation.trees import chain, check_drafts, draw_parents, made_paths
+from tokenspeed_kernel_base.ops.speculation.trees import absent_nodes, chain, check_drafts, draw_parents, made_paths
 from tokenspeed_kernel_base.variation import Variation, Want
 
 PROBABILITY_BITS = 40
@@ -273,9 +273,9 @@ def _() -> list[Case]:
 
 @verify_draft_probs.vary
 def _(variation: Variation, target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, parents: Tensor | None) -> Any:
-    if variation.want is Want.UNUSED:
-        return {}
     batch, nodes, vocab = target_probs.shape
+    if variation.want is Want.UNUSED:
+        return absent_nodes(draft_tokens, parents, vocab)
     tree, inner = parents is not None, draft_probs.shape[1]
     return _inputs(batch, nodes, vocab, tree, inner=inner, dtype=draft_tokens.dtype)(variation.draw)
 

@@ -106,7 +106,8 @@ def walk_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * tokens_in_stride_b + at * tokens_in_stride_n, mask=at < nodes, other=-1)
-    drafted = tl.where(drafted < vocab, drafted, -1).to(tl.int32)
+    # Before they are narrowed: the low 32 bits of an int64 that is out of range may be a token.
+    drafted = tl.where((drafted >= 0) & (drafted < vocab), drafted, -1).to(tl.int32)
     parent = load_parents(parents, sequence, parents_stride_b, parents_stride_n, nodes, NODES)
     parent = tl.where((drafted >= 0) & (parent < inner), parent, -1)
     key, position = tl.load(seed + sequence), tl.load(offset + sequence)
