@@ -168,6 +168,30 @@ def test_rows_that_need_not_be_read_may_hold_anything() -> None:
     assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_probability_that_is_not_finite_is_that_of_no_token(bad: float) -> None:
+    count = 200
+    tokens, rest = torch.ones(count, 2, dtype=torch.int64), (torch.arange(count), torch.zeros(count, dtype=torch.int64))
+    target, drafts = torch.tensor([0.0, 0.25, 0.25, 0.5]).repeat(count, 2, 1), torch.full((count, 1, 4), 0.25)
+    emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
+    assert set(emitted[:, 0].tolist()) == {1}  # it is as probable in both
+    assert (counts == 2).all()
+
+    for spoilt in (target, drafts):  # neither accepted nor drawn
+        kept = spoilt[:, :, 1].clone()
+        spoilt[:, :, 1] = bad
+        emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
+        assert (counts == 1).all()
+        assert set(emitted[:, 0].tolist()) <= {2, 3}
+        spoilt[:, :, 1] = kept
+
+    emitted, _, counts = verify_draft_probs(target, torch.full_like(drafts, math.nan), tokens, *rest)
+    assert (counts == 1).all()
+    assert set(emitted[:, 0].tolist()) == {1, 2, 3}, "samples of the target"
+    emitted, _, _ = verify_draft_probs(torch.full_like(target, bad), drafts, tokens, *rest)
+    assert (emitted[:, 0] == 0).all()
+
+
 def test_random_numbers_are_uniform_and_others_than_those_of_sampling() -> None:
     seed, offset = torch.arange(MANY), torch.full((MANY,), -5)
     numbers = torch.stack([uniform_of(seed, offset, draw) for draw in range(3)] + [uniform(seed, offset).double()])

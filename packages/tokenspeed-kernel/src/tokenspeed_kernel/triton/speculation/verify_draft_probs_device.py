@@ -47,12 +47,13 @@ def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_
 
 @triton.jit
 def _left(rows, at, mask, a, b):
-    """Returns ``max(a * p - b * q, 0)`` in float64, with the probabilities p of the target and q of the draft at some tokens."""
+    """Returns ``max(a * p - b * q, 0)`` in float64, 0 where that is not finite, with the probabilities p of the target and q of the
+    draft at some tokens."""
     p = tl.load(rows.target + at, mask=mask, other=0.0).to(tl.float64)
     read = tl.where(b > 0.0, 0x7FFFFFFF, 0)  # so many: the interpreter has no tile of a condition on a scalar
     q = tl.load(rows.draft + at, mask=mask & (at < read), other=0.0).to(tl.float64)
     r = a * p - b * q
-    return tl.where(r > 0.0, r, 0.0)
+    return tl.where((r > 0.0) & (r < float("inf")), r, 0.0)
 
 
 @triton.jit
