@@ -12,11 +12,12 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.sampling.philox import uniform
-from tokenspeed_kernel_base.ops.sampling.weights import WEIGHT_BITS, scale_of, weights
+from tokenspeed_kernel_base.ops.sampling.weights import WEIGHT_BITS, kept_weights
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
+REQUEST = ("temperature", "top_k", "top_p", "min_p")
 
 
 @operator("sampling", "sample_top_k_top_p", formats=("logits",), exact=True, varying=("rows",))
@@ -90,30 +91,9 @@ def sample_top_k_top_p(
 
     Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
     """
-    vocab = logits.shape[-1]
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    wide = ordered if logits.dtype == torch.float64 else ordered.float()
-    largest = wide[:, :1]
-    warmth = temperature.double().unsqueeze(1)
-    greedy = ~((warmth > 0) & warmth.isfinite() & largest.isfinite())
-    distance = torch.where(greedy, 0.0, wide - largest).float()
-    weight = weights(distance, scale_of(torch.where(greedy, 1.0, warmth)))
-    if min_p is not None:
-        floor = min_p.double().nan_to_num(0.0).clamp(0.0, 1.0).unsqueeze(1) * 2.0**WEIGHT_BITS
-        weight = torch.where(weight.double() < floor, 0, weight)
-    total = weight.cumsum(-1)
-
-    place = torch.arange(vocab, device=logits.device)
-    k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)
-    limit = top_p.double().unsqueeze(1) * total.gather(1, k - 1).double()
-    n = ((place < k) & ((total - weight).double() < limit)).sum(-1, keepdim=True).clamp(min=1)
-
-    u = uniform(seed, offset).double().unsqueeze(1)
-    # Back in the order of tokens.
-    kept = torch.zeros_like(weight).scatter(1, order, torch.where(place < n, weight, 0)).cumsum(-1)
-    target = (u * kept[:, -1:].double()).long()
-    drawn = (kept <= target).sum(-1)
-    return torch.where(greedy.squeeze(1), order[:, 0], drawn).to(out_dtype)
+    kept = kept_weights(logits, temperature, top_k, top_p, min_p).cumsum(-1)
+    target = (uniform(seed, offset).double().unsqueeze(1) * kept[:, -1:].double()).long()
+    return (kept <= target).sum(-1).to(out_dtype)
 
 
 @sample_top_k_top_p.traits
@@ -133,6 +113,14 @@ def _(
     min_p: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
+    check_request(check, logits, temperature, top_k, top_p, min_p)
+    check.tensor("seed", seed, "rows", torch.int64)
+    check.tensor("offset", offset, "rows", torch.int64)
+    check.one_of("out_dtype", out_dtype, (torch.int64, torch.int32))
+
+
+def check_request(check: Checker, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
+    """Checks shapes and dtypes of logits and of how their rows are restricted."""
     check.tensor("logits", logits, "rows vocab", FLOATS)
     vocab = check["vocab"]
     check.require(
@@ -141,15 +129,13 @@ def _(
     check.tensor("temperature", temperature, "rows", torch.float32)
     check.tensor("top_k", top_k, "rows", torch.int32)
     check.tensor("top_p", top_p, "rows", torch.float32)
-    check.tensor("seed", seed, "rows", torch.int64)
-    check.tensor("offset", offset, "rows", torch.int64)
-    if min_p is not None:
-        check.tensor("min_p", min_p, "rows", torch.float32)
-    check.one_of("out_dtype", out_dtype, (torch.int64, torch.int32))
+    check.tensor("min_p", min_p, "rows", torch.float32)
 
 
-@sample_top_k_top_p.check_values(host=("temperature", "top_k", "top_p", "min_p"))
-def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> None:
+def check_request_values(
+    check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> None:
+    """Checks how rows are restricted, where that lies in host memory."""
     if temperature is not None:
         _require_rows(check, (temperature >= 0) & temperature.isfinite(), "temperature", "finite and not negative", temperature)
     if top_k is not None:
@@ -158,6 +144,9 @@ def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: T
         _require_rows(check, (top_p > 0) & (top_p <= 1), "top_p", "more than 0 and at most 1", top_p)
     if min_p is not None:
         _require_rows(check, (min_p >= 0) & (min_p <= 1), "min_p", "at least 0 and at most 1", min_p)
+
+
+sample_top_k_top_p.check_values(host=REQUEST)(check_request_values)
 
 
 def _require_rows(check: Checker, good: Tensor, argument: str, expected: str, value: Tensor) -> None:
