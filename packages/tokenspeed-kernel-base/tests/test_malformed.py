@@ -212,6 +212,7 @@ def _valid() -> dict[str, dict[str, Any]]:
             "top_tokens": ints([[0], [1], [2]], [[3], [4], [5]]), "lse": ones(2, 3, dtype=F32),
         },
         "sample_top_k_top_p": {"logits": ones(3, 8), **rows, "seed": ints(1, 2, 3, dtype=I64), "offset": ints(0, 0, 0, dtype=I64)},
+        "top_k_top_p_probs": {"logits": ones(3, 8), **rows},
     }  # fmt: skip
 
 
@@ -530,6 +531,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sample_top_k_top_p", {"out_dtype": torch.int16}, V, r"out_dtype must be .*, got .*int16"),
     ("sample_top_k_top_p", {"seed": ints(1, 2, 3)}, T, r"seed must be a tensor of int64, got int32"),
     ("sample_top_k_top_p", {"top_k": 5}, T, r"top_k must be a tensor, got int 5"),
+    ("top_k_top_p_probs", {"min_p": torch.tensor([0.0, 1.5, 0.0])}, V, r"min_p must be at least 0 and at most 1, got 1.5 in row 1"),
+    ("top_k_top_p_probs", {"logits": ones(2, 8)}, V, r"temperature must be of shape \[rows\].*"),
 ]  # fmt: skip
 
 

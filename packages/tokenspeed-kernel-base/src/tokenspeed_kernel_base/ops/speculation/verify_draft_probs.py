@@ -72,8 +72,8 @@ def verify_draft_probs(
 
     Args:
         target_probs: float32 ``[batch, nodes, vocab]``, vocab in 1 to 2^22: the target's distribution after each node, temperature,
-            top-k and top-p applied. Rows are not negative and sum to 1. Those of nodes that are not reached are not read. May be
-            strided, with vocab of stride 1.
+            top-k and top-p applied, as `top_k_top_p_probs` makes it. Rows are not negative and sum to 1. Those of nodes that are
+            not reached are not read. May be strided, with vocab of stride 1.
         draft_probs: float32 ``[batch, inner, vocab]``, inner at most nodes: the distribution that the children of each node were
             drawn from. Rows of nodes without children are not read, and nodes from inner on have none: of a chain, ``nodes - 1``
             rows will do. As strided as target_probs.
