@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import (
 from tokenspeed_kernel_base.ops.sampling.weights import kept_weights
 from tokenspeed_kernel_base.variation import Variation
 
+Make = Callable[[Draw], dict[str, Any]]
 _OF_THE_DRAW = ("seed", "offset", "out_dtype")
 
 
@@ -98,35 +100,51 @@ def _(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
-@recipe
-def _of(make: Callable[[Draw], dict[str, Any]], most: int | None = None) -> Callable[[Draw], dict[str, Any]]:
+def _without_draw(make: Make, draw: Draw, most: int | None = None) -> dict[str, Any]:
     """The first rows of a call of `sample_top_k_top_p`, without what is for the draw."""
-    return lambda draw: {name: value[:most] for name, value in make(draw).items() if name not in _OF_THE_DRAW}
+    return {name: value[:most] for name, value in make(draw).items() if name not in _OF_THE_DRAW}
+
+
+@recipe
+def _inputs(
+    rows: int,
+    vocab: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Make:
+    return functools.partial(_without_draw, request_inputs(rows, vocab, temperature, top_k, top_p, dtype))
+
+
+@recipe
+def _mixed(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Make:
+    return functools.partial(_without_draw, mixed_inputs(rows, vocab, dtype, min_p))
 
 
 @top_k_top_p_probs.cases
 def _() -> list[Case]:
     bf16, verify, both = torch.bfloat16, "gpt-oss-120b, 16 x 5 nodes", (0.7, 40, 0.95)
     shared = {case.name: case.make for case in sample_top_k_top_p.operator.all_cases()}
-    alike = (
-        "one token",
+    strange = (
         "ties across top-k and top-p",
         "nan, inf, -inf and a tiny temperature",
         "all but a few tokens are masked",
         "flat: thousands of tokens share the probability",
-        "no rows",
     )
     return [
-        *(Case(name, _of(shared[name], 6)) for name in alike),
-        Case("a small vocabulary", _of(request_inputs(3, 50, *both))),
-        Case("requests of all kinds, odd vocab 1001, bfloat16", _of(mixed_inputs(12, 1001, bf16))),
-        Case("requests of all kinds, float16", _of(mixed_inputs(6, 4096, torch.float16))),
-        Case("requests of all kinds with min-p", _of(mixed_inputs(8, 3001, torch.float32, min_p=True))),
-        Case(f"{verify}, top-k 40, top-p 0.95", _of(request_inputs(80, 201088, *both)), large=True),
-        Case(f"{verify}, top-k 40, top-p 0.95, bfloat16", _of(request_inputs(80, 201088, *both, bf16)), large=True),
-        Case(f"{verify}, top-p 0.9", _of(request_inputs(80, 201088, 1.0, 0, 0.9)), large=True),
-        Case(f"{verify}, no limits", _of(request_inputs(80, 201088, 1.0)), large=True),
-        Case("llama-3, 64 x 6 nodes, top-k 40, top-p 0.95", _of(request_inputs(384, 128256, *both)), large=True),
+        Case("one token", _inputs(1, 1)),
+        Case("a small vocabulary", _inputs(3, 50, *both)),
+        Case("requests of all kinds, odd vocab 1001, bfloat16", _mixed(12, 1001, bf16)),
+        Case("requests of all kinds, float16", _mixed(6, 4096, torch.float16)),
+        Case("requests of all kinds with min-p", _mixed(8, 3001, torch.float32, min_p=True)),
+        *(Case(name, functools.partial(_without_draw, shared[name], most=6)) for name in strange),
+        Case("no rows", _inputs(0, 100)),
+        Case(f"{verify}, top-k 40, top-p 0.95", _inputs(80, 201088, *both), large=True),
+        Case(f"{verify}, top-k 40, top-p 0.95, bfloat16", _inputs(80, 201088, *both, bf16), large=True),
+        Case(f"{verify}, top-p 0.9", _inputs(80, 201088, 1.0, 0, 0.9), large=True),
+        Case(f"{verify}, no limits", _inputs(80, 201088, 1.0), large=True),
+        Case("llama-3, 64 x 6 nodes, top-k 40, top-p 0.95", _inputs(384, 128256, *both), large=True),
     ]
 
 
