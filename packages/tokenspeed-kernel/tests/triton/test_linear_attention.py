@@ -104,3 +104,11 @@ def test_a_state_of_many_channels_is_decoded_by_several_warps(gate: str) -> None
 def test_gates_of_many_channels_in_shorter_chunks() -> None:
     arguments = prefilling._inputs([35], 1, 1, 136, 16, torch.float16, gate="channel", initial=True)(Draw(DEVICE))
     _compared(tk.gated_delta_rule_prefill, arguments, CLOSE)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_a_gate_that_is_no_number_is_not_hidden(gate: str) -> None:
+    arguments = prefilling._inputs([40], heads=1, v_heads=1, k_dim=16, v_dim=16, dtype=torch.float32, gate=gate)(Draw(DEVICE))
+    arguments["g"][20] = torch.nan
+    assert tk.gated_delta_rule_prefill(**arguments, solution="triton")[20:].isnan().all()
+    assert arguments["states"][arguments["state_slots"].long()].isnan().all()

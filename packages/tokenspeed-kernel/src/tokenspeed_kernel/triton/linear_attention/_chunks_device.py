@@ -51,8 +51,8 @@ def inverse_of(a, LEVELS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def bounded(logs):
     """Log decays, at least -40. A decay of exp(-40), 4e-18, already leaves nothing of a state. A far larger one would swamp the
-    running sums, whose differences would then lose the small decays."""
-    return tl.maximum(logs, -40.0)
+    running sums, whose differences would then lose the small decays. NaN stays NaN, which a maximum would not keep."""
+    return tl.where(logs < -40.0, -40.0, logs)
 
 
 @triton.jit
