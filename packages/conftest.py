@@ -3,6 +3,7 @@ guard against state that leaks between tests."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,10 @@ from tokenspeed_kernel_base import config, measured, memo, platform, selection, 
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
+
+from . import grids
+from .grids import Launch
 
 # The first call of an operator is slower than the others, and machines that run the tests may be busy.
 settings.register_profile("operators", deadline=None)
@@ -71,6 +76,12 @@ def settings_from(monkeypatch: pytest.MonkeyPatch) -> Callable[..., config.Setti
         return config.reload_settings()
 
     return read
+
+
+@pytest.fixture
+def launches_at_scale(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelSpec, PlatformInfo], list[Launch]]:
+    """See `grids.launches_at_scale`."""
+    return functools.partial(grids.launches_at_scale, monkeypatch=monkeypatch)
 
 
 _declared = 0

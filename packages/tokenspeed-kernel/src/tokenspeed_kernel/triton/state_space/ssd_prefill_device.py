@@ -99,8 +99,8 @@ def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state,
 def _rows_of(rows, token, head, column, inside, columns_there, DTYPE: tl.constexpr):
     """The tokens of a chunk, of which ``token`` is the first, of a head of `Rows`, as operands of products; zeros where there is
     nothing."""
-    first = rows.first + head * rows.head_stride
-    at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :] * rows.dim_stride
+    first = rows.first + head.to(tl.int64) * rows.head_stride
+    at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :].to(tl.int64) * rows.dim_stride
     return tl.load(first + at, mask=inside[:, None] & columns_there[None, :], other=0.0).to(DTYPE)
 
 
@@ -132,7 +132,7 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
     Steps themselves are not returned: where a product's layout wants them, the compiler would load and compute them anew for each
     of its columns, in registers that are needed.
     """
-    at = dt + token * dt_token + part.head * dt_head + tl.arange(0, inside.shape[0]) * dt_token
+    at = dt + part.head.to(tl.int64) * dt_head + (token + tl.arange(0, inside.shape[0])) * dt_token
     step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)
     step = tl.where(inside, step, 0.0)
     logs = step * steps.A
@@ -191,9 +191,10 @@ def ssd_segments_kernel(
 ):
     """Writes what a segment leaves to the place of the next one, and to the place of a sequence's first segment the state that the
     sequence starts from. The next launch reads that here, for it writes to the slot."""
-    number = tl.program_id(1)
+    BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
+    number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
-    part = _part_of(tl.program_id(0), SHAPE, TILE)
+    part = _part_of(block, SHAPE, TILE)
     there = part.rows[:, None] & part.columns[None, :]
     if segment.index == 0:
         slot = tl.load(state_slots + segment.sequence * slots_stride)
@@ -218,7 +219,7 @@ def ssd_segments_kernel(
         added = _advanced(added, values, b, of_chunk, DTYPE)
         decay += of_chunk.total_whole + of_chunk.total_part
     tl.store(_left_by(left, number + 1, part, SHAPE), added, mask=there)
-    if tl.program_id(0) < SHAPE.heads:
+    if block < SHAPE.heads:
         tl.store(decays + (number + 1).to(tl.int64) * SHAPE.heads + part.head, decay)
 
 
@@ -272,11 +273,12 @@ def ssd_prefill_kernel(
     DTYPE: tl.constexpr,
 ):
     """A head of a segment, or some columns of a head."""
-    number = tl.program_id(1)
+    BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
+    number = tl.program_id(0) // BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
     if segment.there == 0:
         return
-    part = _part_of(tl.program_id(0), SHAPE, TILE)
+    part = _part_of(tl.program_id(0) % BLOCKS, SHAPE, TILE)
     there = part.rows[:, None] & part.columns[None, :]
     if left is None:
         slot = tl.load(state_slots + segment.sequence * slots_stride)
@@ -316,8 +318,8 @@ def ssd_prefill_kernel(
         if z is not None:
             gate = _rows_of(z_rows, token, part.head, part.row, inside, part.rows, DTYPE).to(tl.float32)
         result = skipped_and_gated(y, values.to(tl.float32), D, part.head, gate).to(out.dtype.element_ty)
-        out_at = out + part.head * out_head
-        out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :] * out_dim
+        out_at = out + part.head.to(tl.int64) * out_head
+        out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :].to(tl.int64) * out_dim
         tl.store(out_at, result, mask=inside[:, None] & part.rows[None, :])
         state = _advanced(state, values, b, of_chunk, DTYPE)
     # Pointers are made anew from what is loaded anew. From before the loop they would occupy 32 registers of each thread all along.
