@@ -60,7 +60,8 @@ def mha_extend_with_kvcache(
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
         cu_seqlens_kv: int32 ``[batch + 1]``, the running sums of cache_seqlens from 0; or None, and a kernel that wants them
             sums them itself.
-        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
+        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
+            a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
             all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be

@@ -59,7 +59,8 @@ def qk_rmsnorm_rope_store_kv_cache(
             Checked where it lies in host memory, for tokens that are not written as well.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
-        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided.
+        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided: a
+            cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.

@@ -54,6 +54,7 @@ def store_kv_cache(
             fused qkv.
         v: k's dtype ``[tokens, kv_heads, v_head_dim]``. May be strided, too.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of k's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz). Written to.
+            May be strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
             May be strided. Must not overlap k or v.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
