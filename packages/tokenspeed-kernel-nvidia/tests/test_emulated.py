@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
-from tokenspeed_kernel_nvidia.sm90.moe import grouped
+from tokenspeed_kernel_nvidia.sm90.moe import grouped, moe_apply
 
 from . import oracle
 from .experts import GPT_OSS, RandomLayer, compare
@@ -152,6 +152,24 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
         wide = replace(case, q=case.q.float(), **{x: getattr(case, x).float() for x in CACHES})
         wanted, _ = wide.wanted(options)
         oracle.check(got[first:end], (wanted[first:end], wanted[first:end]))
+
+
+def test_experts_beyond_float16() -> None:
+    """Activations and slots exceed its range."""
+    layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, dtype=torch.float16)
+    x, weights, ids = layer.wide_tokens(5)
+    with emulated_sm90(seed=1):
+        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+    compare(got, layer.wanted(x, weights, ids))
+
+
+def test_experts_that_must_be_exact() -> None:
+    """Where they need not be, so few pairs are streamed, and their numbers split."""
+    layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, exact_activations=True)
+    x, weights, ids = layer.outlier_tokens(5, 2.0**100)
+    with emulated_sm90(seed=1):
+        got = moe_apply.moe_apply(x, layer.prepared, weights, ids, layer.plan)
+    compare(got, layer.wanted(x, weights, ids))
 
 
 def test_experts_with_split_numbers() -> None:

@@ -56,7 +56,7 @@ def executed(
     ids_at, weights_at, x_at = (memory.put(bytes_of(each)) for each in (ids, weights, x))
     out, activated, slots = (
         memory.put(np.full(size, 0xFF, np.uint8))
-        for size in (2 * x.numel(), 2 * pairs * plan.intermediate_size, 4 * pairs * plan.hidden_size)
+        for size in (2 * x.numel(), (4 if config.wide else 2) * pairs * plan.intermediate_size, 4 * pairs * plan.hidden_size)
     )
     sizes = [(2 * plan.intermediate_size, plan.hidden_size), (plan.hidden_size, plan.intermediate_size)]
     layers = [
@@ -110,6 +110,18 @@ def test_layers(
         ids = some_experts(ids)
     got = executed(texts, layer, (x, weights, ids), ctas, turns, seed=tokens)
     compare(got, layer.wanted(x, weights, ids))
+
+
+def test_activations_beyond_float16(texts: Any) -> None:
+    """A token with infinity is NaN, like any other that has none; so is no other."""
+    layer = RandomLayer(CPU, 4, 2, 64, 96, dtype=torch.float16)
+    x, weights, ids = layer.wide_tokens(5)
+    wanted = layer.wanted(x, weights, ids)
+    assert layer.plan.wide_activations
+    x[3, 9] = torch.inf
+    got = executed(texts, layer, (x, weights, ids), 2, 1)
+    assert got[3].isnan().all()
+    compare(got[[0, 1, 2, 4]], wanted[[0, 1, 2, 4]])
 
 
 def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:

@@ -395,6 +395,7 @@ def register_kernel(
     priority: Priority | int = Priority.PERFORMANT,
     tags: Iterable[str] | None = None,
     only_by_name: str = "",
+    accuracy: str = "",
     weight_preprocessor: Callable[..., Any] | str | None = None,
     tunables: Mapping[str, Iterable[Any]] | None = None,
     tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
@@ -412,6 +413,7 @@ def register_kernel(
         tags: some of `TAGS`.
         only_by_name: why only a request that names the kernel may have it: something that no trait says, and that the caller must
             be sure of.
+        accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
         weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
         tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
             whose default is what it does where nothing was measured; a measured configuration is bound to it when the kernel is
@@ -442,6 +444,7 @@ def register_kernel(
         priority=priority,
         tags=tags or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
         only_by_name=only_by_name,
+        accuracy=accuracy,
         weight_preprocessor=weight_preprocessor,
         tunables=tunables or {},  # type: ignore[arg-type]  # likewise
         tunable_if=tunable_if,
@@ -480,6 +483,7 @@ def describe_kernel(name: str) -> str:
         "weight preprocessor": _called(spec.weight_preprocessor),
         "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
         "only by name": spec.only_by_name or "no",
+        "accuracy": spec.accuracy or "as the operator says",
         "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
         "implementation": _called(impl),
         "load error": registry.load_error(name) or "none",

@@ -279,6 +279,8 @@ def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tu
     if why:
         parts.append(why)
     parts.append(f"priority {spec.priority}")
+    if spec.accuracy:
+        parts.append(spec.accuracy)
     return (-mine.us if mine is not None else float("-inf"), preference, spec.priority), ", ".join(parts)
 
 

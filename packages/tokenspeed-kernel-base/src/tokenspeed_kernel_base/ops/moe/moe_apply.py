@@ -57,11 +57,21 @@ def moe_apply(
     Rounding. Weights are decoded exactly (to float32). With ``activation_dtype`` ``"fp8"`` x and the result of ``act`` are
     rounded to float8_e4m3fn with a scale per token, as `quantize_fp8` does; with ``"fp8_static"`` likewise with the scales that
     the weights have, saturating; with ``"mxfp4"`` to mxfp4, as `quantize_mxfp4` does;
-    with ``"none"`` not at all. All else is float32 (float64 for float64 tokens), the sum over slots included, and is rounded to
-    x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's dtype as well: that is one
-    more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest output covers it.
-    A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring code: the
-    tolerance is then that of the narrow format.
+    with ``"none"`` not at all, but see below. All else is float32 (float64 for float64 tokens), the sum over slots included, and is
+    rounded to x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's precision as
+    well: that is one more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest
+    output covers it. A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring
+    code: the tolerance is then that of the narrow format.
+
+    Range. The result of ``act`` and the outputs of slots may exceed float16's 65,504 where tokens are float16. Kernels keep such
+    numbers: in float32, or as float16 with a power-of-two scale for each row. The trait ``wide_activations`` says that no limit
+    of the plan keeps ``act`` within float16. A kernel that stores ``act`` as float16 does not declare it, and is not chosen then.
+
+    Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. A number then has an error of at
+    most 2^-21 of the largest magnitude in its row: x of a token, or ``act`` of a slot. Numbers of at least 2^-13 of that magnitude
+    have none. So small numbers vanish beside an outlier that is 2^21 times larger. Float8 MMAs may cut the terms of a dot product
+    of 32 neighbours after 14 bits, counted from the largest term. `explain` names the bound of such kernels. A plan with
+    ``exact_activations`` is for kernels without it: 16-bit and wider numbers enter their MMAs as they are.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
@@ -193,6 +203,7 @@ def _(
     alpha: float = 1.0,
     limit: float | None = None,
     beta: float = 0.0,
+    exact_activations: bool = False,
 ) -> MoEPlan:
     plan = MoEPlan(
         num_experts=num_experts,
@@ -210,6 +221,7 @@ def _(
         beta=beta,
         kernel=UNDECIDED,
         weight_layout=CANONICAL,
+        exact_activations=exact_activations,
     )
     check_plan(check, plan)
     return plan
@@ -256,6 +268,8 @@ def _inputs(
     *,
     of: int = 0,
     rows: Sequence[int] | None = None,
+    gain: float = 1.0,
+    outlier: float | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     """A layer.
@@ -263,6 +277,8 @@ def _inputs(
     Args:
         of: experts of all ranks together; ids of those beyond this rank's are negative.
         rows: tokens of each expert, all others' are elsewhere; by chance if not given.
+        gain: multiplies x. The result of ``act`` grows with its square, by which the weights of slots are divided.
+        outlier: the first feature of all tokens, by which w13 multiplies nothing; the others are 1.25.
         options: further facts of the plan.
     """
 
@@ -280,14 +296,17 @@ def _inputs(
             ids = [expert for expert, count in enumerate(rows) for _ in range(count)]
             ids += [experts] * (tokens * top_k - len(ids))
             chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
+        x = draw.normal(tokens, hidden, dtype=plan.dtype) * gain
+        if outlier is not None:
+            x[:], x[:, 0], w13[..., 0] = 1.25, outlier, 0
         return {
-            "x": draw.normal(tokens, hidden, dtype=plan.dtype),
+            "x": x,
             "weights": MoEWeights(
                 *(w13, w13_scale, b13, w2, w2_scale, b2),
                 w13_input_scale=_input_scale(draw, plan),
                 w2_input_scale=_input_scale(draw, plan),
             ),
-            "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1),
+            "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1) / gain**2,
             "topk_ids": torch.where(chosen < experts, chosen, -1),
             "plan": plan,
         }
@@ -300,6 +319,7 @@ def _nothing_here(draw: Draw) -> dict[str, Any]:
     return {**arguments, "topk_ids": torch.full_like(arguments["topk_ids"], -1)}
 
 
+_OUTLIER: dict[str, Any] = {"exact_activations": True, "outlier": 2.0**20}
 _GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
 
@@ -310,6 +330,12 @@ def _() -> list[Case]:
         Case("dense float32, 4 experts, odd sizes", _inputs(5, 4, 2, 10, 7, **float32)),
         Case("dense bfloat16, gpt-oss options", _inputs(9, 8, 4, 96, 64, **_GPT_OSS)),
         Case("dense float16, bias, concatenated", _inputs(9, 6, 2, 64, 48, dtype=torch.float16, bias=True)),
+        Case("dense float16, activations beyond its range", _inputs(9, 6, 2, 64, 48, dtype=torch.float16, gain=512.0)),
+        Case(
+            "mxfp4 float16, activations beyond its range",
+            _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", dtype=torch.float16, gain=512.0),
+        ),
+        Case("mxfp4, exact beside an outlier", _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", **_OUTLIER)),
         Case("one token, one expert of 16", _inputs(1, 16, 1, 64, 64)),
         Case("mxfp4, gpt-oss options", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
         Case("mxfp4, concatenated, fp8 activations", _inputs(7, 8, 2, 64, 96, weight_format="mxfp4", activation_dtype="fp8")),

@@ -42,6 +42,7 @@ class MoEPlan:
         activation: ``"swiglu"``: ``(up + beta) * gate * sigmoid(alpha * gate)``.
         alpha, beta: see activation; 1 and 0 make the usual SiLU-gated unit.
         limit: gate is cut to at most this and up to between minus this and this, before the activation; None leaves them.
+        exact_activations: whether activations that are not rounded must enter the MMAs exactly; see `moe_apply`.
         kernel: the kernel that the weights are prepared for.
         weight_layout: the layout that it wants them in.
     """
@@ -61,6 +62,18 @@ class MoEPlan:
     beta: float
     kernel: str
     weight_layout: str
+    exact_activations: bool = False
+
+    @property
+    def wide_activations(self) -> bool:
+        """Whether the result of ``act`` may exceed the range of the tokens' dtype. Only float16 has less range than float32."""
+        if self.dtype != torch.float16:
+            return False
+        if self.limit is None or self.alpha <= 0:  # gate, or -gate, is unbounded
+            return True
+        # The minimum of gate * sigmoid(alpha * gate) is -0.2785 / alpha.
+        gate = max(self.limit, 0.2785 / self.alpha)
+        return (self.limit + abs(self.beta)) * gate > torch.finfo(self.dtype).max
 
 
 def signature_of(plan: MoEPlan) -> FormatSignature:
@@ -96,6 +109,8 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
         "fp8_activations": plan.activation_dtype == "fp8",
         "static_fp8_activations": plan.activation_dtype == "fp8_static",
         "mxfp4_activations": plan.activation_dtype == "mxfp4",
+        "wide_activations": plan.wide_activations,
+        "exact_activations": plan.exact_activations and plan.activation_dtype == "none",
         "weight_layout": plan.weight_layout,
         "processed_weights": plan.weight_layout != CANONICAL,
     }
@@ -106,7 +121,7 @@ def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
     for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
         check_fields(check, plan, (name,), int, prefix)
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))
-    check_fields(check, plan, ("w13_interleaved", "bias"), bool, prefix)
+    check_fields(check, plan, ("w13_interleaved", "bias", "exact_activations"), bool, prefix)
     for name in ("alpha", "beta", "limit"):
         value = getattr(plan, name)
         if value is None and name == "limit":

@@ -29,7 +29,7 @@ def host(config: Product) -> Any:
 def fake_arguments(config: Product) -> tuple[Any, ...]:
     """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
-    out = rows(config.dtype, size(), size(divisibility=32))
+    out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
     given = arguments.byte_rows(*shape) if config.bytewise else rows(config.dtype, *shape)
     addresses = (Int64(0) for _ in range(6))

@@ -288,9 +288,12 @@ class Consumers(Rows):
                 if pair >= 0:
                     if first:
                         feature = whole * 8 + lane // 4
-                        to = call.activated + (Int64(pair) * layer.intermediate + feature) * 2
+                        place = Int64(pair) * layer.intermediate + feature
                         value = self.activate(call, upper, lower)
-                        store_half(to, pack(self.dtype, value, value))
+                        if const_expr(self.wide):
+                            store_floats("global", call.activated + place * 4, [value])
+                        else:
+                            store_half(call.activated + place * 2, pack(self.dtype, value, value))
                     else:
                         to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
                         place = Int64(pair) * layer.hidden + whole * 16 + lane // 4

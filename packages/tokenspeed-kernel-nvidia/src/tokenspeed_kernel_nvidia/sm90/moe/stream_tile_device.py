@@ -74,7 +74,7 @@ class Call:
         ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
         out, out_stride: the output, like x.
         tokens: the number of tokens.
-        activated: the results of the first product, of the tokens' dtype ``[pairs, intermediate]``.
+        activated: the results of the first product, bfloat16, or float32 if tokens are float16, ``[pairs, intermediate]``.
         slots: the weighted results of the second product, float32 ``[pairs, hidden]``.
         counters: the counters in global memory, see TICKET.
         pipe: the barriers of the ring.
@@ -186,6 +186,7 @@ class Shapes:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
+        self.wide = config.wide
         self.tiles = config.tiles
         self.layers = config.layers
         self.stages = config.stages
