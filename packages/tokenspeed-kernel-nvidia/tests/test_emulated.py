@@ -181,4 +181,17 @@ def test_experts_with_split_numbers() -> None:
             got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
             compare(got, layer.wanted(x, weights, ids))
             x = got
-    assert len(emulator.launches) == 12
+    assert len(emulator.launches) == 16
+
+
+def test_experts_with_split_numbers_beside_outliers() -> None:
+    """Outliers by which weights multiply nothing: in two tokens, and in the activations of an expert."""
+    layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[1, [0, 160]] = 2.0**15
+    layer.given.w2_weight[..., 0] &= 0xF0
+    x, weights, ids = layer.outlier_tokens(9, 2.0**20)
+    x[2:] = layer.tokens(7)[0]
+    with emulated_sm90(seed=1):
+        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+    compare(got, layer.wanted(x, weights, ids))

@@ -108,6 +108,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
         explained = tokenspeed_kernel.moe_apply.explain(x, weights, topk_weights, ids, plan)
     assert explained.chosen is not None
     assert explained.chosen.name == OURS
+    assert "at most 2^-21 of its largest" in str(explained)
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------
@@ -138,6 +139,23 @@ def test_it_is_exact_where_it_must_be(sm90: torch.device, tokens: int) -> None:
     layer = _public(sm90, exact_activations=True)
     x, weights, ids = layer.outlier_tokens(tokens, 2.0**100)
     layer.check(x, weights, ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 60, 600, 4000])
+def test_small_numbers_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
+    """Outliers by which weights multiply nothing: in every third token, and in the activations of half of the experts."""
+    layer = _public(sm90, num_experts=64, top_k=4, bias=True, dtype=dtype)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[:32, [0, 96]] = 2.0**11
+    layer.given.w2_weight[..., 0] &= 0xF0
+    x, weights, ids = layer.outlier_tokens(tokens, 2.0**20 if dtype == torch.bfloat16 else 2.0**15)
+    plain = torch.arange(tokens) % 3 != 0
+    x[plain] = torch.randn_like(x[plain])
+    call = x, weights, ids
+    layer.check(*call)
+    first = layer.run(*call)
+    assert all(torch.equal(layer.run(*call), first) for _ in range(20))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, MAX_PAIRS])

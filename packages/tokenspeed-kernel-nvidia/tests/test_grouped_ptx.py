@@ -23,6 +23,7 @@ from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
+    EXACT_FROM,
     FEW_COLUMNS,
     FEWEST_COLUMNS,
     FITTED,
@@ -32,6 +33,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     PLAIN,
     REST,
     ROUNDED_COLUMNS,
+    SMALL_SHARE,
     SORTING_CTAS,
     SPLIT_COLUMNS,
     VALUES,
@@ -117,7 +119,19 @@ class Launches:
             for kind in inputs:
                 config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind, wide)
                 rows_at, scales = self.given(rows, kind)
-                given = [weight_at, strips, width, rows_at, width, scales, exact, self.sources, self.tiles, self.tile_count]
+                given = [
+                    weight_at,
+                    strips,
+                    width,
+                    rows_at,
+                    width,
+                    len(rows),
+                    scales,
+                    exact,
+                    self.sources,
+                    self.tiles,
+                    self.tile_count,
+                ]
                 self.launch(grouped.product_program, config, [*given, results, features, *swiglu], config.threads, 2)
             content = self.memory.get(results, np.uint8, results_as.itemsize * pairs * features)
             rows = torch.from_numpy(content).view(results_as)
@@ -151,6 +165,8 @@ def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tens
         numbers = rows.float() / scales
         near = numbers.to(torch.float8_e4m3fn)
         rest = ((numbers - near.float()) * REST).to(torch.float8_e4m3fn)
+        small = ((numbers != 0) & (numbers.abs() < EXACT_FROM)).sum(-1, keepdim=True)
+        scales = torch.where(small * SMALL_SHARE > numbers.shape[-1], -scales, scales)
         return torch.stack([in_order(near), in_order(rest)], 1).flatten(0, 1), scales
     codes, scales = quantize_fp8.operator.body(rows, "token")
     if inputs == VALUES:
@@ -309,6 +325,10 @@ def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     """float32 rows are those of float16 tokens."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
+    if inputs == PARTS:  # an outlier, and none beside zeros
+        rows[1, 5] = 1e8
+        rows[0, 3:] = 0.0
+        rows[0, 1] = 1e8
     given = rows.to(dtype)
     memory, size = Memory(1 << 20), 1 if inputs == CODES else 2
     result, scales = memory.put(np.full(3 * k * size, 0xFF, np.uint8)), memory.put(np.full(12, 0xFF, np.uint8))
@@ -317,5 +337,6 @@ def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
     launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, seed=k)
     wanted, wanted_scales = rounded(given, inputs, torch.float16 if wide else dtype)
+    assert (wanted_scales < 0).flatten().tolist() == [False, inputs == PARTS, False]
     assert torch.equal(torch.from_numpy(memory.get(scales, np.float32, 3)), wanted_scales.flatten())
     assert (memory.get(result, np.uint8, 3 * k * size) == bytes_of(wanted).flatten()).all()

@@ -124,6 +124,18 @@ def test_activations_beyond_float16(texts: Any) -> None:
     compare(got[[0, 1, 2, 4]], wanted[[0, 1, 2, 4]])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_numbers_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
+    """Outliers by which weights multiply nothing: in some tokens, and in all activations."""
+    layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[:, [0, 96]] = 2.0**15
+    layer.given.w2_weight[..., 0] &= 0xF0
+    x, weights, ids = layer.outlier_tokens(5, 2.0**20 if dtype == torch.bfloat16 else 2.0**15)
+    x[:2] = x[:2].clamp(max=2.0)
+    compare(executed(texts, layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
+
+
 def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
     """Tokens choose an expert twice, and there is room for one CTA at a time."""
     layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)

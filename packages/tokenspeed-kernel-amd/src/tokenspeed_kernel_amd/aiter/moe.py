@@ -1,8 +1,8 @@
 """moe_apply by AITER: what is declared. The adapter, which also arranges weights, is in ``moe_device``.
 
 Dense weights in bfloat16, without biases and limits, by ``fused_moe``. Its forms with mxfp4 weights are in ``moe_mxfp4``. That with
-fp8 blocks is left out: its activations have a scale for every 128 features, where the operator has one a token. float16 is left out,
-too: nothing keeps activations within its range.
+fp8 blocks is left out: its activations have a scale for every 128 features, where the operator has one a token. float16 is left
+out, too: nothing keeps activations within its range.
 """
 
 from __future__ import annotations

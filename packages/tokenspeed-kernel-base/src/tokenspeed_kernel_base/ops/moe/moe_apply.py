@@ -64,13 +64,14 @@ def moe_apply(
     code: the tolerance is then that of the narrow format.
 
     Range. The result of ``act`` and the outputs of slots may exceed float16's 65,504 where tokens are float16. Kernels keep such
-    numbers: in float32, or as float16 with a power-of-two scale for each row. The trait ``wide_activations`` says that no limit
-    of the plan keeps ``act`` within float16. A kernel that stores ``act`` as float16 does not declare it, and is not chosen then.
+    numbers: in float32, or as float16 with a power-of-two scale for each row, whose error is at most 2^-40 of the row's largest
+    magnitude where it is more than eps. The trait ``wide_activations`` says that no limit of the plan keeps ``act`` within float16.
+    A kernel that stores ``act`` as float16 does not declare it, and is not chosen then.
 
     Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. A number then has an error of at
     most 2^-21 of the largest magnitude in its row: x of a token, or ``act`` of a slot. Numbers of at least 2^-13 of that magnitude
-    have none. So small numbers vanish beside an outlier that is 2^21 times larger. Float8 MMAs may cut the terms of a dot product
-    of 32 neighbours after 14 bits, counted from the largest term. `explain` names the bound of such kernels. A plan with
+    have none. So small numbers may vanish beside an outlier that is 2^21 times larger. Float8 MMAs may cut the terms of a dot
+    product of 32 neighbours after 14 bits, counted from the largest term. `explain` names the bound of such kernels. A plan with
     ``exact_activations`` is for kernels without it: 16-bit and wider numbers enter their MMAs as they are.
 
     Args:

@@ -9,7 +9,8 @@ met; the sum over slots is a kernel of its own, in the order of slots.
 
 Where pairs are few, instructions for weights take most of the time. There bfloat16 numbers are split into two float8_e4m3fn, which
 have all their bits, by a kernel before each product (`PARTS`). Then weights are multiplied as bytes, for which they are decoded
-with a third of the instructions, and scales are multiplied with sums over 32 of k.
+with a third of the instructions, and scales are multiplied with sums over 32 of k. Rows with outliers
+lose their small numbers. Where that is more than a quarter of a row's, one more kernel computes its tiles with 16-bit MMAs.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
@@ -56,6 +57,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     every_schedule,
     inputs_for,
     most_tiles,
+    repair_of,
     sorting_ctas,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
@@ -100,6 +102,7 @@ class _Programs(NamedTuple):
         schedules: sort pairs and cut them into tiles, by the CTAs that do.
         rounding: for each kind of inputs, the program that makes those of each product, or None where rows are taken as they are.
         products: for each kind of inputs, both products.
+        repairs: both products of rows that numbers in parts do not hold, or none.
         combine: adds up the slots of each token.
         processors: how many CTAs a product has.
     """
@@ -107,6 +110,7 @@ class _Programs(NamedTuple):
     schedules: dict[int, Launch]
     rounding: tuple[tuple[Launch | None, Launch | None], ...]
     products: tuple[tuple[Launch, Launch], ...]
+    repairs: tuple[Launch, ...]
     combine: Launch
     processors: int
 
@@ -133,6 +137,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
         tuple(rounding),
         tuple(products),
+        tuple(product_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
         combine_program(Combine(name)),
         multiprocessors(device),
     )
@@ -220,7 +225,10 @@ def moe_apply_many(
                 taken_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
                 taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
                 launch(rows, taken, scales)
-            products[second](taken, result, weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu)
+            behind = weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu
+            products[second](taken, result, *behind)
+            for repair in programs.repairs[second : second + 1]:
+                repair(rows, result, *behind)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
     return deliver(written, out)

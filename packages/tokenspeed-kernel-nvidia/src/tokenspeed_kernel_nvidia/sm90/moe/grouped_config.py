@@ -27,6 +27,8 @@ PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
 FITTED = "fitted"
 SPLIT = 2  # codes that a number of `PARTS` is split into
 REST = 16.0  # what the second one is divided by
+# Numbers that are scaled to less than 256 have an error below this. Rows where more numbers than one of so many have are repaired.
+EXACT_FROM, SMALL_SHARE = 2.0**-6, 4
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Product:
         columns: the most columns that a tile has.
         inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
         wide: whether results are stored as float32, because float16 may overflow.
+        repairs: whether it computes only tiles with columns that `PARTS` do not hold, once more. Their scales are negative.
     """
 
     dtype: str
@@ -127,6 +130,7 @@ class Product:
     columns: int
     inputs: str = PLAIN
     wide: bool = False
+    repairs: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -328,7 +332,13 @@ def every_product() -> list[Product]:
     """Returns the configurations of all products that are served."""
     every = itertools.product(DTYPES.values(), (True, False), SERVED, (False, True))
     products = [Product(*which, columns, inputs, wide) for *which, inputs, wide in every for columns in SERVED[inputs]]
-    return [product for product in products if _is_served(product)]
+    repairs = [repair_of("bfloat16", gated) for gated in (True, False)]
+    return [product for product in products if _is_served(product)] + repairs
+
+
+def repair_of(dtype: str, gated: bool) -> Product:
+    """Returns the product that computes what `PARTS` do not hold. Its tiles have at most `SPLIT_COLUMNS` columns."""
+    return Product(dtype, gated, FEWEST_COLUMNS, repairs=True)
 
 
 def _is_served(product: Product) -> bool:

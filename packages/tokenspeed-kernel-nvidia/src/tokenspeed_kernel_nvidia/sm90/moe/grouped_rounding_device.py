@@ -24,7 +24,16 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     store_words,
     widened,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, FITTED, PARTS, REST, ROUNDED_TOGETHER, Rounding
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
+    CODES,
+    EXACT_FROM,
+    FITTED,
+    PARTS,
+    REST,
+    ROUNDED_TOGETHER,
+    SMALL_SHARE,
+    Rounding,
+)
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -58,7 +67,7 @@ class Rows:
         given, given_stride: 16-bit, or float32 where `Rounding.wide`, and elements from one row to the next.
         result, result_stride: receives codes, bytes, or values like those given; of numbers that are split, the first codes of
             a row are a row, and the second ones the next.
-        scales: float32, receives one for each row.
+        scales: float32, receives one for each row, negative for rows of too many numbers that parts do not hold.
         k: numbers of a row.
     """
 
@@ -90,6 +99,7 @@ class RoundRows:
         @cute.struct
         class Storage:
             largest: cute.struct.MemRange[Uint32, WARPS]
+            small: cute.struct.MemRange[Int32, WARPS]
 
         storage = SmemAllocator().allocate(Storage)
         thread, _, _ = cute.arch.thread_idx()
@@ -128,16 +138,29 @@ class RoundRows:
             scale = power_below(amax, 14)
         else:
             scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
-        if thread == 0:
-            store_floats("global", rows.scales + Int64(row) * 4, [scale])
+        small = Int32(0)  # numbers that parts do not hold
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
             if group < groups:
-                self.write(rows, row, group, kept[turn, None], scale)
+                small += self.write(rows, row, group, kept[turn, None], scale)
         for group in cutlass.range(KEPT * THREADS + thread, groups, THREADS, unroll=1):
             words = cute.make_rmem_tensor((self.words,), Uint32)
             self.read(given, group, words)
-            self.write(rows, row, group, words, scale)
+            small += self.write(rows, row, group, words, scale)
+        stored = scale
+        if const_expr(self.config.result == PARTS):
+            small = cute.arch.warp_redux_sync(small, "add")
+            counts = storage.small.data_ptr()
+            if thread % 32 == 0:
+                counts[thread // 32] = small
+            cute.arch.sync_threads()
+            small = Int32(0)
+            for warp in cutlass.range_constexpr(WARPS):
+                small += counts[warp]
+            if small * SMALL_SHARE > rows.k:
+                stored = -scale
+        if thread == 0:
+            store_floats("global", rows.scales + Int64(row) * 4, [stored])
         if const_expr(self.config.early):
             cute.arch.griddepcontrol_wait()
 
@@ -164,13 +187,15 @@ class RoundRows:
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Rounds or splits some numbers, and stores what they become."""
+        """Rounds or splits some numbers, and stores what they become. Returns how many of them parts do not hold."""
+        small = Int32(0)
         if const_expr(self.config.result == PARTS):
-            self.write_parts(rows, row, group, words, scale)
+            small = self.write_parts(rows, row, group, words, scale)
         elif const_expr(self.config.result == FITTED):
             self.write_fitted(rows, row, group, words, scale)
         else:
             self.write_rounded(rows, row, group, words, scale)
+        return small
 
     def scaled(self, words: cute.Tensor, scale: Float32) -> list:
         """Returns the numbers of a group, divided by the scale of their row."""
@@ -187,12 +212,13 @@ class RoundRows:
 
     @cute.jit
     def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Splits some numbers. Both codes have them in the order of `write_rounded`."""
+        """Splits some numbers. Both codes have them in the order of `write_rounded`. Returns how many codes do not hold."""
         at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
         parts = [split(*(numbers[2 * lane + place] for place in (0, 8, 1, 9))) for lane in range(4)]
         for part in cutlass.range_constexpr(2):
             store_words(at + part * rows.result_stride, [both[part] for both in parts])
+        return sum((is_small(number) for number in numbers), Int32(0))
 
     @cute.jit
     def write_rounded(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
@@ -247,6 +273,16 @@ def power_below(x: Float32, octaves: int) -> Float32:
         " mov.b32 {$w0}, b; }",
         write_only_types=[Float32],
         read_only_args=[x],
+    )
+
+
+def is_small(x: Float32) -> Int32:
+    """Returns 1 for a number that parts do not hold, 0 for others and for zero."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .f32 a; .reg .b32 b; abs.f32 a, {$r0}; setp.lt.f32 p, a, {$r1}; setp.gt.and.f32 p, a, 0f00000000, p;"
+        " selp.b32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[x, Float32(EXACT_FROM)],
     )
 
 

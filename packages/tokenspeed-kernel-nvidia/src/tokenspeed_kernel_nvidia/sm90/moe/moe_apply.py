@@ -31,7 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream import moe_apply_few
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 
 _NAME = "cutedsl_moe_apply_mxfp4"
-_ACCURACY = "a number that is not rounded has an error of at most 2^-21 of the largest of its row; none where it must be exact"
+_ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
 _FEW = 16  # pairs an expert, on average, that are streamed: an entry has room for as many
 # Where `grouped` splits numbers, fewer are streamed: so many an expert, or in all. Microseconds of GPT-OSS-120B's layer on an H200,
 # streamed and grouped: 64 tokens, which are 2 pairs an expert and 256 in all, 359 and 396; 128: 508 and 447, 256: 501 and 453.

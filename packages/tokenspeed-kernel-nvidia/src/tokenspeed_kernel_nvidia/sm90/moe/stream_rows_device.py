@@ -23,10 +23,21 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import widened
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, MULTIPLIERS
-from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import ROWS_AT_ONCE, W13, Call, Shapes, entry_of, index_of, kind_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
+    ROWS_AT_ONCE,
+    W13,
+    Call,
+    Shapes,
+    beyond_bit,
+    entry_of,
+    index_of,
+    kind_of,
+    pair_of,
+)
 
 CHUNK = 16  # elements of a row that a thread splits together; also the elements of k in a core matrix of `wgmma`
 CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
+SMALL_SHARE = 4  # of a row's numbers, as a divisor, may not be exact
 REST = 32.0  # the rest of a number is multiplied by this
 PREPARING = 2  # the named barrier of the warps that compute
 PREPARING_THREADS = 32 * MULTIPLIERS
@@ -89,16 +100,33 @@ class Rows(Shapes):
                 if thread % ROW_THREADS == 0:
                     nan = Int32(0x7FFFFFFF)
                     shared_int(call.factors)[row] = cutlass.select_(field == 255, nan, (field - 7) << 23)
+                small = Int32(0)
                 for turn in cutlass.range_constexpr(self.turns):
                     chunk = thread % ROW_THREADS + turn * ROW_THREADS
                     if chunk < chunks:
                         some = slice(turn * self.chunk_words, (turn + 1) * self.chunk_words)
-                        self.store_chunk(call, chunk, row, scale, numbers[some])
+                        small += self.store_chunk(call, chunk, row, scale, numbers[some])
+                small = cute.arch.warp_redux_sync(small, "add")
+                if lane == 0:
+                    shared_int(call.small)[row * ROW_WARPS + warp] = small
             numbers = ahead
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+        self.mark_rows(call, unit, entry)
         for tile in cutlass.range_constexpr(self.tiles):
             factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
+
+    @cute.jit
+    def mark_rows(self, call: Call, unit: Int32, entry: Any):
+        """Marks the pairs whose rows have too many numbers that their columns do not have exactly, see `stream_exact_device`."""
+        thread, _, _ = cute.arch.thread_idx()
+        k = cutlass.select_(kind_of(unit) == W13, call.layer.hidden, call.layer.intermediate)
+        if thread < entry.count:
+            small = Int32(0)
+            for warp in cutlass.range_constexpr(ROW_WARPS):
+                small += shared_int(call.small)[thread * ROW_WARPS + warp]
+            if small * SMALL_SHARE > k:
+                call.order[entry.first + thread] |= beyond_bit(unit)
 
     @property
     def turns(self) -> int:
@@ -130,21 +158,26 @@ class Rows(Shapes):
         first = kind_of(unit) == W13
         k = cutlass.select_(first, layer.hidden, layer.intermediate)
         found = []
-        pair = call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)]
-        token_at = call.x + Int64(pair // layer.top_k) * (call.x_stride * 2)
-        activated_at = call.activated + Int64(pair) * (layer.intermediate * (4 if self.wide else 2))
+        pair = pair_of(call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)])
+        row_at = self.address_of_row(call, first, pair)
         for turn in cutlass.range_constexpr(self.turns):
             at = (thread % ROW_THREADS + turn * ROW_THREADS) * CHUNK
             words = [Uint32(0)] * self.chunk_words
             if row < entry.count and at < k:
                 if const_expr(not self.wide):
-                    words = words_at(cutlass.select_(first, token_at, activated_at) + at * 2, 8)
+                    words = words_at(row_at + at * 2, 8)
                 elif first:
-                    words = [bits_of(number) for word in words_at(token_at + at * 2, 8) for number in widened(self.dtype, word)]
+                    words = [bits_of(number) for word in words_at(row_at + at * 2, 8) for number in widened(self.dtype, word)]
                 else:
-                    words = words_at(activated_at + at * 4, 16)
+                    words = words_at(row_at + at * 4, 16)
             found += words
         return found
+
+    def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
+        """Returns the address of a pair's row: of its token in the first product, of its activation in the second."""
+        token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
+        activated_at = call.activated + Int64(pair) * (call.layer.intermediate * (4 if self.wide else 2))
+        return cutlass.select_(first, token_at, activated_at)
 
     @cute.jit
     def store_chunk(
@@ -155,26 +188,36 @@ class Rows(Shapes):
         scale: Float32,
         numbers: Any,
     ):
-        """Splits sixteen numbers of a row and stores them in its columns."""
+        """Splits sixteen numbers of a row and stores them in its columns. Returns how many of them these do not have exactly."""
         words = [[] for _ in range(self.config.parts)]
         if const_expr(self.wide):
             values = [as_float(word) for word in numbers]
         else:
             values = [value for word in numbers for value in widened(self.dtype, word)]
+        values = [value * scale for value in values]
+        small = Int32(0)
+        for value in values:
+            # Zeros wrap around.
+            small += Int32((bits_of(value) & 0x7FFFFFFF) - 1 < Uint32(self.exact_from - 1))
         for word in cutlass.range_constexpr(4):
-            low = self.split(values[2 * word], values[2 * word + 8], scale)
-            high = self.split(values[2 * word + 1], values[2 * word + 9], scale)
+            low = self.split(values[2 * word], values[2 * word + 8])
+            high = self.split(values[2 * word + 1], values[2 * word + 9])
             for part in cutlass.range_constexpr(self.config.parts):
                 words[part].append(low[part] | high[part] << 16)
         to = call.rows + (chunk * self.tiles + row // 4) * (self.layers * CORE_BYTES) + row % 4 * (2 * CHUNK)
         for part in cutlass.range_constexpr(self.config.parts):
             store_words_shared(to + part // 2 * CORE_BYTES + part % 2 * CHUNK, words[part])
+        return small
 
-    def split(self, first: Float32, second: Float32, scale: Float32) -> Any:
+    @property
+    def exact_from(self) -> int:
+        """The bits of the smallest scaled number that columns have exactly, as float32: 2^-7 with two columns, 2^-9 with three."""
+        return (127 - (9 if self.config.parts > 2 else 7)) << 23
+
+    def split(self, first: Float32, second: Float32) -> Any:
         """Splits two numbers. Returns two bytes of each part."""
         parts = self.config.parts
-        pair = [first * scale, second * scale]
-        return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=pair)
+        return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=[first, second])
 
 
 def larger_halves(a: Uint32, b: Uint32) -> Uint32:
