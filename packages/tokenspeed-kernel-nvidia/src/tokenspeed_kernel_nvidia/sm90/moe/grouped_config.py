@@ -331,7 +331,7 @@ def every_schedule() -> list[Schedule]:
 def every_product() -> list[Product]:
     """Returns the configurations of all products that are served."""
     every = itertools.product(DTYPES.values(), (True, False), SERVED, (False, True))
-    products = [Product(*which, columns, inputs, wide) for *which, inputs, wide in every for columns in SERVED[inputs]]
+    products = [Product(dtype, gated, columns, kind, wide) for dtype, gated, kind, wide in every for columns in SERVED[kind]]
     repairs = [repair_of("bfloat16", gated) for gated in (True, False)]
     return [product for product in products if _is_served(product)] + repairs
 
