@@ -342,10 +342,12 @@ def repair_of(dtype: str, gated: bool) -> Product:
 
 
 def _is_served(product: Product) -> bool:
-    """Slots of float16 are always wide; activations where no limit keeps them within its range."""
+    """Slots of float16 are always wide; activations where no limit keeps them in range, in tiles that `VALUES` have, too."""
     if product.dtype == "bfloat16":
         return not product.wide
-    return product.inputs != PARTS and (product.gated or product.wide)
+    if product.gated:
+        return product.inputs != PARTS and not (product.wide and product.columns > MANY_COLUMNS)
+    return product.inputs != PARTS and product.wide
 
 
 def every_rounding() -> list[Rounding]:
