@@ -54,7 +54,7 @@ def op(declare: Declare) -> Any:
 def test_a_misspelled_trait_is_refused_with_the_name_that_was_meant() -> None:
     """It would constrain nothing: the kernel would be chosen for every ``hidden``."""
     said = refused(rmsnorm, traits={"hiden": at_most(64)})
-    assert said.startswith("mine: norm.rmsnorm states no trait hiden; did you mean hidden?; its traits are hidden, residual (")
+    assert said.startswith("mine: norm.rmsnorm states no trait hiden; did you mean hidden? Its traits are hidden, residual (")
     assert "test_interface.py" in said
     assert "did you mean" not in refused(rmsnorm, traits={"page_size": 16})
 
@@ -89,7 +89,7 @@ def test_what_an_operator_states_is_taken(op: Any) -> None:
 
 def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> None:
     op = declare(_body, formats=("x",))
-    assert "states no trait hidden; its traits are none" in refused(op, traits={"hidden": any})
+    assert "states no trait hidden. Its traits are none" in refused(op, traits={"hidden": any})
     declared(op, "none")
 
 
@@ -98,9 +98,9 @@ def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> N
 
 def test_operands_and_formats_that_no_request_has_are_refused(op: Any) -> None:
     said = refused(rmsnorm, signatures=format_signatures("xs", "dense", {torch.float32}))
-    assert "signatures of norm.rmsnorm have no operand xs; did you mean x?; its operands are x (" in said
+    assert "signatures of norm.rmsnorm have no operand xs; did you mean x? Its operands are x (" in said
     scaled = format_signature(x=dense_tensor_format(torch.float16), w13=tensor_format("mxpf4", torch.uint8))
-    assert "w13 of moe.moe_apply is never mxpf4; did you mean mxfp4?; it may be dense, fp8, mxfp4 (" in refused(
+    assert "w13 of moe.moe_apply is never mxpf4; did you mean mxfp4? It may be dense, fp8, mxfp4 (" in refused(
         moe_apply, signatures=[scaled]
     )
 
@@ -133,7 +133,7 @@ def test_a_layout_that_no_kernel_makes_is_refused() -> None:
     shared = {**OWN, "weight_layout": {"canonical", "rows-reversed"}, "processed_weights": any}
     declared(moe_apply, "shares", traits=shared, priority=1)
     misspelled = {**OWN, "weight_layout": "row-reversed"}
-    assert "did you mean rows-reversed?; there are " in refused(moe_apply, traits=misspelled, priority=2)
+    assert "did you mean rows-reversed? There are " in refused(moe_apply, traits=misspelled, priority=2)
 
 
 def test_kernels_of_one_transaction_may_share_a_layout_in_any_order() -> None:
@@ -174,7 +174,7 @@ def _with_table(x: Tensor, table: Table, out: Tensor | None = None) -> Tensor:
 
 def test_resources_state_traits_too(declare: Declare) -> None:
     op = declare(_with_table, formats=("x",))
-    assert "states no trait ronded; did you mean rounded?; its traits are rounded, wide (" in refused(op, traits={"ronded": any})
+    assert "states no trait ronded; did you mean rounded? Its traits are rounded, wide (" in refused(op, traits={"ronded": any})
     assert "trait wide is True or False, so 3 can never hold" in refused(op, traits={"wide": 3})
     declared(op, "fine", traits={"rounded": any, "wide": any})
     op(torch.ones(2), Table(), solution="reference")
