@@ -13,6 +13,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.resources import Resource
+from tokenspeed_kernel_base.selection import select_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures, tensor_format
 from tokenspeed_kernel_base.spec import RegistrationError
 from tokenspeed_kernel_base.traits import TraitKind, at_least, at_most, multiple_of, one_of
@@ -93,12 +94,21 @@ def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> N
     declared(op, "none")
 
 
+def test_a_request_that_is_made_by_hand_keeps_to_what_is_stated() -> None:
+    signature = format_signature(x=dense_tensor_format(torch.float32))
+    assert select_kernel("norm", "rmsnorm", signature, traits={"hidden": 64, "residual": False}).name
+    with pytest.raises(ValueError, match=r"norm\.rmsnorm states no trait hiden; did you mean hidden\?"):
+        select_kernel("norm", "rmsnorm", signature, traits={"hiden": 64})
+    with pytest.raises(ValueError, match=r"signatures of norm\.rmsnorm have no operand q\. Its operands are x"):
+        select_kernel("norm", "rmsnorm", format_signature(q=dense_tensor_format(torch.float32)))
+
+
 # -- formats ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_operands_and_formats_that_no_request_has_are_refused(op: Any) -> None:
-    said = refused(rmsnorm, signatures=format_signatures("xs", "dense", {torch.float32}))
-    assert "signatures of norm.rmsnorm have no operand xs; did you mean x? Its operands are x (" in said
+    said = refused(moe_apply, signatures=format_signatures("w31", "dense", {torch.float32}))
+    assert "signatures of moe.moe_apply have no operand w31; did you mean w13? Its operands are x, w13, w2 (" in said
     scaled = format_signature(x=dense_tensor_format(torch.float16), w13=tensor_format("mxpf4", torch.uint8))
     assert "w13 of moe.moe_apply is never mxpf4; did you mean mxfp4? It may be dense, fp8, mxfp4 (" in refused(
         moe_apply, signatures=[scaled]

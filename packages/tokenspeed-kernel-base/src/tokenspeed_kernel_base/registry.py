@@ -100,6 +100,11 @@ class KernelRegistry:
                     self._check_parameters(spec, impl)
             self._check_layouts(specs)
 
+    def interface_of(self, family: str, mode: str) -> Interface | None:
+        """What kernels of an operator are declared against; None where it is not declared."""
+        with self._lock:
+            return self._interfaces.get((family, mode))
+
     def register(self, spec: KernelSpec, impl: Callable[..., Any] | str) -> None:
         """Adds a kernel.
 
