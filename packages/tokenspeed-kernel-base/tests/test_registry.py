@@ -418,6 +418,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
         "traits": ({"head_dim": at_most(256) & multiple_of(16), "sinks": any}, {"traits": traits}),
         "priority": (8, {"priority": "8 (performant)"}),
         "tags": ({"latency", "waits"}, {"tags": tags}),
+        "aligned_caches": (("k_cache", "v_cache"), {"aligned caches": "k_cache, v_cache"}),
         "only_by_name": ("it is an experiment", {"only by name": "it is an experiment"}),
         "weight_preprocessor": ("mine.weights:arrange", {"weight preprocessor": "mine.weights:arrange"}),
         "universal": (True, {"undeclared flags": "served"}),
@@ -443,8 +444,8 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
 def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> None:
     registry.register(KernelSpec("plain", "norm", "scale", "torch", format_signatures=None, priority=9), functools.partial(kernel))
     described = _described("plain")
-    nothing = ("package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags")
-    assert {label for label, text in described.items() if text == "none"} == {*nothing, "load error"}
+    nothing = {"package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags"}
+    assert {label for label, text in described.items() if text == "none"} == nothing | {"aligned caches", "load error"}
     assert described["vendors"] == described["formats"] == "any"
     assert described["architectures"] == "any to any"
     assert described["only by name"] == "no"
@@ -453,6 +454,14 @@ def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> Non
     assert described["implementation"] == f"{__name__}:kernel"
     with pytest.raises(KeyError, match="no kernel named other"):
         describe_kernel("other")
+
+
+def test_aligned_caches_are_parameters(registry: KernelRegistry) -> None:
+    def attend(q: Any, k_cache: Any) -> None: ...
+
+    registry.register(spec("right", aligned_caches=("k_cache",)), attend)
+    with pytest.raises(RegistrationError, match="wrong: aligned_caches must be parameters, got v_cache"):
+        registry.register(spec("wrong", aligned_caches=("k_cache", "v_cache")), attend)
 
 
 def test_the_nearest_kernel_is_of_the_operator(registry: KernelRegistry) -> None:
@@ -523,6 +532,7 @@ def test_published_signatures() -> None:
             "traits",
             "priority",
             "tags",
+            "aligned_caches",
             "only_by_name",
             "weight_preprocessor",
             "tunables",
