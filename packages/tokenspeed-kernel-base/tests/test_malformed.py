@@ -447,7 +447,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # normalisation
     ("rmsnorm", {"weight": ones(7)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[7\]"),
     ("rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
-    ("rmsnorm", {"residual": ones(3, 8, dtype=F32)}, T, r"residual must be a tensor of bfloat16, got float32"),
+    ("rmsnorm", {"residual": ones(3, 8, dtype=F64)}, T, r"residual must be a tensor of bfloat16 or float32, got float64"),
     ("rmsnorm", {"residual_out": ones(3, 8)}, V, r"residual_out must be None, because this call has no such output, got a bfloat16"),
     ("rmsnorm_gated", {"gate": ones(3, 4)}, V, r"gate must be of shape \[3, 8\] like x, got \[3, 4\]"),
     ("rmsnorm_gated", {"activation": "relu"}, V, r"activation must be one of 'silu', 'sigmoid', got 'relu'"),

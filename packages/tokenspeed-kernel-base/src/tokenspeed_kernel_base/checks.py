@@ -168,10 +168,17 @@ class Checker:
         if value not in allowed:
             self.fail(argument, "one of " + ", ".join(map(describe, allowed)), describe(value))
 
-    def same_shape(self, argument: str, value: torch.Tensor | None, like: str, model: torch.Tensor) -> None:
-        """Checks that an optional tensor has another's shape and dtype."""
+    def same_shape(
+        self,
+        argument: str,
+        value: torch.Tensor | None,
+        like: str,
+        model: torch.Tensor,
+        dtypes: Collection[torch.dtype] | None = None,
+    ) -> None:
+        """Checks that an optional tensor has another's shape and dtype, or one of ``dtypes``."""
         if value is None:
             return
-        self.dtype(argument, value, model.dtype)
+        self.dtype(argument, value, dtypes or model.dtype)
         if value.shape != model.shape:
             self.fail(argument, f"of shape {list(model.shape)} like {like}", str(list(value.shape)))

@@ -51,6 +51,24 @@ def test_rmsnorm_agrees_with_transformers() -> None:
     torch.testing.assert_close(rmsnorm(x, theirs.weight.data, eps=1e-6), theirs(x).detach(), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_float32_residual_beside_16_bit_floats(dtype: torch.dtype) -> None:
+    """The stream stays float32: its sum is not rounded to x's dtype, and is what is normalised."""
+    x, residual, weight = torch.randn(6, 64, dtype=dtype), torch.randn(6, 64) * 100, torch.randn(64, dtype=dtype)
+    normed, total = rmsnorm(x, weight, residual=residual)
+    assert (normed.dtype, total.dtype) == (dtype, torch.float32)
+    assert torch.equal(total, x.float() + residual)
+    assert torch.equal(normed, rmsnorm(total, weight.float()).to(dtype))
+    kept = residual.clone()
+    results = rmsnorm(x, weight, residual=kept, residual_out=kept)
+    assert results[1] is kept
+    assert torch.equal(kept, total)
+    assert rmsnorm.explain(x, weight, residual=residual).request.traits["wide_residual"] is True
+    assert rmsnorm.explain(x, weight, residual=x).request.traits["wide_residual"] is False
+    with pytest.raises(TypeError, match=r"residual must be a tensor of b?float.* got float64"):
+        rmsnorm(x, weight, residual=residual.double())
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rmsnorm_normalises_the_rounded_sum_with_the_residual(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -123,6 +141,7 @@ X, W = torch.ones(2, 4), torch.ones(4)
         ({"eps": "1e-5"}, TypeError, "eps must be float, got str"),
         ({"residual": torch.ones(1, 4)}, ValueError, r"residual must be of shape \[2, 4\] like x, got \[1, 4\]"),
         ({"residual": X.double()}, TypeError, "residual must be a tensor of float32, got float64"),
+        ({"residual": X.bfloat16()}, TypeError, "residual must be a tensor of float32, got bfloat16"),
         ({"out": torch.ones(2, 3)}, ValueError, r"out must have shape \[2, 4\]"),
         ({"out": X.half()}, TypeError, "out must be float32, got a float16 tensor"),
         ({"residual_out": X.clone()}, ValueError, "residual_out must be None"),

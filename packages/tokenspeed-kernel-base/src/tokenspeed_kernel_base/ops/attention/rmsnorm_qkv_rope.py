@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of
-from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.ops.norm.rmsnorm import check_residual, residual_traits, rmsnorm
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # Keys and values are written to the cache as they are, and tokens have one position.
@@ -68,7 +68,7 @@ def rmsnorm_qkv_rope(
         kv_heads: heads of keys, and of values.
         head_dim: of all heads.
         eps: added to the mean square, > 0.
-        residual: like x; added to it before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
         bias: x's dtype ``[(heads + 2 * kv_heads) * head_dim]``.
         interleaved: which elements are rotated together, as in `apply_rope`.
         k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to; this and the next two come
@@ -134,7 +134,7 @@ def _(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "rotary_dim": cos_sin_cache.shape[1],
-        "residual": residual is not None,
+        **residual_traits(x, residual),
         "bias": bias is not None,
         "interleaved": interleaved,
         "cache_write": k_cache is not None,
@@ -162,7 +162,7 @@ def _(
     check.tensor("qkv_weight", qkv_weight, "hidden qkv", x.dtype)
     check.tensor("bias", bias, "qkv", x.dtype)
     check.require(eps > 0, "eps", "positive", eps)
-    check.same_shape("residual", residual, "x", x)
+    check_residual(check, residual, x)
     check.tensor("positions", positions, "tokens", INTS)
     check.require(kv_heads > 0, "kv_heads", "positive", kv_heads)
     check.require(head_dim > 0, "head_dim", "positive", head_dim)
@@ -183,7 +183,7 @@ def _(check: Checker, **arguments: Any) -> None:
 @rmsnorm_qkv_rope.fake
 def _(x: Tensor, qkv_weight: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     qkv = x.new_empty(x.shape[0], qkv_weight.shape[1])
-    return qkv if residual is None else (qkv, torch.empty_like(x, memory_format=torch.contiguous_format))
+    return qkv if residual is None else (qkv, torch.empty_like(residual, memory_format=torch.contiguous_format))
 
 
 @recipe
@@ -195,6 +195,7 @@ def _inputs(
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
     residual: bool = True,
+    residual_dtype: torch.dtype | None = None,
     bias: bool = True,
     page_size: int | None = None,
     max_positions: int = 4096,
@@ -223,7 +224,7 @@ def _inputs(
             "qkv_weight": draw.normal(columns, hidden, dtype=dtype, scale=hidden**-0.5).t(),
             "kv_heads": kv_heads,
             "head_dim": head_dim,
-            "residual": draw.normal(tokens, hidden, dtype=dtype) if residual else None,
+            "residual": draw.normal(tokens, hidden, dtype=residual_dtype or dtype) if residual else None,
             "bias": draw.normal(columns, dtype=dtype, scale=0.5) if bias else None,
             **{name: rotated[name] for name in kept if name in rotated},
         }
@@ -243,6 +244,7 @@ def _() -> list[Case]:
             "interleaved, partial, no bias, float16",
             _inputs(5, 64, 4, 2, 32, torch.float16, bias=False, interleaved=True, rotary_dim=16),
         ),
+        Case("float32 residual", _inputs(2, 64, 4, 2, 64, residual_dtype=torch.float32)),
         Case("fp8 cache", _inputs(9, 96, 8, 2, 32, page_size=4, cache_dtype=fp8)),
         Case("gpt-oss-120b heads, narrow, decode 4 with cache", _inputs(4, 160, 16, 2, 64, page_size=16)),
         *(Case(f"gpt-oss-120b heads, narrow, decode {m} with cache", _inputs(m, 160, 8, 1, 64, page_size=16)) for m in (1, 2)),

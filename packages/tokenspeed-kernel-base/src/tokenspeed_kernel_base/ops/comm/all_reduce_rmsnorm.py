@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
 from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.ops.norm.rmsnorm import check_residual, residual_traits, rmsnorm
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -52,7 +52,7 @@ def all_reduce_rmsnorm(
         weight: any float dtype ``[hidden]``.
         group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that do all of it in one launch.
         eps: added to the mean square, > 0.
-        residual: like x; added to the sum before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
         out: receives the result; may be x, or the residual unless ``residual_out`` is that.
         residual_out: receives the sum with the residual; may be the residual, or x unless ``out`` is that. Only with a residual.
 
@@ -85,7 +85,7 @@ def _(x: Tensor, group: ProcessGroup, residual: Tensor | None) -> dict[str, obje
         **group.traits,
         "protocol": group.protocol(nbytes(x), hidden * x.element_size()) if x.numel() else "none: there are no rows",
         "hidden": hidden,
-        "residual": residual is not None,
+        **residual_traits(x, residual),
     }
 
 
@@ -99,25 +99,27 @@ def _(check: Checker, x: Tensor, weight: Tensor, group: ProcessGroup, eps: float
     check.tensor("x", x, "... hidden", FLOATS)
     check.tensor("weight", weight, "hidden", FLOATS)
     check.require(eps > 0, "eps", "positive", eps)
-    check.same_shape("residual", residual, "x", x)
+    check_residual(check, residual, x)
     check.bind("world_size", group.world_size, "group")
 
 
 @all_reduce_rmsnorm.fake
 def _(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return normed if residual is None else (normed, torch.empty_like(normed))
+    return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
 
 
 @recipe
-def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = True) -> Callable[[Draw], dict[str, Any]]:
+def _inputs(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = True, residual_dtype: torch.dtype | None = None
+) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()
         return {
             "x": own_values(draw, group, *shape, dtype=dtype),
             "weight": 1 + draw.normal(shape[-1], scale=0.1, dtype=dtype),
             "group": group,
-            "residual": draw.normal(*shape, dtype=dtype) if residual else None,
+            "residual": draw.normal(*shape, dtype=residual_dtype or dtype) if residual else None,
         }
 
     return make
@@ -127,6 +129,7 @@ def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = T
 def _() -> list[Case]:
     return [
         Case("one rank, float32", _inputs(3, 5, 7, dtype=torch.float32)),
+        Case("one rank, float32 residual", _inputs(3, 96, residual_dtype=torch.float32)),
         Case("one rank, without residual", _inputs(3, 2880, residual=False)),
         Case("one rank, no rows", _inputs(0, 64)),
         Case("2 ranks, odd hidden 65, float16", _inputs(3, 65, dtype=torch.float16), world_size=2),

@@ -50,7 +50,7 @@ def all_reduce_rmsnorm_quantize_fp8(
         weight: any float dtype ``[hidden]``.
         group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that do all of it in one launch.
         eps: added to the mean square, > 0.
-        residual: like x; added to the sum before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
         granularity: what shares a scale, as in `quantize_fp8`: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``.
         block_size: elements of a block along an axis, >= 1; without meaning for the first two.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
-from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.ops.norm.rmsnorm import check_residual, residual_traits, rmsnorm
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 
 
@@ -58,7 +58,7 @@ def rmsnorm_moe_topk(
         router_weight: x's dtype ``[hidden, experts]``. One that is stored ``[experts, hidden]`` is passed as ``weight.t()``.
         top_k: experts to choose.
         eps: added to the mean square, > 0.
-        residual: like x; added to it before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
         router_bias: x's dtype ``[experts]``, added to the product.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and what follows as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
@@ -116,7 +116,7 @@ def _(x: Tensor, residual: Tensor | None, router_weight: Tensor, router_bias: Te
         **moe_topk.operator.run_hook("traits", {**arguments, **logits}),
         "tokens": bucket(x.shape[0]),
         "hidden": x.shape[1],
-        "residual": residual is not None,
+        **residual_traits(x, residual),
         "router_bias": router_bias is not None,
     }
 
@@ -142,7 +142,7 @@ def _(
     check.tensor("router_weight", router_weight, "hidden experts", x.dtype)
     check.tensor("router_bias", router_bias, "experts", x.dtype)
     check.require(eps > 0, "eps", "positive", eps)
-    check.same_shape("residual", residual, "x", x)
+    check_residual(check, residual, x)
     logits = torch.empty(x.shape[0], router_weight.shape[1], dtype=x.dtype, device="meta")
     moe_topk.operator.run_hook("check", {**arguments, "logits": logits}, check)
 
@@ -152,7 +152,7 @@ def _(x: Tensor, top_k: int, residual: Tensor | None) -> tuple[Tensor, ...]:
     shape = (x.shape[0], top_k)
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     chosen = normed, x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int32)
-    return chosen if residual is None else (*chosen, torch.empty_like(normed))
+    return chosen if residual is None else (*chosen, torch.empty_like(normed, dtype=residual.dtype))
 
 
 @recipe
@@ -163,6 +163,7 @@ def _inputs(
     top_k: int,
     dtype: torch.dtype = torch.bfloat16,
     residual: bool = True,
+    residual_dtype: torch.dtype | None = None,
     bias: bool = True,
     correction: bool = False,
     **options: Any,
@@ -173,7 +174,7 @@ def _inputs(
             "norm_weight": 1 + draw.normal(hidden, scale=0.1, dtype=dtype),
             "router_weight": draw.normal(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5).t(),
             "top_k": top_k,
-            "residual": draw.normal(tokens, hidden, dtype=dtype) if residual else None,
+            "residual": draw.normal(tokens, hidden, dtype=residual_dtype or dtype) if residual else None,
             "router_bias": draw.normal(experts, dtype=dtype) if bias else None,
             "correction_bias": draw.normal(experts, scale=0.1) if correction else None,
             **options,
@@ -191,6 +192,9 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 4, no residual", _inputs(4, 2880, 128, 4, residual=False)),
         Case("gpt-oss-20b decode 16, float16", _inputs(16, 2880, 32, 4, torch.float16)),
         Case("groups, sigmoid and correction, float32", _inputs(5, 96, 64, 6, torch.float32, bias=False, **groups)),
+        Case(
+            "float32 residual, square root of softplus", _inputs(3, 64, 16, 2, residual_dtype=torch.float32, scoring="sqrtsoftplus")
+        ),
         Case("no tokens", _inputs(0, 64, 8, 2)),
         *(Case(f"gpt-oss-120b decode {m}", _inputs(m, 2880, 128, 4), large=True) for m in (8, 16, 64)),
         Case("gpt-oss-120b prefill 4096", _inputs(4096, 2880, 128, 4), large=True),

@@ -65,7 +65,7 @@ def qk_rmsnorm(
 
     Safe in CUDA graphs.
     """
-    return rms_normalise(q, q_weight, eps), rms_normalise(k, k_weight, eps)
+    return rms_normalise(q, q_weight, eps, q.dtype), rms_normalise(k, k_weight, eps, k.dtype)
 
 
 @qk_rmsnorm.traits

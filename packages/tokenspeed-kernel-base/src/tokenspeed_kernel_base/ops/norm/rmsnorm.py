@@ -9,15 +9,27 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
-from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.checks import FLOATS, HALVES, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The arithmetic that the operators of this family share: float32 (float64 for float64), rounded to x's dtype once."""
+def rms_normalise(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """The arithmetic that the operators of this family share: float32 (float64 for float64), rounded to ``dtype`` once."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    return normed.to(x.dtype).contiguous()
+    return normed.to(dtype).contiguous()
+
+
+def residual_traits(x: Tensor, residual: Tensor | None) -> dict[str, object]:
+    """The traits of operators that add a residual before they normalise. One in float32 beside 16-bit floats is a feature of its
+    own."""
+    return {"residual": residual is not None, "wide_residual": residual is not None and residual.dtype != x.dtype}
+
+
+def check_residual(check: Checker, residual: Tensor | None, x: Tensor) -> None:
+    """Raises TypeError or ValueError unless the residual has x's shape, and x's dtype or float32 beside 16-bit floats."""
+    wide = {torch.float32} if x.dtype in HALVES else set()
+    check.same_shape("residual", residual, "x", x, {x.dtype, *wide})
 
 
 @operator(
@@ -39,19 +51,19 @@ def rmsnorm(
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
     With a residual, ``s = x + residual`` is normalised instead and returned too, as the next layer's residual. The sum is
-    rounded to x's dtype first, and the rounded value is what is normalised, so that both results agree about it. Squares, mean
-    and product are float32 (float64 for float64 inputs); the product is rounded to x's dtype once, after the weight.
+    rounded to the residual's dtype first, and the rounded value is what is normalised, so that both results agree about it.
+    Squares, mean and product are float32 (float64 for float64 inputs); the product is rounded to x's dtype once, after the weight.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
-        residual: like x.
+        residual: x's dtype ``[..., hidden]``, or float32 beside float16 and bfloat16.
         out: receives the result; may be x, or the residual unless ``residual_out`` is that.
         residual_out: receives the sum; may be the residual, or x unless ``out`` is that. Only with a residual.
 
     Returns:
-        The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``.
+        The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``, the sum of the residual's dtype.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
@@ -65,14 +77,14 @@ def rmsnorm(
     Safe in CUDA graphs.
     """
     if residual is None:
-        return rms_normalise(x, weight, eps)
+        return rms_normalise(x, weight, eps, x.dtype)
     total = (x + residual).contiguous()
-    return rms_normalise(total, weight, eps), total
+    return rms_normalise(total, weight, eps, x.dtype), total
 
 
 @rmsnorm.traits
 def _(x: Tensor, residual: Tensor | None) -> dict[str, object]:
-    return {"hidden": x.shape[-1], "residual": residual is not None}
+    return {"hidden": x.shape[-1], **residual_traits(x, residual)}
 
 
 @rmsnorm.check
@@ -80,22 +92,24 @@ def _(check: Checker, x: Tensor, weight: Tensor, eps: float, residual: Tensor | 
     check.tensor("x", x, "... hidden", FLOATS)
     check.tensor("weight", weight, "hidden", FLOATS)
     check.require(eps > 0, "eps", "positive", eps)
-    check.same_shape("residual", residual, "x", x)
+    check_residual(check, residual, x)
 
 
 @rmsnorm.fake
 def _(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return normed if residual is None else (normed, torch.empty_like(normed))
+    return normed if residual is None else (normed, torch.empty_like(normed, dtype=residual.dtype))
 
 
 @recipe
-def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> Callable[[Draw], dict[str, Any]]:
+def _inputs(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False, residual_dtype: torch.dtype | None = None
+) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         return {
             "x": draw.normal(*shape, dtype=dtype),
             "weight": 1 + draw.normal(shape[-1], scale=0.1, dtype=dtype),
-            "residual": draw.normal(*shape, dtype=dtype) if residual else None,
+            "residual": draw.normal(*shape, dtype=residual_dtype or dtype) if residual else None,
         }
 
     return make
@@ -109,6 +123,11 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 64 with residual", _inputs(64, 2880, residual=True)),
         Case("odd hidden 1001, float16", _inputs(3, 5, 1001, dtype=torch.float16)),
         Case("very long rows, with residual, float32", _inputs(2, 33000, dtype=torch.float32, residual=True)),
+        Case("float32 residual", _inputs(5, 300, residual=True, residual_dtype=torch.float32)),
+        Case(
+            "very long rows, float32 residual, float16",
+            _inputs(2, 33000, dtype=torch.float16, residual=True, residual_dtype=torch.float32),
+        ),
         Case("no rows", _inputs(0, 2880)),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 2880), large=True),
         Case("gpt-oss-120b prefill 16384 with residual", _inputs(16384, 2880, residual=True), large=True),

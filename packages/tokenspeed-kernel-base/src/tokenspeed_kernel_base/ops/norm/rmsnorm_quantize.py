@@ -50,7 +50,7 @@ def rmsnorm_quantize_fp8(
         x: float16, bfloat16 or float32 ``[..., hidden]``.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
-        residual: like x; added to it before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
         granularity: what shares a scale, as in `quantize_fp8`: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``.
         block_size: elements of a block along an axis, >= 1; without meaning for the first two.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
@@ -114,7 +114,7 @@ def rmsnorm_quantize_fp8_with_scale(
         scale: float32; for all of x ``[]`` or ``[1]``, per token ``[..., 1]``, per channel ``[hidden]``. Values should be positive;
             that is not checked.
         eps: added to the mean square, > 0.
-        residual: like x; added to it before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
         out: receives q.
         residual_out: receives the sum; may be the residual or x. Only with a residual.
@@ -171,7 +171,7 @@ def rmsnorm_quantize_mxfp8(
         x: float16, bfloat16 or float32 ``[..., hidden]``, hidden a multiple of 32.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
-        residual: like x; added to it before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
         scale_rounding: ``"down"``, as the OCP says, or ``"up"``; see `quantize_mxfp8`.
         scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q.
@@ -234,7 +234,7 @@ def rmsnorm_quantize_nvfp4(
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         global_scale: float32 ``[]`` or ``[1]``, a factor of the decoded value. Should be positive and finite; that is not checked.
         eps: added to the mean square, > 0.
-        residual: like x; added to it before the normalisation.
+        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
         scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q.
         scale_out: receives the scales.
@@ -287,6 +287,7 @@ def _inputs(
     *shape: int,
     dtype: torch.dtype = torch.bfloat16,
     residual: bool = True,
+    residual_dtype: torch.dtype | None = None,
     scale_shape: tuple[int, ...] | None = None,
     global_scale: float | None = None,
     to: torch.dtype | None = None,
@@ -298,7 +299,7 @@ def _inputs(
         return {
             "x": draw.normal(*shape, dtype=dtype),
             "weight": 1 + draw.normal(shape[-1], scale=0.1, dtype=dtype),
-            "residual": draw.normal(*shape, dtype=dtype) if residual else None,
+            "residual": draw.normal(*shape, dtype=residual_dtype or dtype) if residual else None,
             **options,
             **draw_given(draw, scale_shape, global_scale, to, high=0.02),
         }
@@ -321,6 +322,7 @@ def _() -> list[Case]:
         Case(
             "blocks of 128, e8m0, without residual", _inputs(3, 300, residual=False, granularity="block", scale_dtype=torch.uint8)
         ),
+        Case("float32 residual, blocks of 128", _inputs(3, 200, residual_dtype=torch.float32, granularity="block")),
         Case("blocks of 32, packed e8m0", _inputs(2, 3, 200, block_size=32, **_PACKED)),
         Case("one block of 128, packed e8m0, e5m2", _inputs(9, 72, to=torch.float8_e5m2, **_PACKED)),
         Case("qwen3-8b decode 64, per token", _inputs(64, 4096), large=True),

@@ -85,7 +85,7 @@ def rmsnorm_qkv_rope(
     heads = columns // head_dim - 2 * kv_heads
     qkv = out if out is not None and has_rows(out) else x.new_empty(tokens, columns)
     # Other programs read x and the residual when the first ones write their sum, so it may not lie in either.
-    total = None if residual is None else x.new_empty(tokens, hidden)
+    total = None if residual is None else residual.new_empty(tokens, hidden)
     x, added = (t if t.stride(1) == 1 else t.contiguous() for t in (x, x if residual is None else residual))
     weight = qkv_weight.t() if qkv_weight.stride(0) == 1 else qkv_weight.t().contiguous()
     table = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
@@ -170,6 +170,7 @@ for _head_dim in HEAD_DIMS:
             "head_dim": _head_dim,
             "rotary_dim": _head_dim,
             "residual": any,
+            "wide_residual": any,
             "bias": any,
             "cache_write": any,
         },

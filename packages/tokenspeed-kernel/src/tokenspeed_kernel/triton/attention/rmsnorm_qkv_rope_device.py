@@ -35,11 +35,11 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Some elements of x, or of x plus the residual, rounded to x's dtype; 0 outside of the mask."""
+    """Some elements of x, or of x plus the residual, rounded to the residual's dtype; 0 outside of the mask."""
     total = tl.load(inputs.x + row * inputs.x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(inputs.residual + row * inputs.residual_stride + column, mask=mask, other=0.0)
-        total = round_to(total.to(tl.float32) + added.to(tl.float32), total.dtype, INTERPRETED)
+        total = round_to(total.to(tl.float32) + added.to(tl.float32), added.dtype, INTERPRETED)
     return total
 
 

@@ -67,6 +67,7 @@ def tile_for(tokens: int, hidden: int) -> Tile:
         "hidden": at_most(8192),
         "num_experts": at_most(1024),
         "residual": any,
+        "wide_residual": any,
         "router_bias": any,
         "sigmoid": any,
         "sqrtsoftplus": any,
@@ -104,7 +105,7 @@ def rmsnorm_moe_topk(
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # Other programs read x and the residual when the first one writes their sum, so it may not lie in either.
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()
     added = x if residual is None else residual if residual.stride(1) == 1 else residual.contiguous()

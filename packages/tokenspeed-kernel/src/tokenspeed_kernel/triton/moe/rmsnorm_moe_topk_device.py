@@ -78,7 +78,7 @@ def rmsnorm_moe_topk_kernel(
     total = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)
-        total = round_to(total.to(tl.float32) + added.to(tl.float32), total.dtype, INTERPRETED)
+        total = round_to(total.to(tl.float32) + added.to(tl.float32), added.dtype, INTERPRETED)
     scale = tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0).to(tl.float32)
     wide = total.to(tl.float32)
     normed = round_to(wide * inverse_rms(wide, hidden, eps) * scale, out.dtype.element_ty, INTERPRETED)

@@ -64,7 +64,7 @@ def tile_for(hidden: int) -> Tile:
     solution="triton",
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
-    traits={"residual": any},
+    traits={"residual": any, "wide_residual": any},
     priority=Priority.PORTABLE,
     tags={"determinism", "batch_invariant"},
 )
@@ -80,7 +80,11 @@ def rmsnorm(
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None
     if residual is not None:
-        total = residual_out if residual_out is not None and has_rows(residual_out) else torch.empty_like(normed)
+        total = (
+            residual_out
+            if residual_out is not None and has_rows(residual_out)
+            else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        )
     if x.numel():
         hidden = x.shape[-1]
         tile = tile_for(hidden)

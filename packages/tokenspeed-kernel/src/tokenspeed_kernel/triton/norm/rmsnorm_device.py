@@ -23,11 +23,11 @@ def inverse_rms(x, hidden, eps):
 
 @triton.jit
 def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x, or x plus the residual rounded to x's dtype; 0 outside."""
+    """x, or x plus the residual rounded to the residual's dtype; 0 outside."""
     loaded = tl.load(x + offsets, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + residual_offsets, mask=inside, other=0.0)
-        loaded = round_to(loaded.to(tl.float32) + added.to(tl.float32), loaded.dtype, INTERPRETED)
+        loaded = round_to(loaded.to(tl.float32) + added.to(tl.float32), added.dtype, INTERPRETED)
     return loaded
 
 

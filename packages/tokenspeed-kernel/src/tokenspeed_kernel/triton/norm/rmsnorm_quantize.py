@@ -34,7 +34,7 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 _DECLARED = {**DECLARED, "tags": {"determinism", "batch_invariant"}}
-_TRAITS: dict[str, Any] = {"hidden": at_most(LONGEST_ROW), "residual": any}
+_TRAITS: dict[str, Any] = {"hidden": at_most(LONGEST_ROW), "residual": any, "wide_residual": any}
 
 
 def _launch(
@@ -54,7 +54,7 @@ def _launch(
     stored = stored_for(x, x.shape, form, dtype, out, scale_out)
     total = None
     if residual is not None:
-        total = residual_out if residual_out is not None and has_rows(residual_out) else x.new_empty(x.shape)
+        total = residual_out if residual_out is not None and has_rows(residual_out) else residual.new_empty(x.shape)
     if x.numel():
         tile = tile_for(hidden)
         block = max(tile.block, least_columns(form))
