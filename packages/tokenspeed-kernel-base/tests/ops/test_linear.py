@@ -121,7 +121,7 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "activation_dtype must be one of 'none' beside dense weights, got fp8", {"activation_dtype": "fp8"}),
     (
         ValueError,
-        "in_features must be a multiple of 16, because weight_format is nvfp4, got 72",
+        "in_features must be a multiple of 16, because weight_format is nvfp4; zeros may be appended .*, got 72",
         {"weight_format": "nvfp4", "dtype": torch.bfloat16, "in_features": 72},
     ),
 ]

@@ -214,7 +214,11 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "top_k must be int, got float 2.0", {"top_k": 2.0}),
     (TypeError, "top_k must be int, got bool True", {"top_k": True}),
     (ValueError, "hidden_size must be at least 1, got -4", {"hidden_size": -4}),
-    (ValueError, "intermediate_size must be a multiple of 32, because weight_format is mxfp4, got 40", {"weight_format": "mxfp4"}),
+    (
+        ValueError,
+        "intermediate_size must be a multiple of 32, because weight_format is mxfp4; zeros may be appended .*, got 40",
+        {"weight_format": "mxfp4"},
+    ),
     (ValueError, "intermediate_size must be a multiple of 32, because activation_dtype is mxfp4", {"activation_dtype": "mxfp4"}),
     (TypeError, "dtype must be a torch.dtype, got str 'bf16'", {"dtype": "bf16"}),
     (ValueError, "dtype must be one of .*bfloat16.*got int8", {"dtype": torch.int8}),
@@ -240,6 +244,29 @@ def test_wrong_plans(error: type[Exception], message: str, options: dict[str, An
     sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": 40, "device": "cpu"}
     with pytest.raises(error, match=message):
         moe_plan(**{**sizes, **options})
+
+
+def test_zeros_may_be_appended_to_sizes() -> None:
+    """As the message of a plan says: to tokens, weights and biases; results get features that are zero."""
+    hidden, intermediate, call = 40, 24, call_with(None, plan_of())
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(E, 2 * intermediate, hidden), torch.randn(E, hidden, intermediate)
+    b13, b2 = torch.randn(E, 2 * intermediate), torch.randn(E, hidden)
+    x = torch.randn(3, hidden)
+
+    def padded(t: torch.Tensor, *sizes: int) -> torch.Tensor:
+        made = torch.zeros(*t.shape[: -len(sizes)], *sizes)
+        made[(..., *(slice(size) for size in t.shape[-len(sizes) :]))] = t
+        return made
+
+    results = []
+    for h, i in ((hidden, intermediate), (64, 32)):
+        halves = [padded(half, i, h) for half in w13.chunk(2, 1)], [padded(half, i) for half in b13.chunk(2, 1)]
+        weights = MoEWeights(torch.cat(halves[0], 1), None, torch.cat(halves[1], 1), padded(w2, h, i), None, padded(b2, h))
+        plan = moe_plan(E, K, h, i, dtype=torch.float32, device="cpu", bias=True, beta=1.0, limit=3.0)
+        results.append(moe_apply(**{**call, "x": padded(x, h), "weights": weights, "plan": plan}))
+    torch.testing.assert_close(results[1][:, :hidden], results[0])
+    assert not results[1][:, hidden:].any()
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------------------

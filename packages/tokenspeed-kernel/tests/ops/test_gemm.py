@@ -441,7 +441,11 @@ MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: tk.mm(_F8, _G8, _ONE, _u8(2, 3)), TypeError, "formats that go together"),
     (lambda: tk.mm(_F8, _B, _ONE), TypeError, "formats that go together"),
     (lambda: tk.mm(_A, _G8, None, _ONE), TypeError, "formats that go together"),
-    (lambda: tk.mm(_u8(2, 24), _u8(24, 3), _u8(2, 1), _u8(1, 3)), ValueError, "a must be such that k is a multiple of 32"),
+    (
+        lambda: tk.mm(_u8(2, 24), _u8(24, 3), _u8(2, 1), _u8(1, 3)),
+        ValueError,
+        "a must be such that k is a multiple of 32 in mxfp4; zeros may be",
+    ),
     (lambda: tk.mm(_F8, _G8, _u8(2, 3), _u8(2, 3)), ValueError, r"a_scale must be of shape \[2, 2\] \(blocks of 1x32\)"),
     (lambda: tk.mm(_F8, _G8, _u8(2, 2), _u8(3, 2)), ValueError, r"b_scale must be of shape \[2, 3\] \(blocks of 32x1\)"),
     (lambda: tk.mm(_F8, _G8, _u8(2, 1), _u8(2, 3)), TypeError, "formats that go together"),

@@ -129,5 +129,5 @@ def check_plan(check: Checker, plan: LinearPlan, prefix: str = "") -> None:
     wanted = f"one of {', '.join(map(repr, allowed))} beside {plan.weight_format} weights"
     check.require(plan.activation_dtype in allowed, prefix + "activation_dtype", wanted, plan.activation_dtype)
     block = BLOCKS.get(plan.weight_format, 1)
-    because = f"a multiple of {block}, because weight_format is {plan.weight_format}"
+    because = f"a multiple of {block}, because weight_format is {plan.weight_format}; zeros may be appended to tokens and weights"
     check.require(plan.in_features % block == 0, prefix + "in_features", because, plan.in_features)

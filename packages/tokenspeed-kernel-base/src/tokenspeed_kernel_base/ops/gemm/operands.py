@@ -192,7 +192,11 @@ def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) ->
     make, block = (nvfp4_format, BLOCK_NVFP4) if scale.dtype == E4M3 else (mxfp4_format, BLOCK_MX)
     k = _k(role, operand)
     if k % block:
-        check.fail(role, f"such that k is a multiple of {block} in {make().format}", f"k = {k}, {describe(operand)}")
+        check.fail(
+            role,
+            f"such that k is a multiple of {block} in {make().format}; zeros may be appended to both operands",
+            f"k = {k}, {describe(operand)}",
+        )
     known = list(_micro_shapes(role, operand, make, block))
     found = [fmt for fmt, shape in known if shape == tuple(scale.shape)]
     if not found:

@@ -124,7 +124,7 @@ def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
     blocked = [name for name in ("weight_format", "activation_dtype") if getattr(plan, name) == "mxfp4"]
     for name in ("hidden_size", "intermediate_size") if blocked else ():
         value = getattr(plan, name)
-        because = f"a multiple of {BLOCK_MX}, because {blocked[0]} is mxfp4"
+        because = f"a multiple of {BLOCK_MX}, because {blocked[0]} is mxfp4; zeros may be appended to tokens, weights and biases"
         check.require(value % BLOCK_MX == 0, prefix + name, because, value)
 
 
