@@ -36,15 +36,21 @@ def build(name: str, **changes: Any) -> Arguments:
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def decoded(weight: torch.Tensor, scale: torch.Tensor | None) -> np.ndarray:
+def decoded(weight: torch.Tensor, scale: torch.Tensor | None, global_scale: torch.Tensor | None = None) -> np.ndarray:
     if scale is None:
         return weight.double().numpy()
     if weight.dtype == torch.uint8:
         codes = weight.numpy()
         values = np.empty((*codes.shape[:-1], codes.shape[-1] * 2))
         values[..., 0::2], values[..., 1::2] = E2M1[codes & 15], E2M1[codes >> 4]
+    else:
+        values = weight.double().numpy()
+    if global_scale is not None:
+        return values * np.repeat(scale.double().numpy(), 16, axis=-1) * global_scale.double().numpy()[:, None, None]
+    if scale.dtype == torch.uint8:
         return values * np.repeat(np.exp2(scale.numpy().astype(np.float64) - 127), 32, axis=-1)
-    values = weight.double().numpy()
+    if scale.shape[1:] == (weight.shape[1], 1):
+        return values * scale.double().numpy()
     rows, columns = np.arange(values.shape[1]) // 128, np.arange(values.shape[2]) // 128
     return values * scale.double().numpy()[:, rows][:, :, columns]
 
@@ -67,7 +73,8 @@ def rounded(row: np.ndarray, activation_dtype: str, static: torch.Tensor | None)
 
 
 def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_ids: torch.Tensor, plan: MoEPlan) -> torch.Tensor:
-    w13, w2 = (decoded(getattr(weights, f"{w}_weight"), getattr(weights, f"{w}_weight_scale")) for w in ("w13", "w2"))
+    parts = ("", "_scale", "_global_scale")
+    w13, w2 = (decoded(*(getattr(weights, f"{w}_weight{part}", None) for part in parts)) for w in ("w13", "w2"))
     b13, b2 = ((b.double().numpy() if b is not None else None) for b in (weights.w13_weight_bias, weights.w2_weight_bias))
     result = np.zeros(tuple(x.shape))
     for token in range(x.shape[0]):
@@ -363,7 +370,7 @@ def test_opcheck(with_out: bool) -> None:
     arguments = build("mxfp4, gpt-oss options")
     weights, plan = arguments["weights"], arguments["plan"]
     flat = [arguments["x"], *(getattr(weights, name) for name in ATTRIBUTES), weights.layout]
-    flat += [weights.w13_input_scale, weights.w2_input_scale, None]
+    flat += [*(getattr(weights, f"{w}_{scale}_scale") for scale in ("input", "weight_global") for w in ("w13", "w2")), None]
     flat += [arguments["topk_weights"], arguments["topk_ids"], *(getattr(plan, f.name) for f in dataclasses.fields(plan))]
     out = torch.empty_like(arguments["x"]) if with_out else None
     torch.library.opcheck(torch.ops.tokenspeed_kernel.moe_apply.default, (*flat, out, None, None))

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -222,7 +223,9 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "intermediate_size must be a multiple of 32, because activation_dtype is mxfp4", {"activation_dtype": "mxfp4"}),
     (TypeError, "dtype must be a torch.dtype, got str 'bf16'", {"dtype": "bf16"}),
     (ValueError, "dtype must be one of .*bfloat16.*got int8", {"dtype": torch.int8}),
-    (ValueError, "weight_format must be one of 'dense', 'fp8_block', 'mxfp4', got 'nvfp4'", {"weight_format": "nvfp4"}),
+    (ValueError, "weight_format must be one of 'dense', 'fp8_channel', .*, 'nvfp4', got 'int4'", {"weight_format": "int4"}),
+    (ValueError, "intermediate_size must be a multiple of 16, because weight_format is nvfp4", {"weight_format": "nvfp4"}),
+    (ValueError, "intermediate_size must be a multiple of 32, because weight_format is mxfp8", {"weight_format": "mxfp8"}),
     (ValueError, "activation_dtype must be one of 'none', 'fp8', 'fp8_static', 'mxfp4', got None", {"activation_dtype": None}),
     (ValueError, "activation must be one of 'swiglu', got 'gelu'", {"activation": "gelu"}),
     (TypeError, "w13_interleaved must be bool, got int 1", {"w13_interleaved": 1}),
@@ -317,6 +320,11 @@ def changed(weight_format: str = "dense", bias: bool = False, **fields: Any) -> 
     return dataclasses.replace(weights_of(weight_format, bias), **fields)
 
 
+def drawn(weight_format: str, **fields: Any) -> MoEWeights:
+    weights = _inputs(1, E, K, H, I, weight_format=weight_format, dtype=torch.float32)(Draw(torch.device("cpu"), 0))["weights"]
+    return dataclasses.replace(weights, **fields)
+
+
 U8, FP8 = torch.uint8, torch.float8_e4m3fn
 WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     (TypeError, "weights must be an object with w13_weight, got dict", {}, {}),
@@ -358,6 +366,43 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         r"weights.w2_weight_scale must be of shape .*ceil\(hidden/128\), ceil\(intermediate/128\)\]",
         changed("fp8_block", w2_weight_scale=torch.zeros(E, H, I)),
         {"weight_format": "fp8_block"},
+    ),
+    (
+        ValueError,
+        r"weights.w13_weight_scale must be of shape \[experts, 2\*intermediate, 1\]",
+        drawn("fp8_channel", w13_weight_scale=torch.zeros(E, 2 * I)),
+        {"weight_format": "fp8_channel"},
+    ),
+    (TypeError, "weights.w13_weight must be a tensor of float8_e4m3fn", weights_of("mxfp4"), {"weight_format": "mxfp8"}),
+    (
+        TypeError,
+        "weights.w2_weight_scale must be a tensor of (float8_e8m0fnu or )?uint8, got float32",
+        drawn("mxfp8", w2_weight_scale=torch.zeros(E, H, 1)),
+        {"weight_format": "mxfp8"},
+    ),
+    (
+        TypeError,
+        "weights.w13_weight_scale must be a tensor of float8_e4m3fn, got uint8",
+        drawn("nvfp4", w13_weight_scale=torch.zeros(E, 2 * I, 4, dtype=U8)),
+        {"weight_format": "nvfp4"},
+    ),
+    (
+        ValueError,
+        "weights.w2_weight_global_scale must be a tensor, because plan.weight_format is 'nvfp4', got None",
+        drawn("nvfp4", w2_weight_global_scale=None),
+        {"weight_format": "nvfp4"},
+    ),
+    (
+        ValueError,
+        r"weights.w13_weight_global_scale must be of shape \[experts\] where experts is 4",
+        drawn("nvfp4", w13_weight_global_scale=torch.ones(1)),
+        {"weight_format": "nvfp4"},
+    ),
+    (
+        ValueError,
+        "weights.w13_weight_global_scale must be None, because plan.weight_format is 'dense'",
+        changed(w13_weight_global_scale=torch.ones(E)),
+        {},
     ),
     (ValueError, "weights.w13_weight_bias must be a tensor, because plan.bias is True", weights_of(), {"bias": True}),
     (ValueError, "weights.w13_weight_bias must be None, because plan.bias is False", weights_of(bias=True), {}),

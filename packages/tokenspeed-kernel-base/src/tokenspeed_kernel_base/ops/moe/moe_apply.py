@@ -13,13 +13,14 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, rec
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.plan import BLOCKS, MoEPlan, check_plan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, check_canonical, with_byte_scales
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     BLOCK_FP8,
-    BLOCK_MX,
     decode_fp8,
     decode_mxfp4,
+    decode_mxfp8,
+    decode_nvfp4,
     encode_fp8,
     encode_mxfp4,
 )
@@ -110,12 +111,12 @@ def moe_apply(
         if expert < 0:
             continue
         token, slot = (topk_ids == expert).nonzero(as_tuple=True)
-        w13 = _decoded(weights.w13_weight, weights.w13_weight_scale, expert, plan.weight_format, wide)
+        w13 = _decoded(weights, "w13", expert, plan.weight_format, wide)
         gate_up = tokens[token] @ w13.t()
         if weights.w13_weight_bias is not None:
             gate_up += weights.w13_weight_bias[expert]
         hidden = swiglu.operator.body(gate_up, plan.alpha, plan.limit, plan.beta, plan.w13_interleaved)
-        w2 = _decoded(weights.w2_weight, weights.w2_weight_scale, expert, plan.weight_format, wide)
+        w2 = _decoded(weights, "w2", expert, plan.weight_format, wide)
         down = _rounded(hidden, plan.activation_dtype, between_scale) @ w2.t()
         if weights.w2_weight_bias is not None:
             down += weights.w2_weight_bias[expert]
@@ -123,13 +124,22 @@ def moe_apply(
     return result.to(x.dtype)
 
 
-def _decoded(weight: Tensor, scale: Tensor | None, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
-    """One expert's weight ``[out, in]``."""
-    if scale is None:
-        return weight[expert].to(dtype)
+def _decoded(weights: MoEWeights, name: str, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
+    """One expert's weight ``[out, in]`` of the projection ``name``."""
+    weight: Tensor = getattr(weights, f"{name}_weight")[expert]
+    scales: Tensor | None = getattr(weights, f"{name}_weight_scale")
+    if scales is None:
+        return weight.to(dtype)
+    scale = scales[expert]
+    if weight_format == "fp8_channel":
+        return decode_fp8(weight, scale, (), dtype)
     if weight_format == "fp8_block":
-        return decode_fp8(weight[expert], scale[expert], (BLOCK_FP8, BLOCK_FP8), dtype)
-    return decode_mxfp4(weight[expert], scale[expert].view(torch.uint8), dtype)
+        return decode_fp8(weight, scale, (BLOCK_FP8, BLOCK_FP8), dtype)
+    if weight_format == "mxfp8":
+        return decode_mxfp8(weight, scale.view(torch.uint8), dtype)
+    if weight_format == "nvfp4":
+        return decode_nvfp4(weight, scale, getattr(weights, f"{name}_weight_global_scale")[expert], dtype)
+    return decode_mxfp4(weight, scale.view(torch.uint8), dtype)
 
 
 def _rounded(values: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
@@ -231,19 +241,27 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
-    """Random weights of one projection, such that outputs come out about as large as inputs."""
+def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Random weights of one projection with scales and global scales, such that outputs come out about as large as inputs."""
     experts, spread = plan.num_experts, columns**-0.5
     if plan.weight_format == "dense":
-        return draw.normal(experts, rows, columns, dtype=plan.dtype, scale=spread), None
-    if plan.weight_format == "fp8_block":
-        shape = (experts, blocks(rows, BLOCK_FP8), blocks(columns, BLOCK_FP8))
-        scale = draw.uniform(*shape, low=spread / 2, high=spread * 1.5)
-        return draw.normal(experts, rows, columns, dtype=torch.float8_e4m3fn), scale
-    codes = draw.integers(0, 256, experts, rows, columns // 2, dtype=torch.uint8)
-    # e2m1 codes, all equally likely, have a standard deviation of about 3.
-    exponent = 127 + round(torch.tensor(spread / 3).log2().item())
-    return codes, draw.integers(exponent - 1, exponent + 2, experts, rows, columns // BLOCK_MX, dtype=torch.uint8)
+        return draw.normal(experts, rows, columns, dtype=plan.dtype, scale=spread), None, None
+    if plan.weight_format in ("fp8_channel", "fp8_block"):
+        channel = (rows, 1)
+        shape = channel if plan.weight_format == "fp8_channel" else (blocks(rows, BLOCK_FP8), blocks(columns, BLOCK_FP8))
+        scale = draw.uniform(experts, *shape, low=spread / 2, high=spread * 1.5)
+        return draw.normal(experts, rows, columns, dtype=torch.float8_e4m3fn), scale, None
+    if plan.weight_format == "mxfp8":
+        codes, deviation = draw.normal(experts, rows, columns, dtype=torch.float8_e4m3fn), 1.0
+    else:
+        # e2m1 codes, all equally likely, have a standard deviation of about 3.
+        codes, deviation = draw.integers(0, 256, experts, rows, columns // 2, dtype=torch.uint8), 3.0
+    scales = (experts, rows, columns // BLOCKS[plan.weight_format])
+    if plan.weight_format == "nvfp4":
+        scale = draw.uniform(*scales, low=32.0, high=96.0).to(torch.float8_e4m3fn)
+        return codes, scale, draw.uniform(experts, low=0.5, high=1.5) * (spread / (64 * deviation))
+    exponent = 127 + round(torch.tensor(spread / deviation).log2().item())
+    return codes, draw.integers(exponent - 1, exponent + 2, *scales, dtype=torch.uint8), None
 
 
 def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
@@ -275,8 +293,8 @@ def _inputs(
         # Every kernel is given these tensors: cases are canonical, and who runs them arranges the weights.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
         plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
-        w13, w13_scale = _weight(draw, plan, 2 * intermediate, hidden)
-        w2, w2_scale = _weight(draw, plan, hidden, intermediate)
+        w13, w13_scale, w13_global_scale = _weight(draw, plan, 2 * intermediate, hidden)
+        w2, w2_scale, w2_global_scale = _weight(draw, plan, hidden, intermediate)
         b13, b2 = (draw.normal(experts, n, scale=0.2) if plan.bias else None for n in (2 * intermediate, hidden))
         if rows is None:
             chosen = draw.uniform(tokens, max(experts, of)).topk(top_k, dim=-1).indices.int()
@@ -291,6 +309,8 @@ def _inputs(
                 *(w13, w13_scale, b13, w2, w2_scale, b2),
                 w13_input_scale=_input_scale(draw, plan),
                 w2_input_scale=_input_scale(draw, plan),
+                w13_weight_global_scale=w13_global_scale,
+                w2_weight_global_scale=w2_global_scale,
             ),
             "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1),
             "topk_ids": torch.where(chosen < experts, chosen, -1),
@@ -311,6 +331,7 @@ _GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.70
 @moe_apply.cases
 def _() -> list[Case]:
     float32: dict[str, Any] = {"dtype": torch.float32}
+    half = torch.float16
     return [
         Case("dense float32, 4 experts, odd sizes", _inputs(5, 4, 2, 10, 7, **float32)),
         Case("dense bfloat16, gpt-oss options", _inputs(9, 8, 4, 96, 64, **_GPT_OSS)),
@@ -324,6 +345,22 @@ def _() -> list[Case]:
         ),
         Case("dense float16, static fp8 activations", _inputs(5, 4, 2, 48, 80, activation_dtype="fp8_static", dtype=torch.float16)),
         Case("mxfp4 in all", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", activation_dtype="mxfp4", **_GPT_OSS)),
+        Case("fp8 per channel, odd sizes", _inputs(6, 4, 2, 90, 70, weight_format="fp8_channel", bias=True)),
+        Case(
+            "fp8 per channel, fp8 activations, interleaved",
+            _inputs(6, 4, 2, 160, 96, weight_format="fp8_channel", activation_dtype="fp8", w13_interleaved=True),
+        ),
+        Case(
+            "fp8 per channel, static fp8 activations, float16",
+            _inputs(5, 4, 2, 64, 80, weight_format="fp8_channel", activation_dtype="fp8_static", dtype=torch.float16),
+        ),
+        Case("mxfp8, gpt-oss options", _inputs(7, 4, 2, 96, 160, weight_format="mxfp8", **_GPT_OSS)),
+        Case(
+            "mxfp8, fp8 activations, float16", _inputs(5, 4, 2, 64, 32, weight_format="mxfp8", activation_dtype="fp8", dtype=half)
+        ),
+        Case("nvfp4, gpt-oss options", _inputs(7, 4, 2, 80, 144, weight_format="nvfp4", **_GPT_OSS)),
+        Case("nvfp4, float16", _inputs(5, 4, 2, 64, 48, weight_format="nvfp4", dtype=half)),
+        Case("nvfp4, fp8 activations", _inputs(6, 4, 2, 160, 64, weight_format="nvfp4", activation_dtype="fp8")),
         Case("fp8 blocks, blocks cut short", _inputs(6, 4, 2, 192, 136, weight_format="fp8_block")),
         Case("fp8 blocks, fp8 activations", _inputs(6, 4, 2, 128, 256, weight_format="fp8_block", activation_dtype="fp8")),
         Case(
@@ -355,6 +392,15 @@ def _() -> list[Case]:
         *(
             Case(f"fp8 blocks, {n} tokens", _inputs(n, 8, 2, 1024, 1024, weight_format="fp8_block"), large=True)
             for n in (16, 64, 256, 2048)
+        ),
+        *(
+            Case(f"{name}, 256 tokens", _inputs(256, 8, 2, 1024, 1024, weight_format=name), large=True)
+            for name in ("fp8_channel", "mxfp8", "nvfp4")
+        ),
+        Case(
+            "fp8 per channel, fp8 activations, 1024 tokens",
+            _inputs(1024, 8, 2, 1024, 1024, weight_format="fp8_channel", activation_dtype="fp8"),
+            large=True,
         ),
         Case(
             "fp8 blocks, fp8 activations, 1024 tokens",

@@ -9,18 +9,23 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base.checks import FLOATS, Checker, describe
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
-from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, BLOCK_NVFP4
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.planning import CANONICAL, check_fields
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
 
-WEIGHT_FORMATS = ("dense", "fp8_block", "mxfp4")
+WEIGHT_FORMATS = ("dense", "fp8_channel", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
+# Elements of k that share a scale, which a row has to have whole.
+BLOCKS = {"mxfp8": BLOCK_MX, "mxfp4": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 ACTIVATION_DTYPES = ("none", "fp8", "fp8_static", "mxfp4")
 ACTIVATIONS = ("swiglu",)
 
 _SCALED_FORMATS = {
+    "fp8_channel": fp8_format(torch.float8_e4m3fn, "channel"),
     "fp8_block": fp8_format(torch.float8_e4m3fn, "block", (BLOCK_FP8, BLOCK_FP8)),
+    "mxfp8": mxfp8_format(),
     "mxfp4": mxfp4_format(),
+    "nvfp4": nvfp4_format(),
 }
 
 
@@ -34,7 +39,7 @@ class MoEPlan:
         hidden_size: features of a token.
         intermediate_size: features between an expert's two projections.
         dtype: of the tokens, and of dense weights.
-        weight_format: ``"dense"``, ``"fp8_block"`` or ``"mxfp4"``; see `MoEWeights`.
+        weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``; see `MoEWeights`.
         activation_dtype: what the inputs of both projections are rounded to: ``"none"``, ``"fp8"`` with a scale for each token,
             ``"fp8_static"`` with one scale for each projection, which the weights have, or ``"mxfp4"``.
         w13_interleaved: whether rows of w13 alternate between gate and up.
@@ -121,11 +126,12 @@ def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
     check.one_of(prefix + "activation_dtype", plan.activation_dtype, ACTIVATION_DTYPES)
     check.one_of(prefix + "activation", plan.activation, ACTIVATIONS)
     check_fields(check, plan, ("kernel", "weight_layout"), str, prefix)
-    blocked = [name for name in ("weight_format", "activation_dtype") if getattr(plan, name) == "mxfp4"]
-    for name in ("hidden_size", "intermediate_size") if blocked else ():
-        value = getattr(plan, name)
-        because = f"a multiple of {BLOCK_MX}, because {blocked[0]} is mxfp4; zeros may be appended to tokens, weights and biases"
-        check.require(value % BLOCK_MX == 0, prefix + name, because, value)
+    for stated in ("weight_format", "activation_dtype"):
+        block = BLOCKS.get(getattr(plan, stated), 1)
+        for name in ("hidden_size", "intermediate_size"):
+            value, because = getattr(plan, name), f"because {stated} is {getattr(plan, stated)}"
+            wanted = f"a multiple of {block}, {because}; zeros may be appended to tokens, weights and biases"
+            check.require(value % block == 0, prefix + name, wanted, value)
 
 
 def _typed(value: Any) -> str:

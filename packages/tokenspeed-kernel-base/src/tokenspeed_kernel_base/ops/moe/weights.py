@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FLOATS, Checker
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
+from tokenspeed_kernel_base.ops.moe.plan import BLOCKS, MoEPlan
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks
 from tokenspeed_kernel_base.planning import CANONICAL
 
@@ -24,12 +24,18 @@ class MoEWeights:
     ``torch.nn.Linear``; with ``H`` the hidden and ``I`` the intermediate size:
 
     * dense: weights of the plan's dtype, w13 ``[experts, 2I, H]`` and w2 ``[experts, H, I]``; no scales.
+    * fp8_channel: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each out-feature: w13
+      ``[experts, 2I, 1]`` and w2 ``[experts, H, 1]``.
     * fp8_block: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each block of 128 x 128: w13
       ``[experts, ceil(2I/128), ceil(H/128)]`` and w2 ``[experts, ceil(H/128), ceil(I/128)]``.
+    * mxfp8: weights float8_e4m3fn of the same shapes; scales e8m0 (uint8 or float8_e8m0fnu), w13 ``[experts, 2I, H/32]`` and w2
+      ``[experts, H, I/32]``.
     * mxfp4: weights uint8, two e2m1 codes a byte, the lower nibble first, w13 ``[experts, 2I, H/2]`` and w2 ``[experts, H, I/2]``;
-      scales e8m0 (uint8 or float8_e8m0fnu), w13 ``[experts, 2I, H/32]`` and w2 ``[experts, H, I/32]``.
+      scales as in mxfp8.
+    * nvfp4: weights as in mxfp4; scales float8_e4m3fn, w13 ``[experts, 2I, H/16]`` and w2 ``[experts, H, I/16]``; and a global
+      scale of each projection.
 
-    The rows of w13 (of its scales under mxfp4, and of its bias) are gate 0, up 0, gate 1, up 1, ... if the plan says
+    The rows of w13 (of its scales but those of fp8_block, and of its bias) are gate 0, up 0, gate 1, up 1, ... if the plan says
     ``w13_interleaved``, else all gates and then all ups. The blocks of fp8_block count the rows as they lie.
 
     Attributes:
@@ -44,6 +50,9 @@ class MoEWeights:
         w13_input_scale: float32 ``[1]``, the scale of the tokens where a plan's ``activation_dtype`` is ``"fp8_static"``; where a
             checkpoint has one for each expert, their largest. None otherwise.
         w2_input_scale: the same for what w2 multiplies.
+        w13_weight_global_scale: float32 ``[experts]``, a factor of an expert's weights in nvfp4, or None. A checkpoint that has one
+            for gates and one for ups with other values must be requantised.
+        w2_weight_global_scale: the same for w2.
     """
 
     w13_weight: Tensor
@@ -55,6 +64,8 @@ class MoEWeights:
     layout: str = CANONICAL
     w13_input_scale: Tensor | None = field(default=None, kw_only=True)
     w2_input_scale: Tensor | None = field(default=None, kw_only=True)
+    w13_weight_global_scale: Tensor | None = field(default=None, kw_only=True)
+    w2_weight_global_scale: Tensor | None = field(default=None, kw_only=True)
 
 
 def with_byte_scales(weights: MoEWeights) -> MoEWeights:
@@ -84,19 +95,35 @@ def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
                 check.fail(f"{argument}_scale", "None, because dense weights have no scales", scale)
         elif scale is None:
             check.fail(f"{argument}_scale", f"a tensor, because plan.weight_format is {plan.weight_format!r}", None)
-        elif plan.weight_format == "fp8_block":
-            check.tensor(argument, weight, f"experts {rows} {columns}", torch.float8_e4m3fn)
-            scale_rows, scale_columns = (_divided(check, size, BLOCK_FP8) for size in (rows, columns))
-            check.tensor(f"{argument}_scale", scale, f"experts {scale_rows} {scale_columns}", torch.float32)
         else:
-            check.tensor(argument, weight, f"experts {rows} {_divided(check, columns, 2)}", torch.uint8)
-            check.tensor(f"{argument}_scale", scale, f"experts {rows} {_divided(check, columns, BLOCK_MX)}", E8M0)
+            _check_scaled(check, argument, weight, scale, rows, columns, plan.weight_format)
+        global_scale = getattr(weights, f"{name}_weight_global_scale", None)
+        if (global_scale is not None) != (plan.weight_format == "nvfp4"):
+            wanted = "None" if plan.weight_format != "nvfp4" else "a tensor"
+            check.fail(f"{argument}_global_scale", f"{wanted}, because plan.weight_format is {plan.weight_format!r}", global_scale)
+        check.tensor(f"{argument}_global_scale", global_scale, "experts", torch.float32)
         if plan.bias and bias is None:
             check.fail(f"{argument}_bias", "a tensor, because plan.bias is True; where only one has a bias give zeros", None)
         if not plan.bias and bias is not None:
             check.fail(f"{argument}_bias", "None, because plan.bias is False", bias)
         check.tensor(f"{argument}_bias", bias, f"experts {rows}", FLOATS)
         _check_input_scale(check, f"weights.{name}_input_scale", getattr(weights, f"{name}_input_scale", None), plan)
+
+
+def _check_scaled(check: Checker, argument: str, weight: Any, scale: Any, rows: str, columns: str, weight_format: str) -> None:
+    """Raises ValueError or TypeError unless a projection is what its format says. ``rows``, ``columns``: names of its sizes."""
+    packed = weight_format in ("mxfp4", "nvfp4")
+    shape = f"experts {rows} {_divided(check, columns, 2) if packed else columns}"
+    check.tensor(argument, weight, shape, torch.uint8 if packed else torch.float8_e4m3fn)
+    dtypes: Any = {torch.float32}
+    if weight_format == "fp8_channel":
+        shape = f"experts {rows} 1"
+    elif weight_format == "fp8_block":
+        shape = f"experts {_divided(check, rows, BLOCK_FP8)} {_divided(check, columns, BLOCK_FP8)}"
+    else:
+        shape = f"experts {rows} {_divided(check, columns, BLOCKS[weight_format])}"
+        dtypes = {torch.float8_e4m3fn} if weight_format == "nvfp4" else E8M0
+    check.tensor(f"{argument}_scale", scale, shape, dtypes)
 
 
 def _check_input_scale(check: Checker, argument: str, scale: Any, plan: MoEPlan) -> None:

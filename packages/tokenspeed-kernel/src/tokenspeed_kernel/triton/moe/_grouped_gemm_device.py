@@ -40,6 +40,7 @@ class Weight(NamedTuple):
         gate_start, up_start: for descriptors, the first row of the tile of gates and of ups.
         row_stride, column_stride: for pointers.
         scale, scale_row_stride, scale_column_stride: its scales; not read where it has none.
+        global_scale: a pointer to a factor of all of it; not read where it has none.
         bias, bias_stride: likewise.
     """
 
@@ -52,6 +53,7 @@ class Weight(NamedTuple):
     scale: Any
     scale_row_stride: Any
     scale_column_stride: Any
+    global_scale: Any
     bias: Any
     bias_stride: Any
 
@@ -100,8 +102,9 @@ def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TILE: tl.constexpr):
-    """Columns ``k`` to ``k + block_k`` of the rows of ``w``, the weight's gates or its ups, decoded. fp8 blocks' scales are left to
-    the sums. ``row``: where each row begins, or the first row's number if w is a descriptor."""
+    """Columns ``k`` to ``k + block_k`` of the rows of ``w``, the weight's gates or its ups, decoded. Scales of short blocks along k
+    are multiplied in, others are left to the accumulators. ``row``: where each row begins, or the first row's number if w is a
+    descriptor."""
     FORMAT: tl.constexpr = OPTIONS.format
     BLOCK_K: tl.constexpr = TILE.block_k
     EVEN_K: tl.constexpr = TILE.even_k
@@ -109,24 +112,27 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
         wait_for_products()
     if OPTIONS.descriptor:
         tile = w.load([row, k])
-    elif FORMAT == "mxfp4":
-        column = tl.arange(0, BLOCK_K // 2)
-        block = tl.arange(0, BLOCK_K // 32)
-        packed_at = (k // 2 + column).to(tl.int64) * weight.column_stride
-        packed = _load((w + row)[:, None] + packed_at[None, :], column, k_left // 2, EVEN_K)
-        scale_at = (k // 32 + block).to(tl.int64) * weight.scale_column_stride
-        scale = decode_e8m0(_load(scale_row[:, None] + scale_at[None, :], block, k_left // 32, EVEN_K))
-        values = tl.reshape(decode_e2m1(unpack_e2m1(packed)), [row.shape[0], BLOCK_K // 32, 32]) * scale[:, :, None]
-        tile = tl.reshape(values, [row.shape[0], BLOCK_K])
     else:
-        column = tl.arange(0, BLOCK_K)
-        at = (k + column).to(tl.int64) * weight.column_stride
-        tile = _load((w + row)[:, None] + at[None, :], column, k_left, EVEN_K)
-        if FORMAT == "fp8 in bits":
+        ITEMS: tl.constexpr = 2 if FORMAT == "e2m1" else 1  # elements of a byte
+        column = tl.arange(0, BLOCK_K // ITEMS)
+        at = (k // ITEMS + column).to(tl.int64) * weight.column_stride
+        tile = _load((w + row)[:, None] + at[None, :], column, k_left // ITEMS, EVEN_K)
+        if FORMAT == "e2m1":
+            tile = decode_e2m1(unpack_e2m1(tile))
+        elif FORMAT == "fp8 in bits":
             tile = decode_fp8(tile, "e4m3fn", False)
+        elif OPTIONS.block > 0:
+            tile = tile.to(tl.float32)
         elif FORMAT == "fp8" and OPTIONS.compute == tl.bfloat16 and cuda_capability_geq(8, 9):
             # By float32: Triton's own way is an instruction (F2F) of which a multiprocessor of Hopper does 16 numbers a cycle.
             tile = tile.to(tl.float32)
+    if OPTIONS.block > 0:
+        BLOCK: tl.constexpr = OPTIONS.block
+        block = tl.arange(0, BLOCK_K // BLOCK)
+        scale_at = (k // BLOCK + block).to(tl.int64) * weight.scale_column_stride
+        byte = _load(scale_row[:, None] + scale_at[None, :], block, k_left // BLOCK, EVEN_K)
+        scale = decode_fp8(byte, "e4m3fn", False) if OPTIONS.scales == "e4m3" else decode_e8m0(byte)
+        tile = tl.reshape(tl.reshape(tile, [row.shape[0], BLOCK_K // BLOCK, BLOCK]) * scale[:, :, None], [row.shape[0], BLOCK_K])
     return tile.to(OPTIONS.compute)
 
 
@@ -225,11 +231,11 @@ def _block(
     s_gate = weight.scale
     s_up = weight.scale
     if FORMAT != "dense":
-        scaled_rows: tl.constexpr = 1 if FORMAT == "mxfp4" else _BLOCK_FP8
+        scaled_rows: tl.constexpr = _BLOCK_FP8 if OPTIONS.scales == "blocks" else 1
         s_gate = weight.scale + gate_row // scaled_rows * weight.scale_row_stride
         s_up = weight.scale + up_row // scaled_rows * weight.scale_row_stride
     # The scales of fp8 blocks multiply the product of one step, and are loaded one step ahead to hide their latency.
-    scaled: tl.constexpr = FORMAT == "fp8" or FORMAT == "fp8 in bits"
+    scaled: tl.constexpr = OPTIONS.scales == "blocks"
     if scaled:
         by_gate = tl.load(s_gate)
         by_up = tl.load(s_up) if GATED else by_gate
@@ -260,6 +266,21 @@ def _block(
             by_gate = by_gate_next
             by_up = by_up_next
 
+    # Factors of all of k multiply the accumulators.
+    whole: tl.constexpr = OPTIONS.scales == "channels" or OPTIONS.scales == "e4m3"
+    if whole:
+        if OPTIONS.scales == "channels":
+            by_gate = tl.load(s_gate)
+            by_up = tl.load(s_up) if GATED else by_gate
+        else:
+            by_gate = tl.zeros([BLOCK_N], tl.float32) + tl.load(weight.global_scale)
+            by_up = by_gate
+        gate *= by_gate[:, None]
+        up *= by_up[:, None]
+        if EXTRA_T > 0:
+            gate_extra *= by_gate[:, None]
+            up_extra *= by_up[:, None]
+
     _store_tile(gate, up, block, feature, inputs, weight, out, sizes, swiglu, OPTIONS, BLOCK_T)
     if EXTRA_T > 0:
         _store_tile(gate_extra, up_extra, extra, feature, inputs, weight, out, sizes, swiglu, OPTIONS, EXTRA_T)
@@ -282,6 +303,8 @@ def grouped_gemm_kernel(
     scale_expert_stride,
     scale_row_stride,
     scale_column_stride,
+    global_scale,
+    global_scale_stride,
     bias,
     bias_expert_stride,
     bias_stride,
@@ -334,11 +357,13 @@ def grouped_gemm_kernel(
         w_up += expert * w_expert_stride
     if FORMAT != "dense":
         w_scale += expert * scale_expert_stride
+    if OPTIONS.scales == "e4m3":
+        global_scale += expert * global_scale_stride
     if OPTIONS.bias:
         bias += expert * bias_expert_stride
     inputs = Inputs(x, x_row_stride, x_column_stride, x_scale)
     scales = (w_scale, scale_row_stride, scale_column_stride)
-    weight = Weight(w, w_up, first_gate, first_up, w_row_stride, w_column_stride, *scales, bias, bias_stride)
+    weight = Weight(w, w_up, first_gate, first_up, w_row_stride, w_column_stride, *scales, global_scale, bias, bias_stride)
     rows = Block(order, first, end, top_k)
     what = (inputs, weight, Output(y, y_row_stride), rows, feature, Sizes(N, K), Swiglu(alpha, limit, beta))
     if TAIL_T > 0 and end - first <= TAIL_T:

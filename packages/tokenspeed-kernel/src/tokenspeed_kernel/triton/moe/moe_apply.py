@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer with weights as they lie in a checkpoint: dense, fp8 blocks or mxfp4.
+"""A mixture-of-experts layer with weights as they lie in a checkpoint: dense, fp8, mxfp8, mxfp4 or nvfp4.
 
 Five launches at most besides the schedule, none of which the host waits for: round the tokens (where activations are narrow), first
 projection with the activation, round again (fp8 only: its scale is a whole row's), second projection, combine.
@@ -26,9 +26,9 @@ from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.checks import HALVES
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.plan import BLOCKS, MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 from tokenspeed_kernel_base.spec import Priority
@@ -71,14 +71,27 @@ class Blocks(NamedTuple):
     descriptors: bool = False
 
 
+_SCALES = {
+    "dense": "none",
+    "fp8_channel": "channels",
+    "fp8_block": "blocks",
+    "mxfp8": "e8m0",
+    "mxfp4": "e8m0",
+    "nvfp4": "e4m3",
+}
+
+
 class Options(NamedTuple):
     """What `grouped_gemm_kernel` computes; known when it is compiled.
 
     Attributes:
         gated: the first projection, with the activation; else the second.
         interleaved: whether gates and ups take turns as rows of the weight.
-        format: of the weight: ``"dense"``, ``"mxfp4"`` (packed e2m1 with an e8m0 scale for each 32 of a row), ``"fp8"`` (e4m3 with
-            a float32 scale for each 128 x 128), or ``"fp8 in bits"``, decoded by integer operations where the target has no e4m3.
+        format: of the weight's elements: ``"dense"``, ``"e2m1"`` (packed), ``"fp8"`` (e4m3), or ``"fp8 in bits"``, decoded by
+            integer operations where the target has no e4m3.
+        scales: of the weight: ``"none"``, ``"channels"`` (float32, of rows), ``"blocks"`` (float32, of 128 x 128), ``"e8m0"``, or
+            ``"e4m3"`` with a float32 global scale.
+        block: elements of a row that share a scale of one byte; 0 for other scales.
         bias, limit, x_scale: whether there is such a thing.
         round_mxfp4: whether results are rounded to what mxfp4 holds.
         interpreted: whether Triton's interpreter runs it.
@@ -89,6 +102,8 @@ class Options(NamedTuple):
     gated: bool
     interleaved: bool
     format: str
+    scales: str
+    block: int
     bias: bool
     limit: bool
     x_scale: bool
@@ -194,7 +209,14 @@ _BLOCKS_FP8_DECODED = {**_BLOCKS, "sm_90": _LARGE_MEMORY_FP8_DECODED}
     signatures=[
         format_signature(x=dense_tensor_format(dtype), w13=weight, w2=weight)
         for dtype in FLOATS
-        for weight in (dense_tensor_format(dtype), fp8_format(torch.float8_e4m3fn, "block", (128, 128)), mxfp4_format())
+        for weight in (
+            dense_tensor_format(dtype),
+            fp8_format(torch.float8_e4m3fn, "channel"),
+            fp8_format(torch.float8_e4m3fn, "block", (128, 128)),
+            mxfp8_format(),
+            mxfp4_format(),
+            nvfp4_format(),
+        )
     ],
     traits={
         "activation": "swiglu",
@@ -241,13 +263,14 @@ class _Formats(NamedTuple):
     """What is multiplied, and how.
 
     Attributes:
-        weight: FORMAT of the kernel.
+        weight, scales: of the weight, see `Options`.
         compute: both operands of the products.
         precision: of float32 products.
         carrier: what rounded activations are stored as; their values are exact in it.
     """
 
     weight: str
+    scales: str
     compute: torch.dtype
     precision: str
     carrier: torch.dtype
@@ -256,31 +279,32 @@ class _Formats(NamedTuple):
     def of(plan: MoEPlan, device: torch.device) -> _Formats:
         # Where the matrix units do not know e4m3, codes are decoded by integer operations and multiplied in the tokens' format.
         able = abilities(device)
-        weight = {
-            "dense": "dense",
-            "fp8_block": "fp8" if able.native else "fp8 in bits",
-            "mxfp4": "mxfp4",
-        }[plan.weight_format]
+        weight = "dense" if plan.weight_format == "dense" else "fp8" if able.native else "fp8 in bits"
+        if plan.weight_format in ("mxfp4", "nvfp4"):
+            weight = "e2m1"
+        scales = _SCALES[plan.weight_format]
+        stored = weight, scales
         if plan.dtype == torch.float32:
-            return _Formats(weight, torch.float32, "ieee", torch.float32)
-        if weight == "fp8" and plan.activation_dtype in ("fp8", "fp8_static"):
-            return _Formats(weight, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
-        # mxfp4 has bfloat16's range and two bits; e4m3 fits both 16-bit formats.
-        wants_range = plan.activation_dtype == "mxfp4" or plan.weight_format == "mxfp4"
+            return _Formats(*stored, torch.float32, "ieee", torch.float32)
+        # Scales of short blocks multiply the weights, which are no codes then.
+        if weight == "fp8" and scales != "e8m0" and plan.activation_dtype in ("fp8", "fp8_static"):
+            return _Formats(*stored, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
+        # e8m0 has bfloat16's range, and the elements at most four bits. e4m3, and e2m1 times e4m3, fit both 16-bit formats.
+        wants_range = plan.activation_dtype == "mxfp4" or scales == "e8m0"
         half_tokens = plan.dtype == torch.float16 and plan.activation_dtype == "none"
         half_weights = plan.dtype == torch.float16 and plan.weight_format == "dense"
         if wants_range and (half_tokens or half_weights):
-            return _Formats(weight, torch.float32, for_architecture(_EXACT_FLOAT32, device), torch.float32)
+            return _Formats(*stored, torch.float32, for_architecture(_EXACT_FLOAT32, device), torch.float32)
         if wants_range or plan.dtype == torch.bfloat16:
             # The interpreter's products of bfloat16 are wrong.
-            return _Formats(weight, torch.float32 if able.interpreted else torch.bfloat16, "ieee", torch.bfloat16)
-        return _Formats(weight, torch.float16, "ieee", torch.float16)
+            return _Formats(*stored, torch.float32 if able.interpreted else torch.bfloat16, "ieee", torch.bfloat16)
+        return _Formats(*stored, torch.float16, "ieee", torch.float16)
 
 
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
     """What suits the mean rows of an expert, were all of a token's experts here."""
     share = tokens * plan.top_k / plan.num_experts
-    decoded = formats.weight == "fp8" and formats.compute in HALVES
+    decoded = formats.weight == "fp8" and formats.scales != "e8m0" and formats.compute in HALVES
     tables = _BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS_FP8_DECODED if decoded else _BLOCKS
     table = for_architecture(tables, device)
     blocks = next(blocks for most, blocks in table.items() if share <= most)
@@ -347,8 +371,9 @@ def _project(
     weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
     if formats.weight == "fp8 in bits":
         weight = weight.view(torch.uint8)
-    elif formats.weight == "mxfp4":
-        scale = scale.view(torch.uint8)  # those that nothing prepared may be float8_e8m0fnu
+    if formats.scales in ("e8m0", "e4m3"):
+        scale = scale.view(torch.uint8)
+    global_scale = getattr(weights, f"{name}_weight_global_scale", None)
     features, k = (plan.intermediate_size, plan.hidden_size) if gated else (plan.hidden_size, plan.intermediate_size)
     by_rows = _descriptors(weight, gated and plan.w13_interleaved, tile) if blocks.descriptors and scale is None else None
     grid = (schedule.capacity * cdiv(features, tile.features),)
@@ -362,6 +387,8 @@ def _project(
         *weight.stride(),
         scale,
         *((0, 0, 0) if scale is None else scale.stride()),
+        global_scale,
+        0 if global_scale is None else global_scale.stride(0),
         bias,
         *((0, 0) if bias is None else bias.stride()),
         y,
@@ -381,6 +408,8 @@ def _project(
             gated=gated,
             interleaved=plan.w13_interleaved,
             format=formats.weight,
+            scales=formats.scales,
+            block=BLOCKS.get(plan.weight_format, 0),
             bias=bias is not None,
             limit=plan.limit is not None,
             x_scale=x_scale is not None,
