@@ -304,21 +304,27 @@ class _Formats(NamedTuple):
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
     """What suits the mean rows of an expert, were all of a token's experts here."""
     share = tokens * plan.top_k / plan.num_experts
-    decoded = formats.weight == "fp8" and formats.scales != "e8m0" and formats.compute in HALVES
+    decoded = formats.weight == "fp8" and formats.scales == "blocks" and formats.compute in HALVES
     tables = _BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS_FP8_DECODED if decoded else _BLOCKS
     table = for_architecture(tables, device)
     blocks = next(blocks for most, blocks in table.items() if share <= most)
     if abilities(device).interpreted or table is _LARGE_MEMORY_FP8_DECODED:
         return blocks
-    return blocks._replace(first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
+    return blocks._replace(
+        first=_fitted(blocks.first, formats, 64, plan.hidden_size),
+        second=_fitted(blocks.second, formats, 128, plan.intermediate_size),
+    )
 
 
-def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
-    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes."""
+def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
+    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes.
+    ``k``: elements of a row."""
     if formats.compute == torch.float32:
         return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
     if formats.weight != "dense" and formats.compute != torch.float8_e4m3fn:
-        return tile._replace(features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
+        # Rows that are not aligned to 16 bytes are loaded byte by byte, each in a register: 64 of them a row spill.
+        most = 32 if formats.scales == "channels" and k % 16 else 64
+        return tile._replace(features=min(tile.features, features), k=min(tile.k, most), stages=min(tile.stages, 3))
     return tile
 
 
