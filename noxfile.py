@@ -73,7 +73,7 @@ def interpret(session: nox.Session) -> None:
     session.install(TRITONS[-1])
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
     environment = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    files = [f"{CORE}/tests/{name}" for name in ("test_kernels.py", "test_docs.py", "triton")]
+    files = [f"{CORE}/tests/{name}" for name in ("test_kernels.py", "test_ids.py", "test_docs.py", "triton")]
     session.run("python", "-m", "pytest", *files, *arguments, env=environment)
 
 

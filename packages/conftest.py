@@ -3,6 +3,7 @@ guard against state that leaks between tests."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,10 @@ from tokenspeed_kernel_base import config, lowering, measured, memo, platform, s
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
+
+from . import grids
+from .grids import Launch
 
 # The first call of an operator is slower than the others, and machines that run the tests may be busy.
 settings.register_profile("operators", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -91,6 +96,12 @@ def _opcheck(function: Any, arguments: dict[str, Any]) -> None:
 def opcheck() -> Callable[[Any, dict[str, Any]], None]:
     """``opcheck(function, arguments)``: PyTorch's own tests of custom operators, for a call with all arguments by name."""
     return _opcheck
+
+
+@pytest.fixture
+def launches_at_scale(monkeypatch: pytest.MonkeyPatch) -> Callable[[KernelSpec, PlatformInfo], list[Launch]]:
+    """See `grids.launches_at_scale`."""
+    return functools.partial(grids.launches_at_scale, monkeypatch=monkeypatch)
 
 
 _declared = 0

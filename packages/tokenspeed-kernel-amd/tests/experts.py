@@ -65,6 +65,11 @@ class RandomLayer:
         weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int().to(self.device)
 
+    def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`tokens` whose activations, and whose slots, exceed float16; the results do not."""
+        x, weights, ids = self.tokens(count)
+        return x * 512, weights / 2**18, ids
+
     def wanted(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """What the reference makes of it, without rounding at the end."""
         result: Tensor = moe_apply.operator.body(x.float(), self.given, weights, ids, self.plan)

@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import sys
@@ -154,6 +155,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["cu_seqlens_q"].shape[0] == len(lens) + 1
     assert given["sinks"] is None or given["sinks"].is_contiguous()
     assert given["max_seqlen_k"] >= lens.max()
+    assert given["max_seqlen_q"] <= q.shape[0]
     page_size, tile = k.shape[1], 64
     # Tiles are masked only where a page has several. Where keys are split, a page smaller than a tile is the tile.
     masked = page_size % tile == 0 and page_size > tile
@@ -422,6 +424,15 @@ def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
 
 
 @pytest.mark.usefixtures("aiter")
+@pytest.mark.parametrize("mode", ["mha_extend_with_kvcache", "mha_with_kvcache"])
+def test_no_more_new_tokens_are_announced_than_there_are(specs: dict[str, KernelSpec], mode: str) -> None:
+    known = _paged_cases(mode)[0]
+    case = dataclasses.replace(known, make=lambda draw: {**known.make(draw), "max_seqlen_q": 2**40})
+    results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
+    assert sorted(result.status.value for result in results) == ["passed", "skipped"], results
+
+
+@pytest.mark.usefixtures("aiter")
 def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
     from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
@@ -471,9 +482,11 @@ def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch)
     seen: list[int] = []
     monkeypatch.setattr(prefill_device, "_attend", lambda *args, **kwargs: seen.append(args[5]))
     arguments = _prefill()
-    for hints in ({"max_seqlen": 71}, {"cu_seqlens_cpu": [0, 5, 75]}, {"cu_seqlens_cpu": torch.tensor([0, 5, 75])}, {}):
+    lengths = [0, 5, 75]
+    on_host: list[dict[str, Any]] = [{"cu_seqlens_cpu": lengths}, {"cu_seqlens_cpu": torch.tensor(lengths)}]
+    for hints in ({"max_seqlen": 71}, {"max_seqlen": 2**40}, *on_host, {}):
         prefill_device.mha_prefill(**arguments, **hints)
-    assert seen == [71, 70, 70, 75]
+    assert seen == [71, 75, 70, 70, 75]
 
 
 # -- the real one --------------------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel_base.parameters import NO_LIMIT
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.spec import KernelSpec
 
-from .paging import kernel_of
+from .paging import check_case, kernel_of
 
 _SHAPE = {"heads": 8, "kv_heads": 2}
 _CACHE = {**_SHAPE, "page_size": 16, "stale": True}
@@ -58,6 +59,21 @@ def check_small_call(spec: KernelSpec, device: torch.device) -> None:
 @pytest.mark.parametrize("mode", SMALL)
 def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) -> None:
     check_small_call(kernel_of(mode), gfx950)
+
+
+@pytest.mark.parametrize("window_left", [NO_LIMIT - 1, pytest.param(2**31 - 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "mha_decode_with_kvcache",
+        "mha_with_kvcache",
+        pytest.param("mha_extend_with_kvcache", marks=pytest.mark.slow),
+        pytest.param("mha_prefill", marks=pytest.mark.slow),
+    ],
+)
+def test_windows_beyond_every_sequence(gfx950: torch.device, mode: str, window_left: int) -> None:
+    """Neither the largest window that kernels are given overflows, nor the largest that a caller may state in 32 bits."""
+    check_case(gfx950, mode, Case("small", SMALL[mode].vary(window_left=window_left)))
 
 
 @pytest.mark.parametrize("mode", SMALL)

@@ -211,7 +211,7 @@ def test_launches(emulator: Any, kv_lens: list[int], q_lens: list[int], options:
 def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
     """The longest sequence does not determine how many tiles the others have."""
     mha_with_kvcache(**_inputs(torch.device("cpu"), [300] * 40, [1] * 20 + [290] + [1] * 19, heads=4, kv_heads=1))
-    assert emulator.launches[0].grid == (1, 329 * 4 // 128 + 40, 1)
+    assert emulator.launches[0].grid == (329 * 4 // 128 + 40, 1, 1)
 
 
 @pytest.mark.parametrize(

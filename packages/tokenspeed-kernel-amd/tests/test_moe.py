@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS, moe_apply
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.plan import traits_of
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 
 from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
@@ -248,6 +250,62 @@ def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: i
     assert not codes[:6, k:].any()
     assert bool((codes[6] == 77).all())
     assert scale[6] == 77
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "activation_dtype", "tokens", "tile"),
+    [
+        ("mxfp4", "none", 40, None),  # few tokens are one of the operator's cases
+        pytest.param("mxfp4", "none", 40, FOR_FLOAT16, marks=pytest.mark.slow),
+        pytest.param("mxfp4", "fp8", 1, None, marks=pytest.mark.slow),
+        pytest.param("mxfp4", "fp8", 40, None, marks=pytest.mark.slow),
+        pytest.param("fp8_block", "none", 1, None, marks=pytest.mark.slow),
+        pytest.param("fp8_block", "none", 40, None, marks=pytest.mark.slow),
+    ],
+)
+def test_activations_beyond_float16(
+    gfx950: torch.device, weight_format: str, activation_dtype: str, tokens: int, tile: grouped.Tile | None
+) -> None:
+    layer = RandomLayer(gfx950, 4, 2, 96, 64, weight_format, dtype=torch.float16, activation_dtype=activation_dtype)
+    x, weights, ids = layer.wide_tokens(tokens)
+    launch = moe_apply if tile is None else functools.partial(grouped.moe_apply_many, tile=tile)
+    got = launch(x, layer.prepared, weights, ids, layer.plan)
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= (1e-3 if activation_dtype == "none" else 2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "planes", "least"), [(torch.bfloat16, 2, 22), (torch.float16, 3, 27), (torch.float32, 3, 19)])
+def test_planes_restore_numbers(gfx950: torch.device, dtype: torch.dtype, planes: int, least: int) -> None:
+    """Up to a bound that the largest number of 32 gives; without an error where a number is not much smaller.
+
+    float32 is what float16 activations are where they exceed its range: three planes round it to 12 bits.
+    """
+    random = torch.Generator().manual_seed(0)
+    octaves = 10 if dtype == torch.float16 else 40
+    x = torch.randn(6, 512, generator=random) * 2.0 ** torch.randint(-octaves, octaves // 2, (6, 512), generator=random)
+    x = x.to(dtype).to(gfx950)
+    codes = torch.zeros(planes, 6, 512, dtype=torch.uint8, device=gfx950)
+    scale = torch.zeros(planes, 6, 16, dtype=torch.uint8, device=gfx950)
+    count = torch.tensor([6], dtype=torch.int32, device=gfx950)
+    grouped.encode(x, count, Encoded(codes, scale), Encoding("e4m3", planes, "block"))
+    exponents = scale.view(planes, 6, 4, 4).transpose(2, 3).reshape(planes, 6, 16, 1)
+    values = codes.view(torch.float8_e4m3fn).double().view(planes, 6, 16, 32) * torch.exp2(exponents.double() - 127)
+    given = x.double().view(6, 16, 32)
+    largest = given.abs().amax(-1, keepdim=True)
+    error = (values.sum(0) - given).abs()
+    if dtype == torch.float32:
+        assert (error <= torch.maximum(given.abs() * 2.0**-12, largest * 2.0**-27)).all()
+    else:
+        assert (error <= largest * 2.0**-least).all()
+        assert not error[given.abs() >= largest * 2.0**-14].any()
+
+
+def test_exact_activations_are_refused_and_the_bound_is_explained() -> None:
+    plan = RandomLayer(torch.device("cpu"), 2, 1, 32, 32).plan
+    spec = kernel_of("moe_apply_mxfp4")
+    traits = {**traits_of(plan), "weight_layout": "gfx950_mxfp4", "processed_weights": True}
+    assert spec.trait_gaps(traits) == []
+    assert spec.trait_gaps({**traits, "exact_activations": True}) == ["says nothing of exact_activations, so it does not have it"]
+    assert "2^-22" in spec.accuracy
 
 
 def test_static_scales_saturate(gfx950: torch.device) -> None:

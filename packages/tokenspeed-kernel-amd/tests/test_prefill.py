@@ -147,6 +147,14 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
     assert (wide[:, [0, 5]] == 7).all()
 
 
+def test_rows_that_are_padded(gfx950: torch.device) -> None:
+    """Tokens and heads are a multiple of 8, and not of 16, elements apart."""
+    inputs = _inputs([140], gfx950, heads=3, kv_heads=1)
+    padded = {name: torch.nn.functional.pad(inputs[name], (0, 8))[..., :-8] for name in ("q", "k", "v")}
+    assert all(each.stride(0) % 16 == each.stride(1) % 16 == 8 for each in padded.values())
+    _check(mha_prefill(**{**inputs, **padded}, return_lse=True), _reference(inputs))
+
+
 def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
     """Rows of k are not aligned to 16 bytes; the last axis of v, sinks, offsets and out is not contiguous."""
     inputs = _inputs([140], gfx950, heads=2, kv_heads=2)

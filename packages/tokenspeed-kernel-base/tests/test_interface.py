@@ -13,6 +13,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.resources import Resource
+from tokenspeed_kernel_base.selection import select_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures, tensor_format
 from tokenspeed_kernel_base.spec import RegistrationError
 from tokenspeed_kernel_base.traits import TraitKind, at_least, at_most, multiple_of, one_of
@@ -54,7 +55,9 @@ def op(declare: Declare) -> Any:
 def test_a_misspelled_trait_is_refused_with_the_name_that_was_meant() -> None:
     """It would constrain nothing: the kernel would be chosen for every ``hidden``."""
     said = refused(rmsnorm, traits={"hiden": at_most(64)})
-    assert said.startswith("mine: norm.rmsnorm states no trait hiden; did you mean hidden?; its traits are hidden, residual (")
+    assert said.startswith(
+        "mine: norm.rmsnorm states no trait hiden; did you mean hidden? Its traits are hidden, residual, wide_residual ("
+    )
     assert "test_interface.py" in said
     assert "did you mean" not in refused(rmsnorm, traits={"page_size": 16})
 
@@ -89,18 +92,27 @@ def test_what_an_operator_states_is_taken(op: Any) -> None:
 
 def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> None:
     op = declare(_body, formats=("x",))
-    assert "states no trait hidden; its traits are none" in refused(op, traits={"hidden": any})
+    assert "states no trait hidden. Its traits are none" in refused(op, traits={"hidden": any})
     declared(op, "none")
+
+
+def test_a_request_that_is_made_by_hand_keeps_to_what_is_stated() -> None:
+    signature = format_signature(x=dense_tensor_format(torch.float32))
+    assert select_kernel("norm", "rmsnorm", signature, traits={"hidden": 64, "residual": False}).name
+    with pytest.raises(ValueError, match=r"norm\.rmsnorm states no trait hiden; did you mean hidden\?"):
+        select_kernel("norm", "rmsnorm", signature, traits={"hiden": 64})
+    with pytest.raises(ValueError, match=r"signatures of norm\.rmsnorm have no operand q\. Its operands are x"):
+        select_kernel("norm", "rmsnorm", format_signature(q=dense_tensor_format(torch.float32)))
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_operands_and_formats_that_no_request_has_are_refused(op: Any) -> None:
-    said = refused(rmsnorm, signatures=format_signatures("xs", "dense", {torch.float32}))
-    assert "signatures of norm.rmsnorm have no operand xs; did you mean x?; its operands are x (" in said
+    said = refused(moe_apply, signatures=format_signatures("w31", "dense", {torch.float32}))
+    assert "signatures of moe.moe_apply have no operand w31; did you mean w13? Its operands are x, w13, w2 (" in said
     scaled = format_signature(x=dense_tensor_format(torch.float16), w13=tensor_format("mxpf4", torch.uint8))
-    assert "w13 of moe.moe_apply is never mxpf4; did you mean mxfp4?; it may be dense, fp8, mxfp4 (" in refused(
+    assert "w13 of moe.moe_apply is never mxpf4; did you mean mxfp4? It may be dense, fp8, mxfp8, mxfp4, nvfp4 (" in refused(
         moe_apply, signatures=[scaled]
     )
 
@@ -133,7 +145,7 @@ def test_a_layout_that_no_kernel_makes_is_refused() -> None:
     shared = {**OWN, "weight_layout": {"canonical", "rows-reversed"}, "processed_weights": any}
     declared(moe_apply, "shares", traits=shared, priority=1)
     misspelled = {**OWN, "weight_layout": "row-reversed"}
-    assert "did you mean rows-reversed?; there are " in refused(moe_apply, traits=misspelled, priority=2)
+    assert "did you mean rows-reversed? There are " in refused(moe_apply, traits=misspelled, priority=2)
 
 
 def test_kernels_of_one_transaction_may_share_a_layout_in_any_order() -> None:
@@ -174,7 +186,7 @@ def _with_table(x: Tensor, table: Table, out: Tensor | None = None) -> Tensor:
 
 def test_resources_state_traits_too(declare: Declare) -> None:
     op = declare(_with_table, formats=("x",))
-    assert "states no trait ronded; did you mean rounded?; its traits are rounded, wide (" in refused(op, traits={"ronded": any})
+    assert "states no trait ronded; did you mean rounded? Its traits are rounded, wide (" in refused(op, traits={"ronded": any})
     assert "trait wide is True or False, so 3 can never hold" in refused(op, traits={"wide": 3})
     declared(op, "fine", traits={"rounded": any, "wide": any})
     op(torch.ones(2), Table(), solution="reference")

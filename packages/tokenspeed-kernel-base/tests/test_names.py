@@ -35,4 +35,5 @@ def test_only_near_names_are_suggested(name: str, near: str | None) -> None:
 def test_the_nearest_is_suggested_and_of_equally_near_ones_the_first() -> None:
     assert nearest("head_dims", ["heads_dim", "head_dim"]) == "head_dim"
     assert nearest("cat", ["bat", "rat"]) == "bat"
+    assert nearest("q", ["x"]) is None
     assert nearest("anything", []) is None

@@ -100,6 +100,11 @@ def test_gaps(needs: dict[str, Any], name: str, gap: str | None) -> None:
     assert requirement.satisfied_by(named_platform(name)) == (gap is None)
 
 
+def test_a_vendor_that_there_is_none_of() -> None:
+    with pytest.raises(ValueError, match=r"vendors must be among amd, cpu, nvidia, got 'nvida'; did you mean nvidia\?"):
+        CapabilityRequirement(vendors=frozenset({"nvida"}))
+
+
 def test_only_missing_features_are_named(hopper: PlatformInfo) -> None:
     assert CapabilityRequirement(required_features=frozenset({"tma", "fp8"})).gap(hopper) == "needs fp8, which this platform lacks"
 

@@ -420,7 +420,9 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
         "traits": ({"head_dim": at_most(256) & multiple_of(16), "sinks": any}, {"traits": traits}),
         "priority": (8, {"priority": "8 (performant)"}),
         "tags": ({"latency", "waits"}, {"tags": tags}),
+        "aligned_caches": (("k_cache", "v_cache"), {"aligned caches": "k_cache, v_cache"}),
         "only_by_name": ("it is an experiment", {"only by name": "it is an experiment"}),
+        "accuracy": ("within 2^-21 of the largest", {"accuracy": "within 2^-21 of the largest"}),
         "weight_preprocessor": ("mine.weights:arrange", {"weight preprocessor": "mine.weights:arrange"}),
         "universal": (True, {"undeclared flags": "served"}),
         "tunables": ({"block": (1, 2), "warps": (4,)}, {"tunables": "block: 1, 2; warps: 4"}),
@@ -445,8 +447,8 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
 def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> None:
     registry.register(KernelSpec("plain", "norm", "scale", "torch", format_signatures=None, priority=9), functools.partial(kernel))
     described = _described("plain")
-    nothing = ("package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags")
-    assert {label for label, text in described.items() if text == "none"} == {*nothing, "load error"}
+    nothing = {"package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags"}
+    assert {label for label, text in described.items() if text == "none"} == nothing | {"aligned caches", "load error"}
     assert described["vendors"] == described["formats"] == "any"
     assert described["architectures"] == "any to any"
     assert described["only by name"] == "no"
@@ -455,6 +457,14 @@ def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> Non
     assert described["implementation"] == f"{__name__}:kernel"
     with pytest.raises(KeyError, match="no kernel named other"):
         describe_kernel("other")
+
+
+def test_aligned_caches_are_parameters(registry: KernelRegistry) -> None:
+    def attend(q: Any, k_cache: Any) -> None: ...
+
+    registry.register(spec("right", aligned_caches=("k_cache",)), attend)
+    with pytest.raises(RegistrationError, match="wrong: aligned_caches must be parameters, got v_cache"):
+        registry.register(spec("wrong", aligned_caches=("k_cache", "v_cache")), attend)
 
 
 def test_the_nearest_kernel_is_of_the_operator(registry: KernelRegistry) -> None:
@@ -525,7 +535,9 @@ def test_published_signatures() -> None:
             "traits",
             "priority",
             "tags",
+            "aligned_caches",
             "only_by_name",
+            "accuracy",
             "weight_preprocessor",
             "tunables",
             "tunable_if",
@@ -549,7 +561,7 @@ def test_published_signatures() -> None:
     ):
         assert callable(getattr(KernelRegistry, name))
     assert {o.value for o in selection.SelectionObjective} == {
-        "default", "latency", "throughput", "portability", "determinism", "debug"
+        "default", "latency", "throughput", "portability", "determinism", "accuracy", "debug"
     }  # fmt: skip
     for name in (
         "SelectionStrategy", "SelectionPolicy", "set_selection_policy", "kernel_override",

@@ -243,7 +243,7 @@ wishes = st.builds(
     device=devices,
     formats=st.integers(0, len(SIGNATURES) - 1),
     traits=trait_wishes,
-    objective=st.sampled_from(["default", "default", "latency", "throughput", "portability", "determinism", "debug"]),
+    objective=st.sampled_from(["default", "default", "latency", "throughput", "portability", "determinism", "accuracy", "debug"]),
     solution=rarely(st.sampled_from(SOLUTIONS), None, 10),
     fixed=subsets(("head_dim", "sinks")),
     override=rarely(st.sampled_from([*(f"k{i}" for i in range(7)), "k0", "k1", "elsewhere", "nobody"]), None, 8),
@@ -297,7 +297,7 @@ def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
         demands = [kernel.vendors is not None, kernel.arch[0] is not None, kernel.arch[1] is not None, bool(kernel.needs)]
         # A reference is not what one ports to, however little it demands.
         preference = sum(demands) if kernel.priority >= 4 else 5
-    elif wish.objective == "default":
+    elif wish.objective in ("default", "accuracy"):  # no operand here is fp8
         preference = 0
     else:
         preference = 0 if wish.objective in kernel.tags else 1
@@ -512,4 +512,12 @@ def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_objective_is_covered() -> None:
-    assert {o.value for o in SelectionObjective} == {"default", "latency", "throughput", "portability", "determinism", "debug"}
+    assert {o.value for o in SelectionObjective} == {
+        "default",
+        "latency",
+        "throughput",
+        "portability",
+        "determinism",
+        "accuracy",
+        "debug",
+    }

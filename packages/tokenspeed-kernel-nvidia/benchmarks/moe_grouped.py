@@ -1,10 +1,13 @@
-"""Experts for many tokens in the size of GPT-OSS-120B's layer: how wide tiles should be, and what each kernel of a call takes.
+"""Experts in the size of GPT-OSS-120B's layer: how wide tiles should be, and what each kernel of a call takes.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1024 8192 --variants 48 160 288 160v 144c --no-portable
+python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1 16 64 128 512 --variants few 24s 48 --outliers 0 1 64
 
 A variant is the most columns of a tile; with ``s`` numbers are split into two codes; with ``v`` or ``c`` activations are fp8, and
-what is multiplied are their values in 16 bits, or their codes. Results of each are first compared with float32 at some tokens.
+what is multiplied are their values in 16 bits, or their codes. ``few`` streams weights past tokens. ``--outliers`` gives so many
+tokens a feature that is 2^20 times larger than the others, by which weights multiply nothing: split numbers do not hold the others,
+so that these tokens are computed exactly. Results of each are first compared with float32 at some tokens.
 Times are medians of calls in a CUDA graph, without the router. Tokens are routed to experts at random.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +28,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
+from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout, stream
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, PLAIN, VALUES
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880
@@ -45,9 +49,10 @@ def draw_weights(device: torch.device) -> MoEWeights:
     return MoEWeights(*projection(2 * INTERMEDIATE, HIDDEN), *projection(HIDDEN, INTERMEDIATE))
 
 
-def draw_tokens(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def draw_tokens(count: int, outliers: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator(device).manual_seed(count)
     x = torch.randn(count, HIDDEN, generator=random, device=device).to(torch.bfloat16)
+    x[:outliers, 0] = 2.0**20
     logits = torch.randn(count, EXPERTS, generator=random, device=device)
     best = logits.topk(TOP_K)
     return x, torch.softmax(best.values, -1), best.indices.int()
@@ -89,15 +94,18 @@ def kernels_of(call: Call) -> str:
     return " ".join(f"{event.time_range.elapsed_us():.0f}" for event in last)
 
 
-def variant_of(name: str) -> dict[str, Any]:
+def variant_of(name: str) -> Callable[..., Tensor]:
+    if name == "few":
+        return functools.partial(stream.moe_apply_few, out=None)
     kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
-    return {"columns": int(name.rstrip("vcs")), "inputs": (kind,)}
+    return functools.partial(grouped.moe_apply_many, columns=int(name.rstrip("vcs")), inputs=(kind,))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192])
     parser.add_argument("--variants", nargs="+", default=["24s", "48", "96", "160", "288", "160v", "144c"])
+    parser.add_argument("--outliers", type=int, nargs="+", default=[0])
     parser.add_argument("--no-portable", action="store_true", help="without the portable kernel")
     parser.add_argument("--profile", action="store_true", help="with the times of each kernel")
     options = parser.parse_args(arguments)
@@ -108,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     rounded = dataclasses.replace(plan, activation_dtype="fp8")
     given = draw_weights(device)
+    if any(options.outliers):
+        given.w13_weight[..., 0] &= 0xF0
     prepared = mxfp4_layout.prepare_weights(given, plan)
     portable = None
     if not options.no_portable:
@@ -115,15 +125,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         portable = moe_apply_mxfp4.moe_apply, moe_apply_mxfp4.prepare_weights(given, plan)
     lines = []
-    for tokens in options.tokens:
-        x, weights, ids = draw_tokens(tokens, device)
+    for tokens, outliers in itertools.product(options.tokens, options.outliers):
+        x, weights, ids = draw_tokens(tokens, outliers, device)
         some = torch.arange(0, tokens, max(1, tokens // _CHECKED), device=device)
         # Of a variant: the call, and the plan that it follows.
         calls: dict[str, tuple[Call, Any]] = {}
         for name in options.variants:
             of_name = rounded if name[-1] in "vc" else plan
             given_tokens = x, prepared, weights, ids, of_name
-            calls[name] = functools.partial(grouped.moe_apply_many, *given_tokens, **variant_of(name)), of_name
+            calls[name] = functools.partial(variant_of(name), *given_tokens), of_name
         if portable is not None:
             for name, of_name in (("portable", plan), ("portable fp8", rounded)):
                 calls[name] = functools.partial(portable[0], x, portable[1], weights, ids, of_name), of_name
@@ -137,13 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 again = all(torch.equal(call(), call()) for _ in range(3))
                 took = microseconds(call)
                 flops = 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
-                line = f"{tokens:6} {name:>12} {took:9.1f} us {flops / took / 1e6:7.0f} TFLOP/s  error {error:.1e}"
+                line = f"{tokens:6} {outliers:4} {name:>12} {took:9.1f} us {flops / took / 1e6:7.0f} TFLOP/s  error {error:.1e}"
                 line += "" if again else "  NOT THE SAME BITS"
                 if options.profile:
                     line += f"  kernels {kernels_of(call)}"
             except Exception as problem:  # one variant must not end the others
                 traceback.print_exc()
-                line = f"{tokens:6} {name:>12} failed: {type(problem).__name__}: {str(problem)[:80]}"
+                line = f"{tokens:6} {outliers:4} {name:>12} failed: {type(problem).__name__}: {str(problem)[:80]}"
             print(line, flush=True)
             lines.append(line)
     print("\n" + "\n".join(lines))

@@ -71,6 +71,19 @@ class RandomLayer:
         weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int()
 
+    def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`tokens` whose activations, and whose slots, exceed float16; the results do not."""
+        x, weights, ids = self.tokens(count)
+        return x * 512, weights / 2**18, ids
+
+    def outlier_tokens(self, count: int, outlier: float) -> tuple[Tensor, Tensor, Tensor]:
+        """`tokens` of 1.25 beside an outlier, the first feature. Afterwards w13 multiplies that by nothing."""
+        self.given.w13_weight[..., 0] &= 0xF0
+        self.prepare()
+        x, weights, ids = self.tokens(count)
+        x[:], x[:, 0] = 1.25, outlier
+        return x, weights, ids
+
     def apply(self, *arguments: Any, **options: Any) -> Tensor:
         """What is tested: it takes what `moe_apply` takes, and options of its own."""
         raise NotImplementedError

@@ -19,12 +19,13 @@ import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.parameters import NO_LIMIT
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
-from tokenspeed_kernel_nvidia.sm90.moe import grouped
+from tokenspeed_kernel_nvidia.sm90.moe import grouped, moe_apply
 
 from . import oracle
 from .experts import GPT_OSS, RandomLayer, compare
@@ -100,6 +101,40 @@ def test_late_copies_and_products(kernel: str, name: str) -> None:
     assert emulator.launches
 
 
+@pytest.mark.parametrize(
+    ("kernel", "name", "window_left"),
+    [
+        ("cutedsl_mha_decode_with_kvcache_64", "four new tokens, sinks and lse", NO_LIMIT - 1),
+        ("cutedsl_mha_decode_with_kvcache_64", "four new tokens, sinks and lse", 2**31 - 1),
+        pytest.param("cutedsl_mha_prefill_any_window_64", "lengths known on the host", NO_LIMIT - 1, marks=pytest.mark.slow),
+        pytest.param("cutedsl_mha_extend_with_kvcache_any_window_64", "window of 150", NO_LIMIT - 1, marks=pytest.mark.slow),
+    ],
+)
+def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int) -> None:
+    """Neither the largest window that kernels are given overflows, nor the largest that a caller may state in 32 bits."""
+    spec = KernelRegistry.get().get_by_name(kernel)
+    case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
+    assert isinstance(case.make, Recipe)
+    with emulated_sm90() as emulator:
+        result = verify_case(spec, replace(case, make=case.make.vary(window_left=window_left)))
+    assert result.status is Status.PASSED, result.reason
+    assert emulator.launches
+
+
+def test_slots_out_of_range_name_nothing() -> None:
+    """The low 32 bits of some of these slots are slots of the cache."""
+    spec, case = next((spec, case) for spec, case in TAKEN if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
+
+    def make(draw: Draw) -> dict[str, Any]:
+        arguments = case.make(draw)
+        slots = draw.tensor([-(2**32) + 1, -(2**31) - 1, -(2**63), -1], torch.int64)
+        return {**arguments, "slot_mapping": slots[: len(arguments["slot_mapping"])]}
+
+    with emulated_sm90():
+        result = verify_case(spec, replace(case, make=make))
+    assert result.status is Status.PASSED, result.reason
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small cases have so few keys that their heads are taken one by one."""
@@ -154,6 +189,24 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
         oracle.check(got[first:end], (wanted[first:end], wanted[first:end]))
 
 
+def test_experts_beyond_float16() -> None:
+    """Activations and slots exceed its range."""
+    layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, dtype=torch.float16)
+    x, weights, ids = layer.wide_tokens(5)
+    with emulated_sm90(seed=1):
+        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+    compare(got, layer.wanted(x, weights, ids))
+
+
+def test_experts_that_must_be_exact() -> None:
+    """Where they need not be, so few pairs are streamed, and their numbers split."""
+    layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, exact_activations=True)
+    x, weights, ids = layer.outlier_tokens(5, 2.0**100)
+    with emulated_sm90(seed=1):
+        got = moe_apply.moe_apply(x, layer.prepared, weights, ids, layer.plan)
+    compare(got, layer.wanted(x, weights, ids))
+
+
 def test_experts_with_split_numbers() -> None:
     """Small cases have so few pairs that they are streamed. The last block of k is one of a pair, and calls may overlap."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, **GPT_OSS)
@@ -163,4 +216,17 @@ def test_experts_with_split_numbers() -> None:
             got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
             compare(got, layer.wanted(x, weights, ids))
             x = got
-    assert len(emulator.launches) == 12
+    assert len(emulator.launches) == 16
+
+
+def test_experts_with_split_numbers_beside_outliers() -> None:
+    """Outliers by which weights multiply nothing: in two tokens, and in the activations of an expert."""
+    layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[1, [0, 160]] = 2.0**15
+    layer.given.w2_weight[..., 0] &= 0xF0
+    x, weights, ids = layer.outlier_tokens(9, 2.0**20)
+    x[2:] = layer.tokens(7)[0]
+    with emulated_sm90(seed=1):
+        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+    compare(got, layer.wanted(x, weights, ids))

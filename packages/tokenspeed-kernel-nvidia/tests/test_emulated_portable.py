@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,9 @@ import tokenspeed_kernel  # noqa: F401  - registers the kernels
 from sm90_emulator import emulated_sm90
 from sm90_emulator.machine import LaunchReport
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel_base.cases import Recipe
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.parameters import NO_LIMIT
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 
@@ -69,3 +73,21 @@ def test_a_kernel_without_mma_agrees_with_the_reference_in_any_order(operator: s
 def test_rows_shorter_than_a_cache_line_are_prefetched(kernel: str) -> None:
     """Only Hopper and later prefetch: the interpreter and other GPUs never compile these lines."""
     assert _launches(kernel, "a row shorter than a cache line")
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("mla_decode_with_kvcache", "deepseek-v3.2, 16 of its heads, a scale for each 128"),
+        ("mha_decode_with_kvcache", "four new tokens, sinks and lse"),
+    ],
+)
+@pytest.mark.parametrize("window_left", [NO_LIMIT - 1, pytest.param(2**31 - 1, marks=pytest.mark.slow)])
+def test_windows_beyond_every_sequence(operator: str, name: str, window_left: int) -> None:
+    (case,) = (case for case in get_operator(operator).all_cases() if case.name == name)
+    assert isinstance(case.make, Recipe)
+    with emulated_sm90(triton=True) as emulator:
+        spec = KernelRegistry.get().get_by_name(f"triton_{operator}")
+        result = verify_case(spec, replace(case, make=case.make.vary(window_left=window_left)))
+    assert result.status is Status.PASSED, result.reason
+    assert emulator.launches

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def _served() -> Iterator[dict[str, Any]]:
     yield from ({"top_k": top_k} for top_k in range(1, MAX_TOP_K + 1))
     yield from ({"num_experts": experts} for experts in (16, 33, 60, 64, 128, 160, 256, MAX_EXPERTS))
     yield {"num_experts": 1, "top_k": 1}
+    yield {"exact_activations": True}
     sizes = (32, 96, 160, 704, 2880, 4064)
     yield from ({"hidden_size": hidden, "intermediate_size": between} for hidden, between in itertools.product(sizes, sizes))
     yield from ({"hidden_size": hidden, "intermediate_size": 64} for hidden in (4096, 7168))
@@ -106,6 +108,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
         explained = tokenspeed_kernel.moe_apply.explain(x, weights, topk_weights, ids, plan)
     assert explained.chosen is not None
     assert explained.chosen.name == OURS
+    assert "at most 2^-21 of its largest" in str(explained)
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------
@@ -115,8 +118,8 @@ class PublicLayer(RandomLayer):
     """A layer, as somebody has it who uses this package alone."""
 
     def prepare(self) -> None:
-        options = ("dtype", "weight_format", "activation_dtype", "w13_interleaved", "bias", "alpha", "limit", "beta")
-        facts = {name: getattr(self.plan, name) for name in (*PLAIN, *options)}
+        decided = ("activation", "kernel", "weight_layout")
+        facts = {field.name: getattr(self.plan, field.name) for field in fields(self.plan) if field.name not in decided}
         self.plan = tokenspeed_kernel_nvidia.moe_apply.plan(**facts, device=self.device)
         self.prepared = tokenspeed_kernel_nvidia.moe_apply.prepare(self.given, self.plan)
 
@@ -129,6 +132,36 @@ def _public(device: torch.device, **changes: Any) -> PublicLayer:
     options = {**PLAIN, **changes}
     sizes = [options.pop(name) for name in PLAIN]
     return PublicLayer(device, *sizes, **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, MAX_PAIRS])
+def test_it_is_exact_where_it_must_be(sm90: torch.device, tokens: int) -> None:
+    layer = _public(sm90, exact_activations=True)
+    x, weights, ids = layer.outlier_tokens(tokens, 2.0**100)
+    layer.check(x, weights, ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5, 60, 600, 4000])
+def test_small_numbers_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
+    """Outliers by which weights multiply nothing: in every third token, and in the activations of half of the experts."""
+    layer = _public(sm90, num_experts=64, top_k=4, bias=True, dtype=dtype)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[:32, [0, 96]] = 2.0**11
+    layer.given.w2_weight[..., 0] &= 0xF0
+    x, weights, ids = layer.outlier_tokens(tokens, 2.0**20 if dtype == torch.bfloat16 else 2.0**15)
+    plain = torch.arange(tokens) % 3 != 0
+    x[plain] = torch.randn_like(x[plain])
+    call = x, weights, ids
+    layer.check(*call)
+    first = layer.run(*call)
+    assert all(torch.equal(layer.run(*call), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, MAX_PAIRS])
+def test_activations_beyond_float16(sm90: torch.device, tokens: int) -> None:
+    layer = _public(sm90, dtype=torch.float16)
+    layer.check(*layer.wide_tokens(tokens))
 
 
 @pytest.mark.parametrize("changes", SERVED, ids=str)

@@ -201,6 +201,7 @@ def _context(given: dict[str, Any]) -> Any:
     assert given["cum_seq_lens_kv"].diff().tolist() == lens.tolist()
     assert given["cum_seq_lens_kv"].dtype == torch.int32
     assert given["causal"] or given["window_left"] == -1
+    assert given["max_q_len"] <= q.shape[0]
     for index, length in enumerate(lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
         if rows.stop == rows.start:
@@ -415,7 +416,7 @@ def test_extending_runs_where_it_is_asked_for_by_name() -> None:
         arguments = case.build()
         if arguments.pop("return_lse", False):
             continue
-        arguments["cu_seqlens_kv"] = None
+        arguments |= {"cu_seqlens_kv": None, "max_seqlen_q": 2**40}
         name = f"flashinfer_mha_extend_with_kvcache_{arguments['q'].shape[2]}"
         out = tokenspeed_kernel.mha_extend_with_kvcache(**arguments, override=name)
         expected = tokenspeed_kernel.mha_extend_with_kvcache(**arguments, solution="reference")

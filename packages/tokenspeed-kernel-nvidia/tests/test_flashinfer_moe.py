@@ -242,6 +242,7 @@ _GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.70
         ({"intermediate": 60}, None),
         ({"activation_dtype": "fp8"}, None),
         ({"weight_format": "mxfp4", "dtype": torch.float16}, None),
+        ({"dtype": torch.float16}, None),
         ({"weight_format": "mxfp4", "activation_dtype": "fp8"}, None),
         ({"weight_format": "fp8_block", "hidden": 128, "intermediate": 128, "activation_dtype": "fp8"}, None),
         ({"weight_format": "fp8_block", "hidden": 128, "intermediate": 128}, None),
@@ -275,7 +276,8 @@ def _cases() -> list[Case]:
         Case("mxfp4, 8 of 32 experts", _recipe(hidden=64, intermediate=64, weight_format="mxfp4", of=32, **_GPT_OSS)),
         Case("dense, limit alone", _recipe(hidden=64, intermediate=48, limit=0.5)),
         Case(
-            "dense float16, 3 of 12 experts", _recipe(experts=3, of=12, hidden=64, intermediate=40, dtype=torch.float16, bias=True)
+            "dense float16, 3 of 12 experts",
+            _recipe(experts=3, of=12, hidden=64, intermediate=40, dtype=torch.float16, bias=True, limit=7.0),
         ),
     ]
 

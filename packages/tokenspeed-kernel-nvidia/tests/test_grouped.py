@@ -122,6 +122,18 @@ def test_skipped_slots_and_empty_experts(sm90: torch.device, columns: int) -> No
     assert (layer.run(x, weights, torch.full_like(ids, -1), columns=columns) == 0).all()
 
 
+@pytest.mark.parametrize("activation_dtype", ["none", "fp8"])
+@pytest.mark.parametrize("tokens", [2, 33, 700, 2500])
+def test_activations_beyond_float16(sm90: torch.device, tokens: int, activation_dtype: str) -> None:
+    layer = Layer(sm90, 16, 4, 256, 192, dtype=torch.float16, activation_dtype=activation_dtype)
+    call = layer.wide_tokens(tokens)
+    if activation_dtype == "none":
+        layer.check(*call)
+    else:
+        rounded = RoundedLayer(sm90, 16, 4, 256, 192, dtype=torch.float16, activation_dtype=activation_dtype)
+        assert all(rounded.error(*call, codes=codes) <= 2e-2 for codes in (False, True))
+
+
 def test_one_expert_for_all(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(3000)

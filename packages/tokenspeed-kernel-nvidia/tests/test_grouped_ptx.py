@@ -23,14 +23,17 @@ from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
+    EXACT_FROM,
     FEW_COLUMNS,
     FEWEST_COLUMNS,
+    FITTED,
     MANY_COLUMNS,
     MOST_COLUMNS,
     PARTS,
     PLAIN,
     REST,
     ROUNDED_COLUMNS,
+    SMALL_SHARE,
     SORTING_CTAS,
     SPLIT_COLUMNS,
     VALUES,
@@ -109,14 +112,29 @@ class Launches:
         exact = self.memory.put(bytes_of(prepared.exact)) if len(inputs) > 1 else 0
         for gated, weight in ((True, prepared.w13_weight), (False, prepared.w2_weight)):
             features = plan.intermediate_size if gated else plan.hidden_size
-            results = self.room(2 * pairs * features)
+            wide = plan.wide_activations if gated else plan.dtype == torch.float16
+            results_as = torch.float32 if wide else plan.dtype
+            results = self.room(results_as.itemsize * pairs * features)
             strips, weight_at = features // (8 if gated else 16), self.memory.put(bytes_of(weight))
             for kind in inputs:
-                config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind)
+                config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind, wide)
                 rows_at, scales = self.given(rows, kind)
-                given = [weight_at, strips, width, rows_at, width, scales, exact, self.sources, self.tiles, self.tile_count]
+                given = [
+                    weight_at,
+                    strips,
+                    width,
+                    rows_at,
+                    width,
+                    len(rows),
+                    scales,
+                    exact,
+                    self.sources,
+                    self.tiles,
+                    self.tile_count,
+                ]
                 self.launch(grouped.product_program, config, [*given, results, features, *swiglu], config.threads, 2)
-            rows = torch.from_numpy(self.memory.get(results, np.uint8, 2 * pairs * features)).view(plan.dtype)
+            content = self.memory.get(results, np.uint8, results_as.itemsize * pairs * features)
+            rows = torch.from_numpy(content).view(results_as)
             rows, width = rows.view(pairs, features), features
         return results
 
@@ -124,7 +142,7 @@ class Launches:
         """Where a product finds its rows, and their scales."""
         if inputs == PLAIN:
             return self.memory.put(bytes_of(rows)), 0
-        values, scales = rounded(rows, inputs)
+        values, scales = rounded(rows, inputs, self.plan.dtype)
         return self.memory.put(bytes_of(values)), self.memory.put(bytes_of(scales))
 
     def combine(self, results: int) -> Tensor:
@@ -137,17 +155,22 @@ class Launches:
         return torch.from_numpy(content).view(self.plan.dtype).view(tokens, hidden)
 
 
-def rounded(rows: Tensor, inputs: str) -> tuple[Tensor, Tensor]:
-    """What a program that rounds makes: codes, of each 16 in the order of `decode_e5m2`, or their values; and scales."""
+def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a program that rounds makes: codes, of each 16 in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
+    if inputs == FITTED:
+        scales = torch.exp2(rows.abs().amax(-1, keepdim=True).log2().floor() - 14)
+        return (rows / scales).to(dtype), scales
     if inputs == PARTS:
         scales = torch.exp2(rows.float().abs().amax(-1, keepdim=True).log2().floor() - 7)
         numbers = rows.float() / scales
         near = numbers.to(torch.float8_e4m3fn)
         rest = ((numbers - near.float()) * REST).to(torch.float8_e4m3fn)
+        small = ((numbers != 0) & (numbers.abs() < EXACT_FROM)).sum(-1, keepdim=True)
+        scales = torch.where(small * SMALL_SHARE > numbers.shape[-1], -scales, scales)
         return torch.stack([in_order(near), in_order(rest)], 1).flatten(0, 1), scales
     codes, scales = quantize_fp8.operator.body(rows, "token")
     if inputs == VALUES:
-        return codes.float().to(rows.dtype), scales
+        return codes.float().to(dtype), scales
     return in_order(codes), scales
 
 
@@ -294,17 +317,26 @@ def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, interme
         *itertools.product((CODES, VALUES), (torch.bfloat16,), (96, 4512)),
         *itertools.product((CODES, VALUES), (torch.float16,), (2880,)),
         *itertools.product((PARTS,), (torch.bfloat16,), (96, 2880, 4512)),
+        *itertools.product((FITTED,), (torch.float32,), (96, 2880, 4512)),
+        (VALUES, torch.float32, 96),
     ],
 )
 def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
+    """float32 rows are those of float16 tokens."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
+    if inputs == PARTS:  # an outlier, and none beside zeros
+        rows[1, 5] = 1e8
+        rows[0, 3:] = 0.0
+        rows[0, 1] = 1e8
     given = rows.to(dtype)
     memory, size = Memory(1 << 20), 1 if inputs == CODES else 2
     result, scales = memory.put(np.full(3 * k * size, 0xFF, np.uint8)), memory.put(np.full(12, 0xFF, np.uint8))
-    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs, early=k == 96)
+    wide = dtype == torch.float32
+    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs, k == 96 and not wide, wide)
     arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
     launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, seed=k)
-    wanted, wanted_scales = rounded(given, inputs)
+    wanted, wanted_scales = rounded(given, inputs, torch.float16 if wide else dtype)
+    assert (wanted_scales < 0).flatten().tolist() == [False, inputs == PARTS, False]
     assert torch.equal(torch.from_numpy(memory.get(scales, np.float32, 3)), wanted_scales.flatten())
     assert (memory.get(result, np.uint8, 3 * k * size) == bytes_of(wanted).flatten()).all()

@@ -127,9 +127,15 @@ def test_weights_of_the_norm(sm90: torch.device, norm_dtype: torch.dtype) -> Non
     Call(sm90, 2, norm_dtype=norm_dtype).check()
 
 
-def test_tokens_that_are_not_written(sm90: torch.device) -> None:
-    call = Call(sm90, 6)
-    call.given["slot_mapping"][[0, 4]] = torch.tensor([-1, -7], device=sm90)
+@pytest.mark.parametrize(
+    ("index_dtype", "slots"),
+    [(torch.int32, [-1, -7, -(2**31)]), (torch.int64, [-(2**32) + 1, -(2**63), -(2**31) - 1, -(2**31)])],
+    ids=str,
+)
+def test_tokens_that_are_not_written(sm90: torch.device, index_dtype: torch.dtype, slots: list[int]) -> None:
+    """The low 32 bits of some of these slots are slots of the cache."""
+    call = Call(sm90, 6, index_dtype=index_dtype)
+    call.given["slot_mapping"][1 : 1 + len(slots)] = torch.tensor(slots, dtype=index_dtype, device=sm90)
     call.check()
 
 

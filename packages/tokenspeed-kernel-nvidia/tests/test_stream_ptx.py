@@ -56,7 +56,7 @@ def executed(
     ids_at, weights_at, x_at = (memory.put(bytes_of(each)) for each in (ids, weights, x))
     out, activated, slots = (
         memory.put(np.full(size, 0xFF, np.uint8))
-        for size in (2 * x.numel(), 2 * pairs * plan.intermediate_size, 4 * pairs * plan.hidden_size)
+        for size in (2 * x.numel(), (4 if config.wide else 2) * pairs * plan.intermediate_size, 4 * pairs * plan.hidden_size)
     )
     sizes = [(2 * plan.intermediate_size, plan.hidden_size), (plan.hidden_size, plan.intermediate_size)]
     layers = [
@@ -124,6 +124,30 @@ def test_numbers_far_from_one(texts: Any, tokens_by: int, w13_by: int, w2_by: in
     layer.prepare()
     x, weights, ids = layer.tokens(3)
     x = x * 2.0**tokens_by
+    compare(executed(texts, layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
+
+
+def test_activations_beyond_float16(texts: Any) -> None:
+    """A token with infinity is NaN, like any other that has none; so is no other."""
+    layer = RandomLayer(CPU, 4, 2, 64, 96, dtype=torch.float16)
+    x, weights, ids = layer.wide_tokens(5)
+    wanted = layer.wanted(x, weights, ids)
+    assert layer.plan.wide_activations
+    x[3, 9] = torch.inf
+    got = executed(texts, layer, (x, weights, ids), 2, 1)
+    assert got[3].isnan().all()
+    compare(got[[0, 1, 2, 4]], wanted[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_numbers_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
+    """Outliers by which weights multiply nothing: in some tokens, and in all activations."""
+    layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[:, [0, 96]] = 2.0**15
+    layer.given.w2_weight[..., 0] &= 0xF0
+    x, weights, ids = layer.outlier_tokens(5, 2.0**20 if dtype == torch.bfloat16 else 2.0**15)
+    x[:2] = x[:2].clamp(max=2.0)
     compare(executed(texts, layer, (x, weights, ids), 2, 1), layer.wanted(x, weights, ids))
 
 

@@ -141,6 +141,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             "gpt-oss-120b decode 64, top-k 40, top-p 0.95", "gpt-oss-120b decode 64, flat", "gpt-oss-120b decode 64, min-p 0.05",
             "gpt-oss-120b decode 256, top-p 0.9",
         ),
+        "top_k_top_p_probs": ("gpt-oss-120b, 16 x 5 nodes, top-k 40, top-p 0.95", "gpt-oss-120b, 16 x 5 nodes, top-p 0.9"),
         "adjust_logits": ("gpt-oss-120b decode 64, 1024 listed",),
         "token_logprobs": ("gpt-oss-120b decode 64, 20 top tokens", "llama-3 prompt 1024, 5 top tokens, bfloat16"),
         "argmax_with_value": ("gpt-oss-120b decode 64, the whole vocabulary, float32",),

@@ -182,7 +182,7 @@ def test_ops_shows_one_in_full() -> None:
     assert "eps: float = 1e-05" in text
     assert "arXiv:1910.07467" in text
     assert "reference_rmsnorm" in text
-    assert "\ntraits\n  hidden: int\n  residual: True or False\n\nformats\n  x: dense\n" in text
+    assert "\ntraits\n  hidden: int\n  residual: True or False\n  wide_residual: True or False\n\nformats\n  x: dense\n" in text
     assert call_json("ops", "all_reduce")["traits"]["world_size"] == "int"
     assert call_json("ops", "mm")["formats"]["a"] == ["dense", "fp8", "mxfp8", "mxfp4", "nvfp4"]
     assert call_json("ops", "norm.rmsnorm")["cases"][0].keys() == {"name", "large"}
@@ -387,7 +387,7 @@ def test_verify_chooses_cases(wrong: str) -> None:
     exact = call_json("verify", "reference_rmsnorm", "--case", "gpt-oss-120b decode 64")
     assert [r["case"] for r in exact["results"]] == ["gpt-oss-120b decode 64"], "a whole name means itself"
     assert "did you mean 'no rows'?" in refused("verify", "rmsnorm", "--case", "no rovs")
-    assert "; there are one row of 8, float32; gpt-oss-120b decode 64; " in refused("verify", "rmsnorm", "--case", "nosuch")
+    assert "; there are one pair, float32; llama-70b decode 8, one" in refused("verify", "silu_and_mul", "--case", "nosuch")
 
 
 def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:

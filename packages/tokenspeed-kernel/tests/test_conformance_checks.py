@@ -204,26 +204,37 @@ def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
 
 VARIED = [op for op in operators() if op.has_hook("vary")]
 WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
+    "adjust_logits",
     "apply_rope",
     "apply_rope_mla",
     "bmm",
+    "build_draft_tree",
     "causal_conv1d_decode",
     "causal_conv1d_prefill",
     "compact_kv_cache",
+    "copy_kv_pages",
     "dequantize_fp8",
+    "expand_page_table",
     "gated_delta_rule_decode",
     "gated_delta_rule_prefill",
     "mm",
     "moe_apply",
     "moe_combine",
+    "moe_dispatch",
+    "positions_to_slots",
     "qk_rmsnorm_rope_store_kv_cache",
+    "rmsnorm_qkv_rope",
     "ssd_decode",
     "ssd_prefill",
     "store_index_k_cache",
     "store_kv_cache",
     "store_mla_kv_cache",
+    "token_logprobs",
     "top_k_indices",
     "unswizzle_scales",
+    "verify_draft_probs",
+    "verify_draft_tokens",
+    "zero_kv_pages",
 }
 
 

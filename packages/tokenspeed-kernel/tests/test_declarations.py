@@ -317,7 +317,8 @@ def _outputs_can_be_provided(op: Operator[Any, Any], case: Case) -> None:
     results = lowering.as_list(op.function(**{**arguments, **outputs}))
     for (name, output), result, expected in zip(outputs.items(), results, wanted, strict=False):
         assert result is output, f"{name} is not returned"
-        assert torch.equal(bits(output), bits(expected)), f"{name} receives other values than are returned without it"
+        rows = slice(op.counted_rows(arguments)) if output.ndim else ...
+        assert torch.equal(bits(output[rows]), bits(expected[rows])), f"{name} receives other values than are returned without it"
 
 
 @each_operator

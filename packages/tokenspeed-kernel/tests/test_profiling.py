@@ -47,7 +47,7 @@ def test_capture_counts_calls_by_description(tmp_path: Path) -> None:
     first = records[0]
     assert first["operator"] == "norm.rmsnorm"
     assert first["kernel"] == rmsnorm.explain(X, W).chosen.name
-    assert first["traits"] == {"hidden": 4, "residual": False}
+    assert first["traits"] == {"hidden": 4, "residual": False, "wide_residual": False}
     assert first["arguments"]["x"] == {"dtype": "float32", "shape": [2, 4], "device": "cpu"}
     assert first["arguments"]["residual"] is None
     assert first["arguments"]["eps"] == 1e-5

@@ -17,12 +17,13 @@ from tokenspeed_kernel_base import dispatch, lowering, memo, recent, watch
 from tokenspeed_kernel_base.alignment import copied_cache
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.composition import Composed
-from tokenspeed_kernel_base.declaration import STEPS, Operator, is_traced, readable
+from tokenspeed_kernel_base.declaration import STEPS, Operator
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, resources_given, tensor_arguments
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
+from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
 _COMPARISONS = "comparisons"  # beside the first of them, made for each to be followed by the next
 
@@ -159,9 +160,11 @@ class Caller:
         empty = self._skip_if_empty(arguments)
         if empty is not None:
             return empty
-        if isinstance(selected.impl, Composed):
-            return selected.impl.decided(_decide_part, tuple(arguments.values()))
-        return selected.impl
+        impl = selected.impl
+        if isinstance(impl, Composed):
+            impl = impl.decided(_decide_part, tuple(arguments.values()))
+        normal = self.op.normal(arguments)
+        return dispatch.build_replacing(self.op.mode, self.op.parameters, normal)(impl, normal) if normal else impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
         """A callable that launches nothing, for a call whose every output is empty; None for any other."""

@@ -165,6 +165,22 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None) -> torch.Tensor:
+    """A copy of ids in which those that the mask names are others that name nothing, from the dtype's whole range.
+
+    Negative ids name nothing. Given a ``bound``, neither do ids from it on. Some of the int64 ids become small valid ids when a
+    kernel truncates them to 32 bits before it tests their range.
+    """
+    info = torch.iinfo(ids.dtype)
+    wide = info.bits > 32
+    outside = [*([-(2**32) + 1, -(2**31) - 1, -(2**32)] if wide else []), info.min, -(2**31), -2, -1]
+    if bound is not None:
+        outside += [*([2**32 + 1, 2**31, 2**32] if wide else []), bound, info.max]
+    others = torch.tensor(outside, dtype=ids.dtype, device=ids.device)
+    place = absent.flatten().cumsum(0).view(absent.shape) % len(outside)
+    return torch.where(absent, others[place], ids)
+
+
 def poisoned(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """A copy of floats that holds NaN where the mask of its leading axes says."""
     made = tensor.clone()

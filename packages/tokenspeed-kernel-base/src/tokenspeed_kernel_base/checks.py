@@ -151,7 +151,10 @@ class Checker:
         """Raises TypeError unless the tensor has the dtype, or one of them."""
         allowed = {dtype} if isinstance(dtype, torch.dtype) else set(dtype)
         if value.dtype not in allowed:
-            self.fail(argument, "a tensor of " + " or ".join(sorted(map(dtype_name, allowed))), dtype_name(value.dtype), TypeError)
+            got = dtype_name(value.dtype)
+            if value.dtype == torch.uint8 and allowed & FP8:
+                got += f" (where its bytes are fp8, pass {argument}.view(torch.float8_e4m3fn), or the format that they have)"
+            self.fail(argument, "a tensor of " + " or ".join(sorted(map(dtype_name, allowed))), got, TypeError)
 
     def divides(self, divisor: str, dividend: str) -> None:
         """Raises ValueError unless one bound size divides another."""

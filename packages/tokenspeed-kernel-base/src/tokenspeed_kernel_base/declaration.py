@@ -16,14 +16,13 @@ import torch
 
 from tokenspeed_kernel_base import lowering, memory, planning
 from tokenspeed_kernel_base.cases import Case, Cost
-from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
+from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients
 from tokenspeed_kernel_base.composition import COMPOSED, Composed, Composition
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
 from tokenspeed_kernel_base.interface import Interface
 from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.parameters import (
     Kind,
-    Parameter,
     check_types,
     kind_of,
     on_meta,
@@ -38,6 +37,7 @@ from tokenspeed_kernel_base.resources import same_place, stated_by
 from tokenspeed_kernel_base.selection import consider, selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
 from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec, Priority
+from tokenspeed_kernel_base.stand_ins import readable
 from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation
 
@@ -77,6 +77,7 @@ class Operator(Generic[P, R]):
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
         padded: the offsets behind whose last one rows are padding, of an operator that allows it.
+        unlimited: integer options that may be so large that they mean no limit.
         scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
         planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
         layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
@@ -108,6 +109,7 @@ class Operator(Generic[P, R]):
         capacity: Iterable[str],
         bounds: Sequence[str],
         padded: str | None,
+        unlimited: Sequence[str],
         scales: Iterable[str],
         planned: str | None,
         layout: str | None,
@@ -115,8 +117,9 @@ class Operator(Generic[P, R]):
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.composed = composed
-        self.parameters = parse_parameters(body, hints, bounds)
+        self.parameters = parse_parameters(body, hints, bounds, unlimited)
         self.names = tuple(p.name for p in self.parameters)
+        self._by_name = {p.name: p for p in self.parameters}
         self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
         self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
         self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
@@ -125,8 +128,8 @@ class Operator(Generic[P, R]):
         self.trait_kinds = dict(traits)
         self._body_traits = {REFERENCE: dict(reference_traits), COMPOSED: dict(composed_traits)}
         self.fixed_traits = frozenset(fixed_traits)
-        unknown = {*outs, *mutates, *hints, *bounds, *self.scales}.union(in_place, *in_place.values()) - set(self.names)
-        unknown |= set() if isinstance(formats, Mapping) else {*formats} - set(self.names)
+        named = {*outs, *mutates, *hints, *bounds, *unlimited, *self.scales}.union(in_place, *in_place.values())
+        unknown = (named if isinstance(formats, Mapping) else named.union(formats)) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
         if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
@@ -270,8 +273,9 @@ class Operator(Generic[P, R]):
         )
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
+        """Calls a hook, if it is declared, with the arguments that it asks for; options are as kernels are given them."""
         hook = self._hooks.get(name)
-        return None if hook is None else hook(*leading, **{n: arguments[n] for n in self._wanted[name]})
+        return None if hook is None else hook(*leading, **{n: self._by_name[n].normal(arguments[n]) for n in self._wanted[name]})
 
     def has_hook(self, name: str) -> bool:
         return name in self._hooks
@@ -290,9 +294,15 @@ class Operator(Generic[P, R]):
 
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
+    def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a call whose values kernels are given in another form, by name; see `Parameter.normal`."""
+        normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
+        return {name: value for name, value in normal.items() if value is not arguments[name]}
+
     def reference(self, *args: Any) -> Any:
         """The body, with provided outputs written to. This is what solution ``reference`` runs."""
         arguments = dict(zip(self.names, args, strict=True))
+        args = tuple({**arguments, **self.normal(arguments)}.values())
         provided = [arguments[out] for out in self.outs]
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
         body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
@@ -406,7 +416,7 @@ class Operator(Generic[P, R]):
             bound = inspect.signature(hook).bind(check, *args, **facts)
         except TypeError as error:
             raise TypeError(f"{called}: {error}") from None
-        plan = hook(*bound.args, **bound.kwargs)
+        plan = self._by_name[self.planned or ""].normal(hook(*bound.args, **bound.kwargs))
         explanation = consider(plan)
         if explanation.chosen is None:
             raise NoKernelFoundError(explanation)
@@ -588,26 +598,3 @@ class Operator(Generic[P, R]):
             if isinstance(value, torch.Tensor) and not readable(value):
                 seen[name] = None
         self.run_hook("check_values", seen, Checker(self.mode))
-
-
-def readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read without a device."""
-    return tensor.device.type == "cpu" and not stands_in(tensor)
-
-
-def stands_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class takes operations over (fake, functional, distributed, quantised tensors), so that kernels must not
-    see it. A subclass that does not, as of weights with a loader attached, is as good as a plain tensor."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
-    """Whether the call is being traced rather than run: its tensors are stand-ins."""
-    found = []
-    for parameter in parameters:
-        value = arguments[parameter.name]
-        for tensor in parameter.tensors():
-            inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
-            if isinstance(inner, torch.Tensor) and not unusual_storage(inner):
-                found.append(inner)
-    return any(map(stands_in, found)) or (bool(found) and all(t.is_meta for t in found))

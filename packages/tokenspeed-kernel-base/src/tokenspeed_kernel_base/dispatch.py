@@ -17,7 +17,7 @@ Only a description that is in neither place takes the slow path, `Caller.decide`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,23 @@ def {name}_entry(_arguments, override, solution, _limits, _call):
     return ({key_terms(parameters, written)}), (*_limits, _call)
 """
     return compile_source(f"{name}_entry", source, default_values(parameters))
+
+
+def build_replacing(name: str, parameters: Sequence[Parameter], names: Collection[str]) -> Callable[..., Any]:
+    """A function ``replacing(call, options)`` that gives ``call`` with the options of these names in place of those it is given."""
+    given = ", ".join(p.name for p in parameters)
+    passed = ", ".join(f"_{p.name}" if p.name in names else p.name for p in parameters)
+    unpacked = "\n".join(f"    _{option} = _options[{option!r}]" for option in names)
+    source = f"""\
+def {name}_replacing(_call, _options):
+{unpacked}
+
+    def {name}({given}):
+        return _call({passed})
+
+    return {name}
+"""
+    return compile_source(f"{name}_replacing", source, {})
 
 
 # -- values in host memory -----------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ operator is declared after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from tokenspeed_kernel_base.names import did_you_mean
 from tokenspeed_kernel_base.signature import FormatSignature
@@ -40,20 +40,28 @@ class Interface:
         for trait, constraint in spec.traits.items():
             kind = self.traits.get(trait) or self.all_traits().get(trait)
             if kind is None:
-                _refuse(spec, f"{spec.operator} states no trait {trait}", trait, sorted(self.all_traits()), "its traits are")
+                _refuse(spec, self._no_trait(spec.operator, trait))
             odd = impossible_values(constraint, kind)
             if odd:
                 near = did_you_mean(odd[0], kind, repr) if isinstance(kind, tuple) and isinstance(odd[0], str) else ""
                 said = f"{', '.join(map(repr, odd))} can never hold{near}" if constraint.values else f"it is never {constraint}"
-                raise RegistrationError(f"{spec.name}: trait {trait} is {describe_kind(kind)}, so {said} ({spec.origin})")
+                _refuse(spec, f"trait {trait} is {describe_kind(kind)}, so {said}")
         for signature in spec.format_signatures or ():
             for operand, fmt in signature.roles:
                 if operand not in self.formats:
-                    said = f"signatures of {spec.operator} have no operand {operand}"
-                    _refuse(spec, said, operand, self.formats, "its operands are")
+                    _refuse(spec, self._no_operand(spec.operator, operand))
                 if fmt.format not in self.formats[operand]:
                     said = f"{operand} of {spec.operator} is never {fmt.format}"
-                    _refuse(spec, said, fmt.format, self.formats[operand], "it may be")
+                    _refuse(spec, _with_known(said, fmt.format, self.formats[operand], "It may be"))
+
+    def check_request(self, operator: str, traits: Iterable[str], operands: Iterable[str]) -> None:
+        """Raises ValueError for names in a request that the operator does not state: kernels would pass them over."""
+        for trait in traits:
+            if trait not in self.all_traits():
+                raise ValueError(self._no_trait(operator, trait))
+        for operand in operands:
+            if operand not in self.formats:
+                raise ValueError(self._no_operand(operator, operand))
 
     def unstated(self, traits: Mapping[str, Any], signature: FormatSignature) -> list[str]:
         """What a request has that the operator does not state: names of traits, of operands, and of formats."""
@@ -61,10 +69,18 @@ class Interface:
         return [*(name for name in traits if name not in self.traits), *formats]
 
     def all_traits(self) -> dict[str, TraitKind]:
-        """The traits of a request, those that resources state included, with the values of each. The classes of resources are
-        looked for anew, because a kernel's package may bring one."""
+        """The traits that a request may have, those of resources included, with the values of each.
+
+        Classes of resources are looked for at each call, because a kernel's package may bring one.
+        """
         stated = {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
         return {**stated, **self.traits}
+
+    def _no_trait(self, operator: str, trait: str) -> str:
+        return _with_known(f"{operator} states no trait {trait}", trait, sorted(self.all_traits()), "Its traits are")
+
+    def _no_operand(self, operator: str, operand: str) -> str:
+        return _with_known(f"signatures of {operator} have no operand {operand}", operand, self.formats, "Its operands are")
 
 
 def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
@@ -76,21 +92,22 @@ def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
 def refuse_layout(spec: KernelSpec, layout: str, made: Iterable[str]) -> None:
     """Raises RegistrationError for a kernel that names a layout which nothing makes."""
     said = f"no kernel's weight_preprocessor makes the layout {layout}, and this kernel has none"
-    _refuse(spec, said, layout, sorted(made), "there are")
+    _refuse(spec, _with_known(said, layout, sorted(made), "There are"))
 
 
-def _refuse(spec: KernelSpec, said: str, name: str, known: Iterable[str], are: str) -> None:
-    listed = [*known]
-    every = f"{are} {', '.join(listed)}" if listed else f"{are} none"
-    raise RegistrationError(f"{spec.name}: {said}{did_you_mean(name, listed) or ''}; {every} ({spec.origin})")
+def _refuse(spec: KernelSpec, said: str) -> NoReturn:
+    raise RegistrationError(f"{spec.name}: {said} ({spec.origin})")
+
+
+def _with_known(said: str, name: str, known: Collection[str], are: str) -> str:
+    """A sentence about a name that nothing has, then the name that may have been meant, and all that there are."""
+    return f"{said}{did_you_mean(name, known) or '.'} {are} {', '.join(known) or 'none'}"
 
 
 def _with_derived(classes: Iterable[type]) -> set[type]:
     """Some classes and all that are derived from them."""
     found: set[type] = set()
-    left = [*classes]
-    while left:
-        cls = left.pop()
-        found.add(cls)
-        left += [derived for derived in cls.__subclasses__() if derived not in found]
+    for cls in classes:
+        derived: list[type] = cls.__subclasses__()
+        found |= {cls, *_with_derived(derived)}
     return found

@@ -17,7 +17,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     ('hidden', None)
     """
     wanted, words = name.casefold(), _words(name)
-    most = max(1, len(name) // 4)  # letters that may differ
+    most = len(name) // 4 or int(len(name) == 3)  # letters that may differ
     near = []
     for place, other in enumerate(known):
         distance = _distance(wanted, other.casefold())

@@ -142,6 +142,7 @@ def operator(
     capacity: Iterable[str] = (),
     bounds: Sequence[str] = (),
     padded: str | None = None,
+    unlimited: Sequence[str] = (),
     scales: Iterable[str] = (),
     planned: str | None = None,
     layout: str | None = None,
@@ -174,6 +175,8 @@ def operator(
             in none.
         padded: the parameter with the offsets of a batch's items, where rows behind the last offset are padding: they belong to no
             item, and a call leaves those rows of its outputs as they are.
+        unlimited: integer parameters of which -1 means no limit, as of a window. 2^30 and more mean the same: kernels and hooks
+            are given -1 for them, so that what they compute with the option does not overflow int32.
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
         planned: the parameter that a plan is given as, for operators whose kernel is chosen before any tensor exists.
         layout: the trait, and the plan's attribute, that says in which layout what is prepared for a kernel lies.
@@ -203,6 +206,7 @@ def operator(
             capacity=capacity,
             bounds=bounds,
             padded=padded,
+            unlimited=unlimited,
             scales=scales,
             planned=planned,
             layout=layout,

@@ -23,6 +23,10 @@ from tokenspeed_kernel_base.checks import describe, unusual_storage
 from tokenspeed_kernel_base.resources import Resource
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_INT64 = torch.iinfo(torch.int64)
+
+# No sequence has so many tokens. An option below this can be added to a position in int32, and subtracted from one.
+NO_LIMIT = 1 << 30
 
 
 class Kind(enum.Enum):
@@ -48,6 +52,7 @@ class Parameter:
         fields: attributes, of an OBJECT or of a VALUE that is a dataclass.
         cls: the dataclass that ``fields`` are of.
         bound: whether it is an integer that bounds a size: decisions hold for a range of it.
+        unlimited: whether it is an integer of which -1 means no limit, and so does `NO_LIMIT` or more.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Parameter:
     fields: tuple[Parameter, ...] = ()
     cls: type | None = None
     bound: bool = False
+    unlimited: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -107,32 +113,53 @@ class Parameter:
         if tuple in self.types and isinstance(value, tuple):
             ints = all(isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool) for v in value)
             return None if ints else self._expected()
-        if float in self.types and isinstance(value, (int, float)):
-            # Kernels take options as float32; what exceeds it would become infinite on the way, or raise somewhere within.
-            finite = isinstance(value, float) and not math.isfinite(value)
-            return None if finite or -_FLOAT32_MAX <= value <= _FLOAT32_MAX else f"a float within ±{_FLOAT32_MAX:.3g}"
-        if isinstance(value, self.types):
+        if isinstance(value, self.types) or (float in self.types and isinstance(value, int)):
             return None
         if int in self.types and isinstance(value, torch.SymInt):
             return None
         return self._expected()
 
+    def range_error(self, value: Any) -> str | None:
+        """What a number of the right type should have been, or None if it fits the int64 or float32 that kernels are given."""
+        if float in self.types and isinstance(value, (int, float)):
+            if isinstance(value, float) and not math.isfinite(value):
+                return None  # the operator decides whether it has a meaning
+            return None if -_FLOAT32_MAX <= value <= _FLOAT32_MAX else f"a float within ±{_FLOAT32_MAX:.3g}"
+        given = value if tuple in self.types and value is not None else (value,)
+        fits = all(_INT64.min <= number <= _INT64.max for number in given if isinstance(number, int))
+        return None if fits else "within the range of int64"
+
+    def normal(self, value: Any) -> Any:
+        """A value of the right type as kernels are given it: floats are no integers, and what is `unlimited` is -1."""
+        if self.kind is not Kind.VALUE or value is None:
+            return value
+        if self.fields:
+            read = {field.attribute: field.read(value) for field in self.fields}
+            made = {field.attribute: field.normal(read[field.attribute]) for field in self.fields}
+            changed = {name: new for name, new in made.items() if new is not read[name]}
+            return dataclasses.replace(value, **changed) if changed else value
+        if float in self.types and isinstance(value, int):
+            return float(value)
+        return -1 if self.unlimited and value >= NO_LIMIT else value
+
     def _expected(self) -> str:
-        spelled = {torch.Tensor: "a tensor", tuple: "tuple of int"}
+        spelled = {torch.Tensor: "a tensor", torch.dtype: "a torch.dtype", tuple: "tuple of int"}
         if self.kind is Kind.HINT:
             spelled[Sequence] = "a sequence of int"
         *others, last = [*(spelled.get(t, t.__name__) for t in self.types), *["None"] * self.optional]
         return f"{', '.join(others)} or {last}" if others else last
 
 
-def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = (), bounds: Iterable[str] = ()) -> tuple[Parameter, ...]:
-    """The parameters of an operator's body, of which some are hints and some are bounds.
+def parse_parameters(
+    function: Callable[..., Any], hints: Iterable[str] = (), bounds: Iterable[str] = (), unlimited: Iterable[str] = ()
+) -> tuple[Parameter, ...]:
+    """The parameters of an operator's body, of which some are hints, some are bounds, and some may be unlimited.
 
     Raises:
         TypeError: a parameter lacks an annotation, or has one that cannot be handled.
     """
     annotations = resolved_annotations(function)
-    hinted, bounding = set(hints), set(bounds)
+    hinted, bounding, limiting = set(hints), set(bounds), set(unlimited)
     parsed = []
     for parameter in inspect.signature(function).parameters.values():
         where = f"{function.__qualname__}({parameter.name})"
@@ -145,6 +172,10 @@ def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = (), bo
             if made.kind is not Kind.VALUE or made.types != (int,):
                 raise TypeError(f"{where}: a bound must be annotated as int or int | None")
             made = dataclasses.replace(made, bound=True)
+        if made.name in limiting:
+            if made.bound or made.types != (int,):
+                raise TypeError(f"{where}: what may be unlimited must be annotated as int, and be no bound")
+            made = dataclasses.replace(made, unlimited=True)
         parsed.append(made)
     return tuple(parsed)
 
@@ -180,10 +211,7 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         return Parameter(name, Kind.TENSOR, classes, optional, default)
     if len(classes) == 1 and not issubclass(classes[0], Resource) and dataclasses.is_dataclass(classes[0]):
         cls: Any = classes[0]
-        annotations = resolved_annotations(cls)
-        fields = tuple(
-            _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, where) for f in dataclasses.fields(cls) if f.init
-        )
+        fields = fields_of(name, cls)
         kind = Kind.OBJECT if any(f.is_tensor for f in fields) else Kind.VALUE
         return Parameter(name, kind, classes, optional, default, fields, cls)
     if len(classes) == 1 and issubclass(classes[0], Resource):
@@ -195,29 +223,34 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
     return Parameter(name, Kind.VALUE, classes, optional, default)
 
 
+def fields_of(name: str, cls: Any) -> tuple[Parameter, ...]:
+    """The fields of a parameter of this name that is a dataclass."""
+    annotations = resolved_annotations(cls)
+    return tuple(
+        _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, f"{cls.__qualname__}.{f.name}")
+        for f in dataclasses.fields(cls)
+        if f.init
+    )
+
+
 def _default_of(field: dataclasses.Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[str, Any]) -> None:
-    """Raises TypeError for the first argument of a wrong type."""
+    """Raises TypeError for the first argument of a wrong type, and ValueError for a number that no kernel can be given."""
     for parameter in parameters:
         value = arguments[parameter.name]
-        expected = parameter.type_error(value)
-        if expected is not None:
-            raise _wrong(operator, parameter, expected, value)
-        if parameter.kind is Kind.OBJECT and value is not None:
-            for field in parameter.fields:
-                inner = field.read(value)
-                expected = field.type_error(inner)
-                if expected is not None:
-                    raise _wrong(operator, field, expected, inner)
+        _check_type(operator, parameter, value)
+        for field in parameter.fields if value is not None else ():
+            _check_type(operator, field, field.read(value))
 
 
-def _wrong(operator: str, parameter: Parameter, expected: str, value: Any) -> Exception:
-    """TypeError, or ValueError for a number that has the right type and is too large."""
-    too_large = float in parameter.types and isinstance(value, (int, float)) and not isinstance(value, bool)
-    return (ValueError if too_large else TypeError)(f"{operator}: {parameter.name} must be {expected}, got {kind_of(value)}")
+def _check_type(operator: str, parameter: Parameter, value: Any) -> None:
+    for expected, error in ((parameter.type_error, TypeError), (parameter.range_error, ValueError)):
+        wanted = expected(value)
+        if wanted is not None:
+            raise error(f"{operator}: {parameter.name} must be {wanted}, got {kind_of(value)}")
 
 
 def kind_of(value: Any) -> str:

@@ -33,11 +33,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.checks import Checker, describe
-from tokenspeed_kernel_base.parameters import resolved_annotations
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.parameters import check_types, fields_of, resolved_annotations
 from tokenspeed_kernel_base.registry import KernelRegistry, load_object
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, Verdict, consider
@@ -125,13 +124,11 @@ def warn_of_reference(called: str, explanation: Explanation) -> None:
     )
 
 
-def check_fields(check: Checker, plan: Any, names: Iterable[str], kind: type, prefix: str = "") -> None:
-    """Raises TypeError for an attribute of a plan that is not of this kind. ``prefix`` stands before the names."""
-    for name in names:
-        value = getattr(plan, name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            expected = "a torch.dtype" if kind is torch.dtype else kind.__name__
-            check.fail(prefix + name, expected, f"{type(value).__name__} {describe(value)}", TypeError)
+def check_fields(check: Checker, plan: Any, prefix: str = "") -> None:
+    """Raises TypeError or ValueError for an attribute of a plan that is not of the kind that it is annotated as. ``prefix`` stands
+    before the names."""
+    fields = [dataclasses.replace(field, name=prefix + field.attribute) for field in fields_of("plan", type(plan))]
+    check_types(check.operator, fields, {field.name: getattr(plan, field.name.removeprefix(prefix)) for field in fields})
 
 
 def layout_of(weights: Any) -> str:

@@ -22,6 +22,9 @@ from pathlib import Path
 import torch
 
 from tokenspeed_kernel_base import config, memo
+from tokenspeed_kernel_base.names import did_you_mean
+
+VENDORS = frozenset({"nvidia", "amd", "cpu"})
 
 
 @dataclass(frozen=True, order=True)
@@ -116,6 +119,9 @@ class CapabilityRequirement:
         object.__setattr__(self, "required_features", frozenset(self.required_features))
         if self.vendors is not None:
             object.__setattr__(self, "vendors", frozenset(self.vendors))
+            for vendor in sorted(self.vendors - VENDORS):
+                meant = did_you_mean(vendor, VENDORS)
+                raise ValueError(f"vendors must be among {', '.join(sorted(VENDORS))}, got {vendor!r}{meant}")
         if self.min_arch_version and self.max_arch_version and self.min_arch_version > self.max_arch_version:
             raise ValueError(f"min_arch_version {self.min_arch_version} is above max_arch_version {self.max_arch_version}")
 

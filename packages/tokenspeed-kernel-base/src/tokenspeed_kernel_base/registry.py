@@ -100,6 +100,11 @@ class KernelRegistry:
                     self._check_parameters(spec, impl)
             self._check_layouts(specs)
 
+    def interface_of(self, family: str, mode: str) -> Interface | None:
+        """What kernels of an operator are declared against; None where it is not declared."""
+        with self._lock:
+            return self._interfaces.get((family, mode))
+
     def register(self, spec: KernelSpec, impl: Callable[..., Any] | str) -> None:
         """Adds a kernel.
 
@@ -427,6 +432,7 @@ def register_kernel(
     tags: Iterable[str] | None = None,
     aligned_caches: tuple[str, ...] = (),
     only_by_name: str = "",
+    accuracy: str = "",
     weight_preprocessor: Callable[..., Any] | str | None = None,
     tunables: Mapping[str, Iterable[Any]] | None = None,
     tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
@@ -446,6 +452,7 @@ def register_kernel(
             every call: it warns once (`tokenspeed_kernel_base.alignment.aligned_cache`), and `explain` says so.
         only_by_name: why only a request that names the kernel may have it: something that no trait says, and that the caller must
             be sure of.
+        accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
         weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
         tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
             whose default is what it does where nothing was measured; a measured configuration is bound to it when the kernel is
@@ -477,6 +484,7 @@ def register_kernel(
         tags=tags or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
         aligned_caches=aligned_caches,
         only_by_name=only_by_name,
+        accuracy=accuracy,
         weight_preprocessor=weight_preprocessor,
         tunables=tunables or {},  # type: ignore[arg-type]  # likewise
         tunable_if=tunable_if,
@@ -516,6 +524,7 @@ def describe_kernel(name: str) -> str:
         "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
         "aligned caches": ", ".join(spec.aligned_caches) or "none",
         "only by name": spec.only_by_name or "no",
+        "accuracy": spec.accuracy or "as the operator says",
         "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
         "implementation": _called(impl),
         "load error": registry.load_error(name) or "none",

@@ -280,6 +280,8 @@ def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tu
     if why:
         parts.append(why)
     parts.append(f"priority {spec.priority}")
+    if spec.accuracy:
+        parts.append(spec.accuracy)
     return (-mine.us if mine is not None else float("-inf"), preference, spec.priority), ", ".join(parts)
 
 
@@ -478,7 +480,11 @@ def make_request(
     solution: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Request:
-    """A request with what is not given filled in: the current platform and the policy's objective."""
+    """A request with what is not given filled in: the current platform and the policy's objective. Raises ValueError for a trait or
+    an operand that the operator does not state."""
+    interface = KernelRegistry.get().interface_of(family, mode)
+    if interface is not None:
+        interface.check_request(f"{family}.{mode}", traits or {}, (operand for operand, _ in format_signature.roles))
     return Request(
         family,
         mode,
@@ -516,6 +522,7 @@ def select_kernel(
         sizes: how large the call is, by the names of `Request.sizes`; tuned results are found by them.
 
     Raises:
+        ValueError: the operator does not state a trait, or an operand of the signature.
         NoKernelFoundError: none will do; the message has every candidate with its reason.
     """
     request = make_request(

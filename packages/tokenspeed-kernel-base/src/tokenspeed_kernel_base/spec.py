@@ -64,6 +64,7 @@ class KernelSpec:
         tags: some of `TAGS`.
         aligned_caches: parameters that are caches and need rows at multiples of 16 bytes; others are copied whole at every call.
         only_by_name: why the kernel serves only requests that name it; empty where it serves all that it declares.
+        accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
         weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
         tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
         tunable_if: says why a configuration will not do for a request, or None where it will.
@@ -82,6 +83,7 @@ class KernelSpec:
     tags: frozenset[str] = frozenset()
     aligned_caches: tuple[str, ...] = ()
     only_by_name: str = ""
+    accuracy: str = ""
     weight_preprocessor: Callable[..., Any] | str | None = None
     universal: bool = False
     tunables: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

@@ -155,7 +155,7 @@ WRONG: list[tuple[list[Any], Any, Any, str]] = [
     (PREFILLS, {"cu_seqlens": ints()}, ValueError, r"cu_seqlens must be of shape \[batch \+ 1\], got \[0\]"),
     (PREFILLS, {"cu_seqlens": ints(0, 5).view(1, 2)}, ValueError, r"cu_seqlens must be of shape \[batch\+1\], got \[1, 2\]"),
     (PREFILLS, {"cu_seqlens": ints(1, 5)}, ValueError, r"cu_seqlens\[0\] must be 0, got 1"),
-    (PREFILLS, {"cu_seqlens": ints(0, 4)}, ValueError, r"cu_seqlens\[-1\] must be 5, the number of tokens in q, got 4"),
+    (PREFILLS, {"cu_seqlens": ints(0, 6)}, ValueError, r"cu_seqlens\[-1\] must be at most 5, the number of tokens in q, got 6"),
     (PREFILLS, {"cu_seqlens": ints(0, 4, 2, 5)}, ValueError, "cu_seqlens must be non-decreasing, got 4 then 2 at 1"),
     (PREFILLS, {"max_seqlen": 2}, ValueError, "max_seqlen must be at least 3, the longest sequence of cu_seqlens, got 2"),
     (PREFILLS, {"max_seqlen": -1}, ValueError, "max_seqlen must be at least 0, got -1"),
@@ -259,7 +259,12 @@ WRONG: list[tuple[list[Any], Any, Any, str]] = [
     (STRETCHES, {"max_seqlen_q": 3}, ValueError, "max_seqlen_q must be at least 4, the longest sequence of cu_seqlens_q, got 3"),
     (STRETCHES, {"cu_seqlens_q": ints(0, 6)}, ValueError, r"cu_seqlens_q must be .* batch\+1 is 3 in cache_seqlens, got \[2\]"),
     (STRETCHES, {"cu_seqlens_q": ints(1, 4, 6)}, ValueError, r"cu_seqlens_q\[0\] must be 0, got 1"),
-    (STRETCHES, {"cu_seqlens_q": ints(0, 4, 5)}, ValueError, r"cu_seqlens_q\[-1\] must be 6, the number of tokens in q, got 5"),
+    (
+        STRETCHES,
+        {"cu_seqlens_q": ints(0, 4, 7)},
+        ValueError,
+        r"cu_seqlens_q\[-1\] must be at most 6, the number of tokens in q, got 7",
+    ),
     (
         STRETCHES,
         {"cu_seqlens_q": ints(0, 8, 6), "max_seqlen_q": 9},

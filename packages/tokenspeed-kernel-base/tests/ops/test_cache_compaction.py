@@ -47,6 +47,16 @@ def test_latents_of_any_dtype(dtype: torch.dtype) -> None:
     assert cache[..., 0].float().tolist() == [[0, 1, 2, 3], [4, 5, 7, 1]]
 
 
+@pytest.mark.parametrize("entry", [-1, 2, 2**31 - 1, -(2**31)])
+def test_entries_before_the_last_nodes_are_not_read(entry: int) -> None:
+    """The first page holds positions 0 to 3 of 6, and there are two nodes."""
+    cache = torch.arange(8.0).view(2, 4, 1)
+    compact_kv_cache(cache, None, ints(entry, 0).view(1, 2), ints(6), ints(1, -1).view(1, 2), ints(1))
+    assert cache.flatten().tolist() == [1, 1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of k_cache, 0 to 1, .* got"):
+        compact_kv_cache(cache, None, ints(entry, 0).view(1, 2), ints(5), ints(1, -1).view(1, 2), ints(1))
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k_cache": torch.ones(2, 4, 1, 2, 2)}, ValueError, "k_cache must be of shape"),
     ({"k_cache": torch.ones(2, 4, 1, 2).int()}, TypeError, "k_cache must be a tensor of .*, got int32"),

@@ -105,6 +105,14 @@ def test_scores_are_those_of_a_loop_over_heads_tokens_and_positions() -> None:
     assert torch.equal(also_seen, seen)
 
 
+def test_selection_in_float64_tells_scores_apart_that_are_one_in_float32() -> None:
+    k_cache = torch.tensor([1.0, 1.0 + 2.0**-40, 1.0 - 2.0**-40, 0.5], dtype=torch.float64).view(2, 2, 1)
+    page_table, cache_seqlens = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    slots, lengths = dsa_select_with_kvcache(one, k_cache, one[0], page_table, cache_seqlens, top_k=1)
+    assert (slots.tolist(), lengths.tolist()) == ([[1]], [1])
+
+
 def test_more_new_tokens_than_a_sequence_has() -> None:
     """As where it only pads a batch."""
     q, weights = torch.ones(3, 1, 2), torch.ones(3, 1)

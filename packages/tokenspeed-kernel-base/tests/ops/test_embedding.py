@@ -197,6 +197,15 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     # The same position thrice is one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
+    # Sections of any number by a row of the table for each token, as the page "Calling operators" shows it.
+    if not in_turn:
+        section_of_pair = torch.arange(3).repeat_interleave(torch.tensor(section))
+        rows = table[positions].view(3, 7, 2, 64).gather(0, section_of_pair.expand(1, 7, 2, 64)).view(7, 128)
+        assert all(map(torch.equal, got, apply_rope(q, k, torch.arange(7), rows)))
+    # Without heads of k, q alone.
+    alone, nothing = apply_rope(q, q[:, :0], positions, table, mrope_section=section, mrope_interleaved=in_turn)
+    assert torch.equal(alone, got[0])
+    assert nothing.shape == (7, 0, 128)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -88,7 +88,8 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
             gate, up = (both[0::2], both[1::2]) if plan.w13_interleaved else (both[:size], both[size:])
             if plan.limit is not None:
                 gate, up = np.minimum(gate, plan.limit), np.clip(up, -plan.limit, plan.limit)
-            hidden = (up + plan.beta) * gate / (1 + np.exp(-plan.alpha * gate))
+            with np.errstate(over="ignore"):  # the quotient is 0 then
+                hidden = (up + plan.beta) * gate / (1 + np.exp(-plan.alpha * gate))
             between = rounded(hidden, plan.activation_dtype, weights.w2_input_scale)
             down = w2[expert] @ between + (b2[expert] if b2 is not None else 0)
             result[token] += float(topk_weights[token, slot]) * down

@@ -137,6 +137,8 @@ def test_device_and_platform(register: Register) -> None:
         ({"activation_dtype": "fp8"}, "fp8_activations"),
         ({"activation_dtype": "fp8_static"}, "static_fp8_activations"),
         ({"activation_dtype": "mxfp4"}, "mxfp4_activations"),
+        ({"dtype": torch.float16}, "wide_activations"),
+        ({"exact_activations": True}, "exact_activations"),
     ],
 )
 def test_what_a_kernel_does_not_mention_it_does_not_get(register: Register, options: dict[str, Any], flag: str) -> None:
@@ -147,6 +149,46 @@ def test_what_a_kernel_does_not_mention_it_does_not_get(register: Register, opti
         plan_of(**options, solution="testing")
     register("knows", traits={**OWN_LAYOUT, flag: True}, priority=9)
     assert plan_of(**options).kernel == "knows"
+
+
+@pytest.mark.parametrize(
+    ("options", "wide"),
+    [
+        ({"dtype": torch.bfloat16}, False),
+        ({"limit": 7.0, "alpha": 1.702, "beta": 1.0}, False),
+        ({"limit": 255.0}, False),
+        ({"limit": 256.0}, True),
+        ({"limit": 7.0, "beta": -1e4}, True),
+        ({"limit": 7.0, "alpha": 1e-6}, True),  # gate * sigmoid(alpha * gate) falls to -278,500
+        ({"limit": 7.0, "alpha": -1.0}, True),  # and here with -gate
+        ({}, True),
+    ],
+    ids=str,
+)
+def test_plans_whose_activations_may_exceed_float16(options: dict[str, Any], wide: bool) -> None:
+    plan = plan_of(**{"dtype": torch.float16, **options})
+    assert plan.wide_activations is wide
+    up = torch.tensor([1e4, -1e4], dtype=torch.float64)[:, None]
+    gate = torch.linspace(-3e6, 3e6, 3_000_001, dtype=torch.float64)
+    limit = math.inf if plan.limit is None else plan.limit
+    act = (up.clamp(-limit, limit) + plan.beta) * gate.clamp(max=limit) * torch.sigmoid(plan.alpha * gate.clamp(max=limit))
+    assert bool((act.abs() > 65504).any()) is wide or plan.dtype != torch.float16
+
+
+def test_exactness_is_asked_only_of_activations_that_are_not_rounded(register: Register) -> None:
+    register(traits={**OWN_LAYOUT, "fp8_activations": any}, accuracy="numbers within 2^-21 of their row's largest")
+    assert plan_of(exact_activations=True).kernel == "reference_moe_apply"
+    assert plan_of(exact_activations=True, activation_dtype="fp8").kernel == "reversing"
+    with pytest.raises(TypeError, match="exact_activations must be bool, got int 1"):
+        plan_of(exact_activations=1)
+
+
+def test_the_bound_of_a_kernel_is_explained(register: Register) -> None:
+    register(accuracy="numbers within 2^-21 of their row's largest")
+    plan = plan_of()
+    explained = moe_apply.explain(**call_with(moe_process_weights(weights_of(), plan), plan))
+    assert "-> reversing" in str(explained)
+    assert "priority 8, numbers within 2^-21 of their row's largest\n" in str(explained)
 
 
 def test_values_are_traits(register: Register) -> None:
@@ -228,7 +270,10 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "weight_format must be one of 'dense', 'fp8_channel', .*, 'nvfp4', got 'int4'", {"weight_format": "int4"}),
     (ValueError, "intermediate_size must be a multiple of 16, because weight_format is nvfp4", {"weight_format": "nvfp4"}),
     (ValueError, "intermediate_size must be a multiple of 32, because weight_format is mxfp8", {"weight_format": "mxfp8"}),
-    (ValueError, "activation_dtype must be one of 'none', 'fp8', 'fp8_static', 'mxfp4', got None", {"activation_dtype": None}),
+    (ValueError, "activation_dtype must be one of 'none', 'fp8', 'fp8_static', 'mxfp4', got 'fp4'", {"activation_dtype": "fp4"}),
+    (TypeError, "activation_dtype must be str, got NoneType None", {"activation_dtype": None}),
+    (ValueError, "hidden_size must be within the range of int64, got int 9223372036854775808", {"hidden_size": 1 << 63}),
+    (ValueError, r"alpha must be a float within ±3.4e\+38, got int 1000", {"alpha": 10**400}),
     (ValueError, "activation must be one of 'swiglu', got 'gelu'", {"activation": "gelu"}),
     (TypeError, "w13_interleaved must be bool, got int 1", {"w13_interleaved": 1}),
     (TypeError, "bias must be bool, got NoneType None", {"bias": None}),
@@ -576,6 +621,8 @@ def test_cases_can_be_prepared_for_a_kernel(register: Register, case: Any) -> No
         "fp8_activations",
         "static_fp8_activations",
         "mxfp4_activations",
+        "wide_activations",
+        "exact_activations",
     )
     spec = KernelRegistry.get().get_by_name(register(traits={**OWN_LAYOUT, **dict.fromkeys(flags, any)}))
     arguments = case.build()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenspeed_kernel_base.ops.sampling.argmax import argmax
 from tokenspeed_kernel_base.ops.sampling.philox import philox4x32, uniform
 from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
+from tokenspeed_kernel_base.ops.sampling.top_k_top_p_probs import top_k_top_p_probs
 from tokenspeed_kernel_base.ops.sampling.weights import scale_of, weights
 
 NAN, INF = float("nan"), float("inf")
@@ -364,6 +365,63 @@ def test_out_and_empty() -> None:
 
 
 LOGITS_2X3 = torch.ones(2, 3)
+# -- the distribution itself -------------------------------------------------------------------------------------------------
+
+
+def probs_of(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    request = settings_for(len(logits), **options)
+    return top_k_top_p_probs(logits, *(request[name] for name in ("temperature", "top_k", "top_p")))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_probabilities_are_the_softmax(temperature: float) -> None:
+    logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(0)) * 3
+    got = probs_of(logits, temperature=temperature)
+    torch.testing.assert_close(got, torch.softmax(logits / temperature, dim=-1), rtol=1e-5, atol=1e-11)
+    assert (got.double().sum(-1) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (7, 1.0), (0, 0.6), (40, 0.9)])
+def test_probabilities_are_the_restricted_softmax(top_k: int, top_p: float) -> None:
+    logits = torch.randn(9, 300, generator=torch.Generator().manual_seed(1)) * 3
+    ordered, order = torch.softmax(logits.double(), dim=-1).sort(-1, descending=True)
+    ordered[:, top_k or 300 :] = 0
+    ordered /= ordered.sum(-1, keepdim=True)
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+    ordered /= ordered.sum(-1, keepdim=True)
+    wanted = torch.zeros_like(ordered).scatter(1, order, ordered)
+    got = probs_of(logits, top_k=top_k, top_p=top_p)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-11)
+    assert torch.equal(got > 0, wanted > 0)
+
+
+def test_min_p_leaves_out_what_is_less_probable() -> None:
+    logits = torch.tensor([[0.0, math.log(0.5), math.log(0.25)]] * 2)
+    rest = (torch.ones(2), torch.zeros(2, dtype=torch.int32), torch.ones(2))
+    got = top_k_top_p_probs(logits, *rest, torch.tensor([0.4, 0.0]))
+    torch.testing.assert_close(got, torch.tensor([[2 / 3, 1 / 3, 0.0], [4 / 7, 2 / 7, 1 / 7]]))
+
+
+def test_rows_that_are_not_drawn_give_one_token() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [NAN, INF, NAN], [-INF, -INF, -INF], [1.0, INF, INF]])
+    eye = torch.eye(3)
+    assert torch.equal(probs_of(logits, temperature=1.0)[1:], eye[[0, 0, 1]])
+    assert torch.equal(probs_of(logits, temperature=0.0), eye[[1, 0, 0, 1]])
+    assert torch.equal(probs_of(logits, temperature=0.0).argmax(-1), argmax(logits))
+
+
+def test_tokens_are_drawn_from_the_probabilities() -> None:
+    logits = torch.tensor([[0.3, -1.0, 0.9, 0.0, 2.0, -0.5]])
+    options: dict[str, Any] = {"temperature": 1.3, "top_k": 5, "top_p": 0.92}
+    probabilities = probs_of(logits, **options)[0]
+    drawn = sample_top_k_top_p(logits.expand(20_000, -1), **settings_for(20_000, **options))
+    counts = torch.bincount(drawn, minlength=6)
+    assert (counts[probabilities == 0] == 0).all()
+    kept = probabilities > 0
+    assert 1 < kept.sum() < 6
+    assert chi_square(counts[kept], probabilities[kept]) < 24  # at most 4 degrees of freedom, p = 1e-4
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logits": LOGITS_2X3.long()}, TypeError, "logits must be a tensor of .*, got int64"),
     ({"logits": torch.ones(3)}, ValueError, "logits must be of shape"),
@@ -393,6 +451,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^sample_top_k_top_p: {message}"):
         sample_top_k_top_p(**{"logits": LOGITS_2X3, **settings_for(2), **arguments})
+
+
+def test_probabilities_are_a_proper_custom_operator(check_custom_op: Callable[[Any, dict[str, Any]], None]) -> None:
+    request = settings_for(3)
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    check_custom_op(top_k_top_p_probs, {"logits": logits, **{n: request[n] for n in ("temperature", "top_k", "top_p")}})
 
 
 def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[str, Any]], None]) -> None:

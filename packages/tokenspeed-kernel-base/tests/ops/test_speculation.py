@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tokenspeed_kernel_base.ops.sampling.philox import uniform, uniform_of
+from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
+from tokenspeed_kernel_base.ops.sampling.top_k_top_p_probs import top_k_top_p_probs
 from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_draft_probs
 from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
 
@@ -82,6 +84,26 @@ def test_drawn_drafts_keep_the_distribution(name: str, warmth: float) -> None:
         expected = torch.minimum(target[root], draft[root]).sum().item()
         accepted = (counts > 1).double().mean().item()
         assert abs(accepted - expected) < 4 * math.sqrt(expected * (1 - expected) / MANY)
+
+
+def test_speculation_by_operators_alone_is_sampling() -> None:
+    """Draft, distributions, verification: what is emitted first is distributed as the target's own samples, top-p applied."""
+    generator = torch.Generator().manual_seed(3)
+    target_logits, draft_logits = (torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
+    root, seed = torch.full((MANY,), 2), torch.arange(MANY)
+    request = (torch.full((MANY,), 0.9), torch.full((MANY,), 4, dtype=torch.int32), torch.full((MANY,), 0.85))
+
+    drafted = sample_top_k_top_p(draft_logits[root], *request, seed, torch.full((MANY,), 8))
+    draft_probs = top_k_top_p_probs(draft_logits[root], *request)
+    tokens = torch.stack((root, drafted), 1)
+    target_probs = torch.stack([top_k_top_p_probs(target_logits[tokens[:, node]], *request) for node in range(2)], 1)
+    emitted, _, counts = verify_draft_probs(target_probs, draft_probs.unsqueeze(1), tokens, seed, torch.full((MANY,), 7))
+
+    assert (counts == 2).any()
+    assert (counts == 1).any()
+    frequencies = torch.bincount(emitted[:, 0], minlength=VOCAB)
+    assert (target_probs[0, 0] == 0).any()
+    assert chi_square_p_value(frequencies, target_probs[0, 0]) > ALPHA
 
 
 def test_more_siblings_are_accepted_more_often() -> None:
@@ -166,6 +188,30 @@ def test_rows_that_need_not_be_read_may_hold_anything() -> None:
     target_probs[~reached] = math.nan
     got = verify_draft_probs(target_probs, draft_probs, **arguments)
     assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_probability_that_is_not_finite_is_that_of_no_token(bad: float) -> None:
+    count = 200
+    tokens, rest = torch.ones(count, 2, dtype=torch.int64), (torch.arange(count), torch.zeros(count, dtype=torch.int64))
+    target, drafts = torch.tensor([0.0, 0.25, 0.25, 0.5]).repeat(count, 2, 1), torch.full((count, 1, 4), 0.25)
+    emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
+    assert set(emitted[:, 0].tolist()) == {1}  # it is as probable in both
+    assert (counts == 2).all()
+
+    for spoilt in (target, drafts):  # neither accepted nor drawn
+        kept = spoilt[:, :, 1].clone()
+        spoilt[:, :, 1] = bad
+        emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
+        assert (counts == 1).all()
+        assert set(emitted[:, 0].tolist()) <= {2, 3}
+        spoilt[:, :, 1] = kept
+
+    emitted, _, counts = verify_draft_probs(target, torch.full_like(drafts, math.nan), tokens, *rest)
+    assert (counts == 1).all()
+    assert set(emitted[:, 0].tolist()) == {1, 2, 3}, "samples of the target"
+    emitted, _, _ = verify_draft_probs(torch.full_like(target, bad), drafts, tokens, *rest)
+    assert (emitted[:, 0] == 0).all()
 
 
 def test_random_numbers_are_uniform_and_others_than_those_of_sampling() -> None:

@@ -146,6 +146,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.sampling.merge_token_logprobs import merge_token_logprobs
     from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
     from tokenspeed_kernel_base.ops.sampling.token_logprobs import token_logprobs
+    from tokenspeed_kernel_base.ops.sampling.top_k_top_p_probs import top_k_top_p_probs
     from tokenspeed_kernel_base.ops.speculation.build_draft_tree import build_draft_tree
     from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_draft_probs
     from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens

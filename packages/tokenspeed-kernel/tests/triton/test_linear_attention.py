@@ -20,15 +20,17 @@ CLOSE = {"atol": 4e-3, "rtol": 4e-3}
 
 
 def _compared(operator: Any, arguments: dict[str, Any], tolerance: dict[str, float]) -> tuple[Tensor, Tensor]:
-    """Outputs and states of the kernel, which are those of the recurrence."""
-    results = []
-    for solution in ("triton", "reference"):
-        states = arguments["states"].clone()
-        results.append((operator(**{**arguments, "states": states}, solution=solution), states))
-    for got, wanted in zip(*results, strict=True):
-        assert torch.isfinite(got).all()
-        torch.testing.assert_close(got, wanted, **tolerance)
-    return results[0]
+    """Outputs and states of the kernel, which are those of the recurrence. The kernel gets the states as they lie in memory."""
+    initial = arguments["states"].clone(memory_format=torch.contiguous_format)
+    wanted_states = initial.clone()
+    wanted = operator(**{**arguments, "states": wanted_states}, solution="reference")
+    got = operator(**arguments, solution="triton")
+    states = arguments["states"].clone(memory_format=torch.contiguous_format)
+    arguments["states"].copy_(initial)
+    for found, right in ((got, wanted), (states, wanted_states)):
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found, right, **tolerance)
+    return got, states
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
@@ -89,9 +91,10 @@ def test_operands_and_states_with_gaps(gate: str) -> None:
         arguments = make(Draw(DEVICE))
         for name in ("q", "k", "v", "g", "beta"):
             arguments[name] = arguments[name].repeat_interleave(2, dim=-1)[..., ::2]
-        # Rows of a state are columns of what lies in memory, and slots are apart.
-        states = arguments["states"].transpose(2, 3).contiguous().transpose(2, 3)
-        arguments["states"] = torch.cat((states, states), dim=1)[:, :2]
+        # Rows of a state are columns of what lies in memory, as in vLLM and fla, and slots are apart.
+        states = torch.cat((arguments["states"],) * 2, dim=1).transpose(2, 3).contiguous().transpose(2, 3)[:, :2]
+        assert states.stride()[1:] == (20 * 24, 1, 24)
+        arguments["states"] = states
         _compared(operator, arguments, tight)
 
 
@@ -104,3 +107,11 @@ def test_a_state_of_many_channels_is_decoded_by_several_warps(gate: str) -> None
 def test_gates_of_many_channels_in_shorter_chunks() -> None:
     arguments = prefilling._inputs([35], 1, 1, 136, 16, torch.float16, gate="channel", initial=True)(Draw(DEVICE))
     _compared(tk.gated_delta_rule_prefill, arguments, CLOSE)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_a_gate_that_is_no_number_is_not_hidden(gate: str) -> None:
+    arguments = prefilling._inputs([40], heads=1, v_heads=1, k_dim=16, v_dim=16, dtype=torch.float32, gate=gate)(Draw(DEVICE))
+    arguments["g"][20] = torch.nan
+    assert tk.gated_delta_rule_prefill(**arguments, solution="triton")[20:].isnan().all()
+    assert arguments["states"][arguments["state_slots"].long()].isnan().all()

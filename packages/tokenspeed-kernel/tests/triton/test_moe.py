@@ -166,6 +166,21 @@ def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     _apply_agrees(layer)
 
 
+@pytest.mark.parametrize("activation_dtype", ["none", "fp8", "mxfp4"])
+def test_activations_beyond_float16(activation_dtype: str) -> None:
+    """An activation and a slot's output of more than 65,504, whose result is in range; and one that is not a number."""
+    layer = _layer(5, 2, 1, 32, 32, torch.float16, activation_dtype=activation_dtype)
+    weights = layer["weights"]
+    layer["x"][:], weights.w13_weight[:], weights.w2_weight[:] = 264.0, 2.0**-5, 1.0
+    layer["topk_weights"][:] = 2.0**-17
+    layer["x"][2] = torch.nan
+    got = moe_apply(**layer, override="triton_moe_apply")
+    expected = moe_apply(**layer, override="reference_moe_apply")
+    assert 15 < float(expected[0, 0]) < 18
+    assert bool(expected[2].isnan().all())
+    torch.testing.assert_close(got, expected, equal_nan=True, rtol=2e-3, atol=0)
+
+
 def test_all_tokens_to_one_expert() -> None:
     layer = _layer(300, 16, 1, 32, 32)
     layer["topk_ids"].fill_(11)

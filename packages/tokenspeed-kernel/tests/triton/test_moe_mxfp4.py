@@ -25,7 +25,7 @@ def _draw(*sizes: int, seed: int = 0, **options: Any) -> tuple[dict[str, Any], t
     """The reference's arguments, and the plan of the kernel under test."""
     options = {"weight_format": "mxfp4", **options}
     arguments = _inputs(*sizes, **options)(Draw(DEVICE, seed))
-    options.pop("of", None)
+    options = {name: value for name, value in options.items() if name not in ("of", "gain")}
     return arguments, tk.moe_plan(*sizes[1:2], *sizes[2:], device=DEVICE, override=KERNEL, **options)
 
 
@@ -108,6 +108,16 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
     activations = (arguments["topk_weights"], arguments["topk_ids"], plan)
     got = kernel.moe_apply_as(kernel.Regime(0, tile, tile), arguments["x"], weights, *activations)
     assert _error(got, _reference(arguments)) < 1e-3
+
+
+@pytest.mark.parametrize(("activation_dtype", "most"), [("none", 1e-3), ("fp8", 2e-2), ("mxfp4", 1e-1)])
+def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
+    """What is rounded to mxfp4 is beyond float16 as well. A case of the operator has partial sums."""
+    arguments, plan = _draw(4, 2, 1, 64, 32, dtype=torch.float16, gain=512.0, activation_dtype=activation_dtype)
+    weights = tk.moe_process_weights(arguments["weights"], plan)
+    what = (arguments["topk_weights"], arguments["topk_ids"], plan)
+    got = kernel.moe_apply_as(kernel.Regime(0, _SMALL[0], _SMALL[0]), arguments["x"], weights, *what)
+    assert _error(got, _reference(arguments)) < most
 
 
 def test_every_regime_is_reached() -> None:

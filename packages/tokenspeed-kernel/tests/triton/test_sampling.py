@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel import argmax, sample_top_k_top_p
+from tokenspeed_kernel import argmax, sample_top_k_top_p, top_k_top_p_probs
 from tokenspeed_kernel.triton.sampling._guess_device import group_counts, range_of_cut
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
@@ -131,6 +131,17 @@ def test_every_distribution_gives_the_same_token_on_every_device(distribution: s
     got = sample_top_k_top_p(*there, override="triton_sample_top_k_top_p")
     assert got.tolist() == expected.tolist()
     assert sample_top_k_top_p(*there, override="reference_sample_top_k_top_p").tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_every_distribution_gives_the_same_probabilities_on_every_device(distribution: str) -> None:
+    rows, vocab = (64, 20_000) if DEVICE.type == "cuda" else (3, 5_000)
+    generator = torch.Generator().manual_seed(len(distribution))
+    logits = DISTRIBUTIONS[distribution](torch.randn(rows, vocab, generator=generator))
+    request = [*requests(rows, vocab, generator)[:3], 10 ** (-6 * torch.rand(rows, generator=generator))]
+    expected = top_k_top_p_probs(logits, *request, override="reference_top_k_top_p_probs")
+    got = top_k_top_p_probs(*(x.to(DEVICE) for x in (logits, *request)), override="triton_top_k_top_p_probs")
+    assert torch.equal(got.cpu(), expected)
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -86,6 +86,32 @@ def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
         _same(operator, arguments, 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("log", "every"), [(-105.0, 2), (-1e6, 10)])
+def test_a_token_that_resets_the_state_does_not_blur_its_neighbours(log: float, every: int, dtype: torch.dtype) -> None:
+    """Log decays of -0.4 to -0.004, with such a large one now and then, against float64."""
+    assert torch.tensor(-104.0).exp() == 0, "the kernel takes smaller logs for this one"
+    arguments = ssd_prefill._inputs([70], 1, 16, 16, dtype=dtype, full=False, initial=True)(Draw(DEVICE))
+    arguments["A"] = torch.full_like(arguments["A"], -4.0)
+    outliers = arguments["dt"][::every]
+    arguments["x"][::every] *= 0.05 / (log / -4.0)  # no token outweighs the others by its step
+    outliers.fill_(log / -4.0)
+    wanted = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    got = tk.ssd_prefill(**arguments, solution="triton")
+    exact = tk.ssd_prefill(**wanted, solution="reference")
+    slot = arguments["state_slots"].long()
+    for result, truth in ((got, exact), (arguments["states"][slot], wanted["states"][slot])):
+        difference = (result.double() - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
+        assert difference.max() < (1e-5 if dtype == F32 else 0.01)
+
+
+def test_a_step_that_is_no_number_is_not_hidden() -> None:
+    arguments = ssd_prefill._inputs([40], 1, 4, 4, dtype=F32, full=False)(Draw(DEVICE))
+    arguments["dt"][20] = torch.nan
+    assert tk.ssd_prefill(**arguments, solution="triton")[20:].isnan().all()
+    assert arguments["states"][arguments["state_slots"].long()].isnan().all()
+
+
 @pytest.mark.parametrize(("dt", "softplus"), [(-30.0, True), (-7.0, True), (-0.1, True), (0.1, True), (30.0, True), (0.0, False)])
 def test_steps_of_any_size(dt: float, softplus: bool) -> None:
     """A step is as precise as float32 where it is small: the state is made of it."""

@@ -1,16 +1,27 @@
-"""Vectors that are not contiguous: lengths, offsets, sinks, scales, biases as every second element of something."""
+"""Vectors that are not contiguous: lengths, offsets, sinks, scales, biases as every second element of something; far strides."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from tokenspeed_kernel.workbench.numerics import compare
 from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.attention import dsa_indexer_scores
+from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_decode, gated_delta_rule_prefill
+from tokenspeed_kernel_base.ops.state_space import causal_conv1d_decode, causal_conv1d_prefill, ssd_decode, ssd_prefill
+from tokenspeed_kernel_base.parameters import tensor_arguments
+
+DEVICE = default_device()
 
 CASES = [
     ("mha_prefill", "window, cap, sinks and lse together"),
@@ -45,3 +56,52 @@ def test_every_second_element(mode: str, name: str) -> None:
     got = op.function(**{**arguments, **changed}, solution="triton")
     for found, usual in zip(compare(got, wanted), compare(plain, wanted), strict=True):
         assert found.relative_error == usual.relative_error, found
+
+
+# Calls with 3 of everything that has an offset: twice a stride of 2^30 does not fit into 32 bits.
+F32 = torch.float32
+FAR = {
+    "ssd_prefill": ssd_prefill._inputs([3], 3, 4, 4, 3, F32),
+    "ssd_decode": ssd_decode._inputs(3, 3, 4, 4, 3, 3, F32),
+    "causal_conv1d_prefill": causal_conv1d_prefill._inputs([3], 8, dtype=F32),
+    "causal_conv1d_decode": causal_conv1d_decode._inputs(3, 8, 3, dtype=F32),
+    "gated_delta_rule_prefill": gated_delta_rule_prefill._inputs([3], 3, 3, 16, 4, F32, initial=True),
+    "gated_delta_rule_decode": gated_delta_rule_decode._inputs(3, 3, 3, 3, 16, 4, F32),
+    "dsa_indexer_scores": dsa_indexer_scores._inputs([3], heads=3, head_dim=16, dtype=F32),
+}
+
+
+def _far(x: Tensor, axis: int, memory: Tensor) -> Tensor:
+    """The tensor with its elements along an axis 2^30 elements apart."""
+    strides = [*torch.empty(x.shape[:axis] + x.shape[axis + 1 :], device="meta").stride()]
+    strides.insert(axis, 1 << 30)
+    return memory.as_strided(x.shape, strides).copy_(x)
+
+
+@pytest.mark.parametrize("mode", FAR)
+def test_offsets_of_more_than_32_bits(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors at once, one axis after another."""
+    at_most = 1 << 16  # elements of a tensor
+    op = get_operator(mode)
+    on_host = DEVICE.type == "cpu"
+    if on_host:  # an overflow of 32 bits is an error then, where it would be a wrong address
+        monkeypatch.setattr(interpreter_builder, "options", replace(interpreter_builder.options, debug=True))
+
+    def run(axis: int) -> list[Tensor]:
+        arguments = op.complete(FAR[mode](Draw(DEVICE)))
+        tensors = dict(tensor_arguments(op.parameters, arguments))
+        elements = (2 << 30) + len(tensors) * at_most
+        file = str(tmp_path / str(axis))  # pages that nobody touches take no memory
+        memory = torch.from_file(file, shared=True, size=elements) if on_host else torch.empty(elements, device=DEVICE)
+        for number, (name, x) in enumerate(tensors.items()):
+            if 0 <= axis < x.dim() - 1 and x.shape[axis] == 3:
+                assert x.dtype == F32
+                assert x.numel() <= at_most
+                arguments[name] = _far(x, axis, memory[number * at_most :])
+        results = lowering.as_list(op.function(**arguments, solution="triton"))
+        return [*results, *(arguments[name].clone(memory_format=torch.contiguous_format) for name in op.mutates)]
+
+    near = run(-1)
+    axes = max(x.dim() for _, x in tensor_arguments(op.parameters, op.complete(FAR[mode](Draw(DEVICE))))) - 1
+    for axis in range(axes):
+        torch.testing.assert_close(run(axis), near)

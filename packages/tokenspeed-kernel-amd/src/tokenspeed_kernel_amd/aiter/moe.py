@@ -1,8 +1,8 @@
 """moe_apply by AITER: what is declared. The adapter, which also arranges weights, is in ``moe_device``.
 
-Dense weights in bfloat16 and float16, without biases and limits, by ``fused_moe``. Its forms with mxfp4 weights are in
-``moe_mxfp4``. That with fp8 blocks is left out: its activations have a scale for every 128 features, where the operator has one a
-token.
+Dense weights in bfloat16, without biases and limits, by ``fused_moe``. Its forms with mxfp4 weights are in ``moe_mxfp4``. That with
+fp8 blocks is left out: its activations have a scale for every 128 features, where the operator has one a token. float16 is left
+out, too: nothing keeps activations within its range.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import multiple_of
 
 _DEVICE = f"{__name__}_device"
+_BFLOAT16 = dense_tensor_format(torch.bfloat16)
 
 register_kernel(
     "moe",
@@ -23,7 +24,7 @@ register_kernel(
     name="aiter_moe_apply_dense",
     solution="aiter",
     capability=AITER,
-    signatures={format_signature(x=each, w13=each, w2=each) for each in map(dense_tensor_format, (torch.bfloat16, torch.float16))},
+    signatures={format_signature(x=_BFLOAT16, w13=_BFLOAT16, w2=_BFLOAT16)},
     traits={
         "weight_layout": "aiter_dense",
         "processed_weights": True,

@@ -42,7 +42,7 @@ def attend(
         v_cache,
         written,
         cu_seqlens_q.contiguous(),
-        max_seqlen_q,
+        min(max_seqlen_q, q.shape[0]),
         cache_seqlens.contiguous(),
         max_seqlen_k,
         q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,

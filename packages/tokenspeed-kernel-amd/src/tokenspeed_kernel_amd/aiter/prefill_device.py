@@ -69,4 +69,4 @@ def _longest(q: Tensor, offsets: Sequence[int] | Tensor | None, bound: int | Non
     if bound is None and offsets is not None and not (isinstance(offsets, Tensor) and offsets.device.type != "cpu"):
         values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
         bound = max(end - begin for begin, end in itertools.pairwise(values))
-    return max(1, q.shape[0] if bound is None else bound)
+    return max(1, q.shape[0] if bound is None else min(bound, q.shape[0]))

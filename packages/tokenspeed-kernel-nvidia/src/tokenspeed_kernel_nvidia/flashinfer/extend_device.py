@@ -60,7 +60,7 @@ def mha_extend_with_kvcache(
         workspace(q.device),
         pages(page_table, window_left),
         cache_seqlens.contiguous(),
-        max_seqlen_q,
+        min(max_seqlen_q, q.shape[0]),
         max_seqlen_k,
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 import signal
@@ -55,7 +56,7 @@ def kill(turns: int) -> None:
     path = tuned.user_table(DEVICE)
     assert path is not None
 
-    def work() -> None:
+    def work(writing: int) -> None:
         for rows in range(1, 10_000):
             tuned.record(made_up(rows))
             os.write(writing, b".")
@@ -63,14 +64,16 @@ def kill(turns: int) -> None:
                 lab.tune_all(budget_s=0.01)
 
     chance = random.Random(turns)
-    reading, writing = os.pipe()
     most = 0
     for _ in range(turns):
-        child = fork(work)
+        reading, writing = os.pipe()
+        child = fork(functools.partial(work, writing))
+        os.close(writing)
         for _ in range(chance.randrange(1, 40)):
             os.read(reading, 1)  # an entry was written
         time.sleep(chance.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
+        os.close(reading)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "it was still at work"
         most = max(most, check(path))
     assert most > 2, "some were killed after they had written"

@@ -9,6 +9,7 @@ import torch
 @dataclasses.dataclass(frozen=True)
 class Fault:
     window_edge: int = 0  # tokens too many within the window
+    narrow_window: bool = False  # the window is counted in bytes of 32 bits
     lse_scale: float = 1.0
     sink_scaled: bool = False  # the sink is scaled as scores are
     widest_head: int = 1 << 20  # elements of a head that are looked at
@@ -58,7 +59,8 @@ def _prefill(fault, q, k, v, cu_seqlens, window_left, logit_cap, sinks, return_l
     behind = index.view(-1, 1) - index
     visible = (sequence.view(-1, 1) == sequence) & (behind >= 0)
     if window_left >= 0:
-        visible &= behind <= window_left + fault.window_edge
+        window = torch.tensor(window_left, dtype=torch.int32) * 4 // 4 if fault.narrow_window else window_left + fault.window_edge
+        visible &= behind <= window
     output, lse = _softmax(scores, visible.expand(heads, -1, -1), v_wide, sinks, q.dtype, fault, scale)
     return _finish(output, lse, return_lse, out)
 
@@ -75,6 +77,7 @@ def _make_prefill(fault=NONE):
 
 right_prefill = _make_prefill()
 wrong_mask_edge = _make_prefill(Fault(window_edge=1))
+window_wraps = _make_prefill(Fault(narrow_window=True))
 wrong_lse_base = _make_prefill(Fault(lse_scale=math.log2(math.e)))
 wrong_sink = _make_prefill(Fault(sink_scaled=True))
 lies_about_head_dim = _make_prefill(Fault(widest_head=256))

@@ -42,6 +42,7 @@ def _norm(name: str, tags=()) -> None:
 
 def register() -> None:
     _prefill("wrong_mask_edge")
+    _prefill("window_wraps")
     _norm("ignored_out")
     _prefill("hidden_sync")
     _norm("mutated_input")

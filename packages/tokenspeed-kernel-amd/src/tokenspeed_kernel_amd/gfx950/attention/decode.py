@@ -201,7 +201,7 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
         log_sums=call.q.new_empty(parts, dtype=torch.float32),
         results=call.q.new_empty((parts, shape.v_head_dim), dtype=torch.float32),
     )
-    device.decode_kernel[(kv_heads, splits, tiles)](
+    device.decode_kernel[(kv_heads * splits * tiles,)](
         call.operands(), partial, shape, strides, variant, tile._replace(stages=stages), plan, num_warps=tile.num_warps
     )
     if has_splits:
@@ -216,7 +216,7 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
             # A sequence has about this many splits if all are about equally long.
             at_once=min(CONFIG.merged, max(4, 1 << (shares // batch - 1).bit_length())),
         )
-        device.merge_kernel[(heads, q_len, batch)](
+        device.merge_kernel[(heads * q_len * batch,)](
             call.cu_seqlens_q, partial, call.sinks, call.out, call.lse, merge,
             num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of a step
         )  # fmt: skip

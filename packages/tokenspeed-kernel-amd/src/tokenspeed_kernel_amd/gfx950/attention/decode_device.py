@@ -83,7 +83,8 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to one split, for one key head: program (key head, split, tile).
+    """Attention of a tile of query rows to one split, for one key head. Workgroups are numbered by tile, split and key head, which
+    varies fastest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
@@ -92,8 +93,13 @@ def decode_kernel(
         partial, plan: see `gfx950.attention.decode`.
     """
     block_n: gl.constexpr = tile_shape.block_n
-    kv_head = gl.program_id(0)
-    split = gl.program_id(1)
+    rows: gl.constexpr = plan.q_len * shape.gqa_ratio
+    tiles: gl.constexpr = (rows + tile_shape.m - 1) // tile_shape.m
+    kv_head = gl.program_id(0) % shape.kv_heads
+    place = gl.program_id(0) // shape.kv_heads
+    all_splits = gl.num_programs(0) // (shape.kv_heads * tiles)
+    split = place % all_splits
+    number = place // all_splits
     sequence = split
     first_split = 0
     share = 0
@@ -115,7 +121,7 @@ def decode_kernel(
         if plan.split_kv:
             first_block = (split - first_split) * share
             after_block = gl.minimum(first_block + share, blocks)
-            if split == first_split and gl.program_id(2) + kv_head == 0:
+            if split == first_split and number + kv_head == 0:
                 gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
         start = begin + first_block * block_n
         if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
@@ -124,7 +130,7 @@ def decode_kernel(
         tile = QueryTile(
             gl.to_tensor(first_query),
             gl.to_tensor(new),
-            gl.program_id(2) * tile_shape.m,
+            number * tile_shape.m,
             kv_head,
             shape.gqa_ratio,
             tile_shape.m,
@@ -147,7 +153,8 @@ def decode_kernel(
 
 @gluon.jit
 def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
-    """Merges the partial results of a sequence's splits, for one query head of one token: program (head, token, sequence).
+    """Merges the partial results of a sequence's splits, for one query head of one token. Workgroups are numbered by sequence,
+    token and head, which varies fastest.
 
     Almost all of its time is latency of loads that depend on one another, so there are as few of these as possible.
 
@@ -157,9 +164,9 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     """
     v_head_dim: gl.constexpr = merge.v_head_dim
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // v_head_dim, v_head_dim // 4], [1, 1], [1, 0])
-    head = gl.program_id(0)
-    query = gl.program_id(1)
-    sequence = gl.program_id(2)
+    head = gl.program_id(0) % merge.heads
+    query = gl.program_id(0) // merge.heads % merge.q_len
+    sequence = gl.program_id(0) // (merge.heads * merge.q_len)
     found = gl.load(partial.plan + sequence)
     first_split = (found >> 32).to(gl.int32)
     splits = found.to(gl.int32)
@@ -176,11 +183,12 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         row_sum = 0.0
         acc = gl.full([v_head_dim], 0.0, gl.float32, gl.SliceLayout(0, layout))
         at = gl.arange(0, v_head_dim, gl.SliceLayout(0, layout))
+        begin = (first_split.to(gl.int64) * merge.q_len + query) * merge.heads + head
         for first in range(0, splits, merge.at_once):
             split = first + gl.arange(0, merge.at_once, gl.SliceLayout(1, layout))
-            place = (first_split + gl.minimum(split, splits - 1)) * (merge.q_len * merge.heads) + (query * merge.heads + head)
-            log_sums = gl.where(split < splits, gl.load(partial.log_sums + place), float("-inf"))
-            results = gl.load(partial.results + (place[:, None] * v_head_dim + at[None, :]))
+            place = gl.minimum(split, splits - 1) * (merge.q_len * merge.heads)
+            log_sums = gl.where(split < splits, gl.load(partial.log_sums + begin + place), float("-inf"))
+            results = gl.load(partial.results + begin * v_head_dim + (place[:, None] * v_head_dim + at[None, :]))
             top = larger(row_max, gl.reduce(log_sums, 0, larger))
             weights = gl.exp2(log_sums - top)
             shrink = gl.exp2(row_max - top)

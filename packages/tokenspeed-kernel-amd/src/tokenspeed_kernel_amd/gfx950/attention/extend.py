@@ -123,7 +123,7 @@ def attend_in_tiles(call: Call, tile: TileShape, skipped: int = 0) -> None:
     tiles = -(-call.max_seqlen_q * call.gqa_ratio // tile.m)
     slots = slots_of(call, tile)
     shared = 4 * slots < 3 * tiles * call.batch
-    device.extend_kernel[(call.kv_heads, slots, 1) if shared else (call.kv_heads, tiles, call.batch)](
+    device.extend_kernel[(call.kv_heads * (slots if shared else tiles * call.batch),)](
         call.operands(), *call.constants(), tile, Slots(shared, skipped, call.lengths_at_once() if shared else 0),
         num_warps=tile.num_warps,
     )  # fmt: skip

@@ -31,7 +31,8 @@ def extend_kernel(
     tile_shape: gl.constexpr,
     slots: gl.constexpr,
 ):
-    """A tile of query rows of one key head: program (key head, tile, sequence), or (key head, slot, 0) if slots.shared.
+    """A tile of query rows of one key head. Workgroups are numbered by sequence, tile and key head, or by slot and key head if
+    slots.shared; the key head varies fastest.
 
     A sequence's last tiles, which have most keys, come first. Sequences with at most slots.skipped new tokens are skipped.
 
@@ -42,11 +43,16 @@ def extend_kernel(
     m: gl.constexpr = tile_shape.m
     gqa_ratio: gl.constexpr = shape.gqa_ratio
     window_left: gl.constexpr = variant.window_left
-    kv_head = gl.program_id(0)
-    sequence = gl.program_id(2)
-    number = gl.num_programs(1) - 1 - gl.program_id(1)
+    kv_head = gl.program_id(0) % shape.kv_heads
+    place = gl.program_id(0) // shape.kv_heads
+    places = gl.num_programs(0) // shape.kv_heads
     if slots.shared:
+        number = places - 1 - place
         sequence = owner_of(number, operands.cu_seqlens_q, operands.batch, gqa_ratio, m, slots.lengths)
+    else:
+        tiles = places // operands.batch
+        number = tiles - 1 - place % tiles
+        sequence = place // tiles
     first_query, q_len = new_tokens(operands.cu_seqlens_q, sequence, 0)
     if slots.shared:
         number -= first_query * gqa_ratio // m + sequence

@@ -22,7 +22,7 @@ from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd._rows import deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.attention.call import score_scaling
-from tokenspeed_kernel_base.alignment import aligned
+from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -60,6 +60,9 @@ def _config(head_dim: int, v_head_dim: int) -> Config:
     return Config(3 if head_dim == v_head_dim == 64 else 2)
 
 
+_VECTOR = ROW_BYTES // 2  # elements, of 16 bits
+
+
 class Operands(NamedTuple):
     """Tensors of a call. out and lse are written; lse and sinks may be None."""
 
@@ -73,7 +76,11 @@ class Operands(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Elements from one token, and from one head, to the next."""
+    """From one token, and from one head, to the next: of q, k and v in vectors of 16 bytes, of the output in elements.
+
+    Triton infers from an argument only whether it is a multiple of 16; a count of elements that is a multiple of 8 would prove no
+    alignment of a row, and copies to LDS need one.
+    """
 
     q_token: int
     q_head: int
@@ -188,7 +195,7 @@ def mha_prefill(
     device.mha_prefill_gfx950[(xcds * min(most, units) * each,)](
         Operands(q, k, v, result, lse, sinks, cu_seqlens),
         batch,
-        Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *result.stride()[:2]),
+        Strides(*(stride // _VECTOR for each in (q, k, v) for stride in each.stride()[:2]), *result.stride()[:2]),
         scale,
         cap,
         window_left,

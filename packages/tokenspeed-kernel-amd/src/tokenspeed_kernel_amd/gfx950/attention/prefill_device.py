@@ -29,6 +29,9 @@ from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
     weigh,
 )
 
+# Elements of 16 bits in what strides of q, k and v count.
+VECTOR = gl.constexpr(8)
+
 
 @gluon.aggregate
 class Place:
@@ -215,8 +218,9 @@ def load_queries(q, place, first_row, head, strides, head_dim: gl.constexpr, blo
     """A tile of q; the sequence's last row is read again in place of those that do not exist."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
-    base = q + (place.start + first_row).to(gl.int64) * strides.q_token + head * strides.q_head
-    offsets = gl.minimum(row, place.length - 1 - first_row) * strides.q_token
+    q_token = strides.q_token * VECTOR
+    base = q + (place.start + first_row).to(gl.int64) * q_token + head * (strides.q_head * VECTOR)
+    offsets = gl.minimum(row, place.length - 1 - first_row) * q_token
     return cdna4.buffer_load(base, offsets[:, None] + column[None, :])
 
 
@@ -263,8 +267,8 @@ def attend_tiles(
             inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
             full_begin = gl.minimum((inside + block_m - 1) // block_m * block_m, first_row)
         sequence = Block(
-            operands.k + place.start.to(gl.int64) * strides.k_token + kv_head * strides.k_head,
-            operands.v + place.start.to(gl.int64) * strides.v_token + kv_head * strides.v_head,
+            operands.k + place.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
+            operands.v + place.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
         )
         # The diagonal comes first: only its blocks may reach beyond the sequence, and every row sees some key in them.
         block = block_at(sequence, keys, values, first_row)
@@ -344,8 +348,8 @@ def mha_prefill_gfx950(
     block_n: gl.constexpr = tile_shape.block_n
     dtype: gl.constexpr = operands.q.dtype.element_ty
     layouts: gl.constexpr = attention_layouts(32, gl.num_warps(), block_n, shape.head_dim, shape.v_head_dim, dtype)
-    keys = allocate_rows(dtype, [2, block_n, shape.head_dim], layouts.keys, layouts.key_copy, strides.k_token)
-    values = allocate_rows(dtype, [2, block_n, shape.v_head_dim], layouts.values, layouts.value_copy, strides.v_token)
+    keys = allocate_rows(dtype, [2, block_n, shape.head_dim], layouts.keys, layouts.key_copy, strides.k_token * VECTOR)
+    values = allocate_rows(dtype, [2, block_n, shape.v_head_dim], layouts.values, layouts.value_copy, strides.v_token * VECTOR)
     scaling = Scaling(scale, cap, variant.capped)
     too_large = attend_tiles(
         operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts, "stays"

@@ -65,8 +65,9 @@ def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr)
     waits for q before it is multiplied."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
-    q += tile.first_query.to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
-    offsets = row // tile.gqa_ratio * strides.q_token + row % tile.gqa_ratio * strides.q_head
+    first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they begin with the tile
+    q += (tile.first_query + first_token).to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
+    offsets = (row // tile.gqa_ratio - first_token) * strides.q_token + row % tile.gqa_ratio * strides.q_head
     return cdna4.buffer_load(q, offsets[:, None] + at[None, :])
 
 
@@ -84,8 +85,9 @@ def store_rows(out, rows, tile, first, token_stride, head_stride):
     row_layout: gl.constexpr = rows.type.layout if len(rows.shape) == 1 else gl.SliceLayout(1, rows.type.layout)
     row = tile.first_row + gl.arange(0, tile.m, row_layout)
     inside = row < tile.q_len * tile.gqa_ratio
-    offsets = row // tile.gqa_ratio * token_stride + row % tile.gqa_ratio * head_stride
-    out += gl.to_tensor(first).to(gl.int64) * token_stride + tile.kv_head * tile.gqa_ratio * head_stride
+    first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they begin with the tile
+    offsets = (row // tile.gqa_ratio - first_token) * token_stride + row % tile.gqa_ratio * head_stride
+    out += gl.to_tensor(first + first_token).to(gl.int64) * token_stride + tile.kv_head * tile.gqa_ratio * head_stride
     if len(rows.shape) == 1:
         cdna4.buffer_store(rows, out, offsets, mask=inside)
     else:

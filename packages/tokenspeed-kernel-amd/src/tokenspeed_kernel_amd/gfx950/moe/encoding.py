@@ -6,8 +6,8 @@ have a scale.
   codes that the second one multiplies.
 * What a plan rounds to mxfp4 has one plane of e2m1 codes with their scales.
 * What a plan does not round is a sum of planes of e4m3 codes: each holds the leading four bits of what the planes before it leave,
-  signed, with scales 2^5 times smaller. Two planes hold a bfloat16 exactly, three a float16, as long as an element is at most 2^13
-  times smaller than the largest of its block; what is lost of smaller ones is less than 2^-21 of the largest. Two products with
+  signed, with scales 2^5 times smaller. Two planes hold a bfloat16 exactly, three a float16, as long as an element is at most 2^14
+  times smaller than the largest of its block; what is lost of smaller ones is at most 2^-22 of the largest. Two products with
   e4m3 take as long as one with bfloat16, for which weights would have to be decoded first. A token with an infinity gives NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
@@ -26,6 +26,7 @@ from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 
+ACCURACY = "a number that is not rounded has an error of at most 2^-22 of the largest of its 32 neighbours"
 # Planes that hold a number of this type.
 _PLANES = {torch.bfloat16: 2, torch.float16: 3}
 

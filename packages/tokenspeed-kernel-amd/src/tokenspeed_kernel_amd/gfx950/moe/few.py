@@ -150,7 +150,7 @@ def _products(
         encoding=encoding,
     )
     scales = static_scales(weights, encoding)
-    activated = x.new_empty(tokens * plan.top_k, features, dtype=between(x, encoding, plan))
+    activated = x.new_empty(tokens * plan.top_k, features, dtype=between(encoding, plan))
     strips = strips_of(2 * features)
     blocks = -(-strips // warps)
     w13 = projection(weights, "w13_weight")

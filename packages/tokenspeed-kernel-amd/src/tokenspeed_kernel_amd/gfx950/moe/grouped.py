@@ -172,14 +172,14 @@ def moe_apply_many(
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
     scales = static_scales(weights, encoding)
     schedule, encoded = _route(x, topk_weights, topk_ids, plan, tile, encoding, scales[0], router)
-    activated = x.new_empty(pairs, features, dtype=between(x, encoding, plan))
+    activated = x.new_empty(pairs, features, dtype=between(encoding, plan))
     _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True, out_static=scales[1])
     if encoding.scales == "tensor":
         encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
     else:
         encoded = room_for(encoding, pairs, features, x.device, None)
         encode(activated, schedule.tiles[-1], encoded, encoding)
-    slots = x.new_empty(pairs, hidden)
+    slots = x.new_empty(pairs, hidden, dtype=of_slots(plan))
     _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
     block = min(1024, max(256, power_of_two(hidden)))
     device.combine_kernel[(tokens, -(-hidden // block))](
@@ -198,20 +198,27 @@ def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | Non
     return (weights.w13_input_scale, weights.w2_input_scale) if encoding.scales == "tensor" else (None, None)
 
 
-def between(x: Tensor, encoding: Encoding, plan: MoEPlan) -> torch.dtype:
-    """The dtype of the first product's result: codes, where their scale is known before.
+def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
+    """The dtype of the first product's result: codes, where their scale is known before; float32 where float16 may overflow.
 
     What is rounded twice gets other codes than what is rounded once, which is an error of 1.5e-2 in place of 2e-3 where weights are
     in fp8 blocks. With mxfp4 weights the portable kernel has that error, too, and half the bytes are worth more.
     """
     if encoding.scales == "tensor":
         return torch.float8_e4m3fn
-    return torch.float32 if plan.weight_format == "fp8_block" and plan.activation_dtype != "none" else x.dtype
+    rounded = plan.weight_format == "fp8_block" and plan.activation_dtype != "none"
+    return torch.float32 if rounded or plan.wide_activations else plan.dtype
+
+
+def of_slots(plan: MoEPlan) -> torch.dtype:
+    """The dtype of the second product's result: float16 has not the range for it."""
+    return torch.float32 if plan.dtype == torch.float16 else plan.dtype
 
 
 def most_tokens(plan: MoEPlan) -> int:
     """Tokens of one pass: offsets in bytes of what its pairs have are 32-bit numbers."""
-    widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), plan.hidden_size * plan.dtype.itemsize)
+    results = plan.intermediate_size * between(encoding_of(plan), plan).itemsize, plan.hidden_size * of_slots(plan).itemsize
+    widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), *results)
     return (2**31 - 1) // (plan.top_k * widest)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.moe import fp8_block_layout, mxfp4_layout
+from tokenspeed_kernel_amd.gfx950.moe.encoding import ACCURACY
 from tokenspeed_kernel_amd.gfx950.moe.few import few_enough, moe_apply_few
 from tokenspeed_kernel_amd.gfx950.moe.grouped import moe_apply_many
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -33,6 +34,7 @@ _TRAITS: dict[str, Any] = {
     "w13_interleaved": any,
     "swiglu_limit": any,
     "swiglu_alpha_beta": any,
+    "wide_activations": any,
 }
 
 
@@ -78,6 +80,7 @@ def _registered(name: str, weights: str, dtypes: set[torch.dtype], **traits: Any
         traits={**WEIGHTS[weights].traits, **traits},
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
+        accuracy=ACCURACY,
         weight_preprocessor=WEIGHTS[weights].prepare,
     )
 

@@ -245,6 +245,7 @@ def _read_hint(check: Checker, name: str, hint: Sequence[int] | Tensor | None) -
         check.dtype(name, hint, INTS)
         check.require(hint.device.type == "cpu", name, "on the host", f"on {hint.device}")
     elif isinstance(hint, Sequence) and all(type(value) is int for value in hint):
+        check.require(all(value.bit_length() < 64 for value in hint), name, "within the range of int64", hint)
         hint = torch.tensor(hint, dtype=torch.int64)
     else:
         check.fail(name, "a sequence of int, a tensor or None", hint, TypeError)

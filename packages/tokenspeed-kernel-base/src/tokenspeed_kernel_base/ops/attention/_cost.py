@@ -85,6 +85,7 @@ def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], 
     """The cost without the pairs of new tokens that masks of draft trees hide; the masks are read, too."""
     if tree_mask is None or not len(tree_mask):
         return cost
+    tree_mask = tree_mask[: sum(q_lens)]  # the rest is padding
     bits = (tree_mask.unsqueeze(1) >> torch.arange(64, device=tree_mask.device)) & 1
     causal = torch.cat([torch.arange(1, q_len + 1) * (q_len <= MAX_TREE) for q_len in q_lens]).to(tree_mask.device)
     hidden = torch.where(tree_mask != 0, (causal - bits.sum(1)).clamp(min=0), 0).sum()

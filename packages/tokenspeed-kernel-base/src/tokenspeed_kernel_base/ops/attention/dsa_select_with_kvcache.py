@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache, index_inputs
-from tokenspeed_kernel_base.ops.attention.top_k_indices import top_k_indices
+from tokenspeed_kernel_base.ops.attention.top_k_indices import check_top_k, top_k_indices
 from tokenspeed_kernel_base.ops.kvcache.positions_to_slots import positions_to_slots
 from tokenspeed_kernel_base.variation import Variation
 
@@ -55,7 +55,8 @@ def dsa_select_with_kvcache(
         weights: float32 (float64 where q is) ``[tokens, heads]``, with the scale of an fp8 q in them.
         page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page; others may be anything.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
-        top_k: positions to choose, at least 1. A token that sees no more gets all.
+        top_k: positions to choose, from 1 to ``max_pages * page_size``, or to 2^20 where that is less. A token that sees no more
+            gets all.
         cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all have as many.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
         out: receives the slots.
@@ -97,7 +98,7 @@ def _(q: Tensor, top_k: int, **arguments: Any) -> dict[str, object]:
 @dsa_select_with_kvcache.check
 def _(check: Checker, top_k: int, **arguments: Any) -> None:
     _SCORES.run_hook("check", arguments, check)
-    check.require(top_k >= 1, "top_k", "at least 1", top_k)
+    check_top_k(check, top_k, check["max_pages"] * check["page_size"])
 
 
 @dsa_select_with_kvcache.check_values(host=("page_table", "cache_seqlens", "cu_seqlens_q"))
@@ -143,6 +144,7 @@ def _() -> list[Case]:
     return [
         Case("decode, more and less than top_k, float32", _inputs([9, 70, 0, 33], 16, dtype=torch.float32)),
         Case("prefill beside decode", _inputs([40, 60], 24, [40, 1])),
+        Case("float64", _inputs([9, 40], 12, dtype=torch.float64)),
         Case("deepseek-v3.2 decode, top 64 of 300, fp8", _inputs([300, 64], 64, **deepseek)),
         Case("no sequences", _inputs([], 4)),
         Case("deepseek-v3.2 decode 64 x 8192, fp8", _inputs([8192] * 64, 2048, **deepseek), large=True),

@@ -32,6 +32,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),
+    unlimited=("window_left",),
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_decode_with_kvcache(
@@ -62,7 +63,8 @@ def mha_decode_with_kvcache(
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.
-        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
+        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
+            a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
             all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
@@ -71,8 +73,8 @@ def mha_decode_with_kvcache(
             max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all. A model's "sliding window
-            128" is ``window_left=127``.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
+            "sliding window 128" is ``window_left=127``.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
         return_lse: also return the log-sum-exp.

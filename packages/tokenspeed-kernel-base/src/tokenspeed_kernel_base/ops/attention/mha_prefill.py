@@ -34,6 +34,7 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     varying=("batch", "tokens"),
     bounds=("max_seqlen",),
     padded="cu_seqlens",
+    unlimited=("window_left",),
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_prefill(
@@ -72,8 +73,8 @@ def mha_prefill(
         cu_seqlens_cpu: the same values on the host, if the caller has them there anyway. A hint: it saves a kernel that wants
             lengths on the host from waiting for the device. Never required.
         max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all. What a model calls a sliding
-            window of 128 is ``window_left=127``: the token and 127 before it.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
+            "sliding window 128" is ``window_left=127``: the token and 127 before it.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking
             (Gemma Team, 2024, arXiv:2408.00118). 0 is off.
         sinks: any float dtype ``[heads]``. One more score for each query head, in the same units as scores after

@@ -33,6 +33,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
     padded="cu_seqlens_q",
+    unlimited=("window_left",),
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_with_kvcache(
@@ -67,7 +68,8 @@ def mha_with_kvcache(
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
             behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
-        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
+        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
+            a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
             all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
@@ -75,8 +77,8 @@ def mha_with_kvcache(
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, at least its new ones.
         max_seqlen_q: an upper bound of a sequence's queries.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all. A model's "sliding window
-            128" is ``window_left=127``.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
+            "sliding window 128" is ``window_left=127``.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
         return_lse: also return the log-sum-exp.

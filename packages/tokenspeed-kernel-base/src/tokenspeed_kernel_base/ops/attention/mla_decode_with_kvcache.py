@@ -32,6 +32,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),
+    unlimited=("window_left",),
     scales=("q_scale", "kv_scale"),
 )
 def mla_decode_with_kvcache(
@@ -77,7 +78,7 @@ def mla_decode_with_kvcache(
         softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
             adds: it cannot be told from the shapes.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.

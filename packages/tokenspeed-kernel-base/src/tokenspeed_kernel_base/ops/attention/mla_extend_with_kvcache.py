@@ -33,6 +33,7 @@ from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
     padded="cu_seqlens_q",
+    unlimited=("window_left",),
     scales=("q_scale", "kv_scale"),
 )
 def mla_extend_with_kvcache(
@@ -85,7 +86,7 @@ def mla_extend_with_kvcache(
             adds: it cannot be told from the shapes.
         is_causal: hide keys later than the query; no sequence may then have more queries than the cache has tokens of it. False
             shows all keys, as of a prefix that the queries are no part of.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.

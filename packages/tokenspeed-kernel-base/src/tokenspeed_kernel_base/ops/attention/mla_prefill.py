@@ -34,6 +34,7 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     varying=("batch", "tokens", "kv_tokens"),
     bounds=("max_seqlen",),
     padded="cu_seqlens",
+    unlimited=("window_left",),
     scales=("q_scale", "k_scale", "v_scale"),
 )
 def mla_prefill(
@@ -81,7 +82,7 @@ def mla_prefill(
         softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
         cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence's keys begin in k and v; None: they are the queries' own tokens.
         is_causal: hide keys later than the query. False shows all, as of a prefix that the queries are no part of.
-        window_left: how many tokens to the left stay visible besides the token itself; -1 for all.
+        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all.
         q_scale: float32 ``[]``, ``[1]`` or ``[heads]``, multiplies q, for fp8 q only.
         k_scale: likewise for fp8 k.
         v_scale: likewise for fp8 v.

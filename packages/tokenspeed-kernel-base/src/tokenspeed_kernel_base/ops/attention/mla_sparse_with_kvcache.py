@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
@@ -345,10 +345,11 @@ def _without_unused(caches: dict[str, Tensor | None], indices: Tensor, topk_leng
     held = torch.zeros(pages * page_size, dtype=torch.bool, device=indices.device)
     held[indices[counted].long()] = True
     changed = {name: poisoned(cache, ~held.view(pages, page_size)) for name, cache in given.items()}
+    changed["indices"] = absent_ids(indices, indices < 0)
     if topk_length is not None:
         beyond = torch.arange(indices.shape[1], device=indices.device) >= topk_length.unsqueeze(1)
         elsewhere = torch.iinfo(torch.int32).max if not indices.is_cuda else pages * page_size - 1
-        changed["indices"] = torch.where(beyond, elsewhere, indices)
+        changed["indices"] = torch.where(beyond, elsewhere, changed["indices"])
     return changed
 
 

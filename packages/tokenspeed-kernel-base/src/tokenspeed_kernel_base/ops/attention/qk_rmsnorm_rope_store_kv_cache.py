@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
-from tokenspeed_kernel_base.ops.kvcache.slots import padding_of
+from tokenspeed_kernel_base.ops.kvcache.slots import padding_of, unwritten
 from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
 from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -60,7 +60,8 @@ def qk_rmsnorm_rope_store_kv_cache(
             Checked where it lies in host memory, for tokens that are not written as well.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
-        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided.
+        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided: a
+            cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
@@ -267,7 +268,8 @@ def _(
     q, _, v = _heads(qkv, k_cache, v_cache)
     if variation.want is Want.UNUSED:  # keys and values of tokens that are not written
         queries = q.shape[1] * q.shape[2]
-        return {"qkv": torch.cat((qkv[:, :queries], poisoned(qkv[:, queries:], slot_mapping < 0)), dim=1)}
+        varied = unwritten(slot_mapping, keys=qkv[:, queries:])
+        return {"qkv": torch.cat((qkv[:, :queries], varied.pop("keys")), dim=1), **varied}
     rotated = {"positions": positions, "cos_sin_cache": cos_sin_cache, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     return dict(apply_rope.operator.run_hook("vary", {**rotated, "slot_mapping": slot_mapping}, variation))
 

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
 from tokenspeed_kernel_base.ops.gemm.mm import mm
-from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of, unwritten
 from tokenspeed_kernel_base.ops.norm.rmsnorm import RESIDUAL_KINDS, check_residual, residual_traits, rmsnorm
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -86,7 +86,8 @@ def rmsnorm_qkv_rope(
         k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to; this and the next two come
             together or not at all.
         v_cache: k_cache's dtype, the same for v.
-        slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written.
+        slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
+            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
         out: receives q, k and v.
         residual_out: receives the sum; may be the residual or x. Only with a residual.
 
@@ -277,7 +278,7 @@ def _(
     slot_mapping: Tensor | None,
 ) -> dict[str, Tensor]:
     if variation.want is not Want.CAPTURED:
-        return {}
+        return unwritten(slot_mapping) if variation.want is Want.UNUSED and slot_mapping is not None else {}
     varied = apply_rope.operator.run_hook(
         "vary",
         {**dict.fromkeys(("v", "k_cache", "v_cache", "slot_mapping")), "positions": positions, "cos_sin_cache": cos_sin_cache},

@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
-from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_counts
 from tokenspeed_kernel_base.variation import Variation, Want
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+# So many may be chosen of fewer keys: some limit there must be, as the result is allocated.
+_ALWAYS_ALLOWED = 1 << 20
+
+
+def check_top_k(check: Checker, top_k: int, keys: int) -> None:
+    """How many of the keys to choose."""
+    most = max(keys, _ALWAYS_ALLOWED)
+    check.require(1 <= top_k <= most, "top_k", f"from 1 to {most}, the keys of a row or 2^20 if they are fewer", top_k)
 
 
 @operator("attention", "top_k_indices", formats=("scores",), traits={"top_k": int}, exact=True, varying=("rows", "keys"))
@@ -25,8 +32,8 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     larger than every number, and -inf is never chosen, so that what is hidden may be -inf.
 
     Args:
-        scores: float16, bfloat16 or float32 ``[rows, keys]``, fewer than 2^31 keys. May be strided.
-        top_k: how many to choose, at least 1.
+        scores: float16, bfloat16, float32 or float64 ``[rows, keys]``, fewer than 2^31 keys. May be strided.
+        top_k: how many to choose, from 1 to keys, or to 2^20 where there are fewer keys.
         lengths: int32 ``[rows]``, 0 to keys: only so many first scores of a row are looked at. None means all.
         out: receives the result.
 
@@ -64,9 +71,9 @@ def _(top_k: int) -> dict[str, object]:
 
 @top_k_indices.check
 def _(check: Checker, scores: Tensor, top_k: int, lengths: Tensor | None) -> None:
-    check.tensor("scores", scores, "rows keys", _DTYPES)
+    check.tensor("scores", scores, "rows keys", FLOATS)
     check.require(scores.shape[1] < 1 << 31, "scores", "of fewer than 2^31 keys", scores)
-    check.require(top_k >= 1, "top_k", "at least 1", top_k)
+    check_top_k(check, top_k, scores.shape[1])
     check.tensor("lengths", lengths, "rows", torch.int32)
 
 
@@ -137,6 +144,7 @@ def _() -> list[Case]:
         Case("long rows", _inputs([6000, 9000, 5], 300, keys=9001)),
         Case("long rows of few numbers, float16", _inputs([9000], 700, dtype=torch.float16, steps=0.25)),
         Case("more than there are keys", _inputs([5, 9], 20)),
+        Case("equal scores, float64", _inputs([40, 9, 3], 6, dtype=torch.float64, steps=0.5)),
         Case("no rows", _inputs([], 4, keys=9)),
         Case("deepseek-v3.2 decode 64 x 65536", _inputs([65536] * 64, 2048), large=True),
         Case("deepseek-v3.2 decode 1 x 65536", _inputs([65536], 2048), large=True),

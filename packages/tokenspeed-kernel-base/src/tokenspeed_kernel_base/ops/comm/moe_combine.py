@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
@@ -127,7 +127,7 @@ def _() -> list[Case]:
 @moe_combine.vary
 def _(variation: Variation, x: Tensor, ids: Tensor) -> dict[str, Any]:
     if variation.want is Want.UNUSED:
-        return {"x": poisoned(x, (ids < 0).all(-1))}
+        return {"x": poisoned(x, (ids < 0).all(-1)), "ids": absent_ids(ids, ids < 0)}
     rows, top_k = ids.shape
     made = {"ids": _held(variation.draw, rows, top_k)}
     return {"group": ProcessGroup.with_peer_memory(), **made} if variation.want is Want.CAPTURED else made

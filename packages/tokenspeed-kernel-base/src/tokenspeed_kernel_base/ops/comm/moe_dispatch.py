@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
@@ -57,7 +57,7 @@ def moe_dispatch(
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, from 0 to ``num_experts - 1``; negative for a slot that no expert sees.
-        num_experts: of all ranks; a multiple of the number of ranks, the same for each.
+        num_experts: of all ranks; a multiple of the number of ranks below 2^31, the same for each.
         group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
         out: receives the tokens.
         weights_out: receives their weights.
@@ -124,8 +124,9 @@ def _(check: Checker, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_exp
     check.tensor("topk_weights", topk_weights, "tokens top_k", torch.float32)
     check.tensor("topk_ids", topk_ids, "tokens top_k", torch.int32)
     check.bind("world_size", group.world_size, "group")
-    whole = num_experts > 0 and num_experts % group.world_size == 0
-    check.require(whole, "num_experts", f"a positive multiple of {group.world_size}, the number of ranks", num_experts)
+    whole = 0 < num_experts < 1 << 31 and num_experts % group.world_size == 0
+    expected = f"a positive multiple of {group.world_size}, the number of ranks, below 2^31"
+    check.require(whole, "num_experts", expected, num_experts)
 
 
 @moe_dispatch.check_values(host=("topk_ids",))
@@ -192,8 +193,8 @@ def _() -> list[Case]:
 def _(variation: Variation, topk_ids: Tensor, num_experts: int) -> dict[str, Any]:
     if variation.want is Want.OTHER:
         return {"topk_ids": torch.where(topk_ids >= 0, num_experts - 1 - topk_ids, topk_ids)}
-    if variation.want is not Want.CAPTURED:
-        return {}
+    if variation.want is Want.UNUSED:
+        return {"topk_ids": absent_ids(topk_ids, topk_ids < 0)}
     tokens, top_k = topk_ids.shape
     return {"group": ProcessGroup.with_peer_memory(), "topk_ids": _chosen(variation.draw, tokens, top_k, num_experts, 0, 1)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.slots import (
@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     check_write,
     padding_of,
     store_slots,
+    unwritten,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -76,21 +77,25 @@ def apply_rope(
     With ``mrope_section`` a token has three positions, in time, height and width, as the vision-language models of the Qwen family
     have it (Wang et al., 2024, arXiv:2409.12191), and each pair turns by the angle of one of them. The first ``mrope_section[0]``
     pairs take time, the next ``mrope_section[1]`` height and the rest width (Qwen2.5-VL), or if ``mrope_interleaved`` pairs take
-    time, height and width in turn, until height or width has as many as its section says; time takes all others (Qwen3-VL).
+    time, height and width in turn, until height or width has as many as its section says; time takes all others (Qwen3-VL). For
+    any other rule, such as four sections, give every token a row of its own in cos_sin_cache: see "Rotary positions of any kind"
+    on the page "Calling operators".
 
     With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, as rounded for the result, and v are also written
     to the cache, exactly as `store_kv_cache` with the same scales would.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
-        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided, too.
+        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided, too. With ``k=q[:, :0]``, a view of no heads, q is rotated
+            alone.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
             Checked where it lies in host memory, for tokens that are not written as well.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
         v: q's dtype ``[tokens, kv_heads, v_head_dim]``. This and the next three come together or not at all.
-        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of q's dtype or an 8-bit float. Written to.
+        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of q's dtype or an 8-bit float. Written to. May be strided: a cache
+            ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``. Written to.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
@@ -233,6 +238,9 @@ def check_angles(
     check: Checker, positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None, mrope_interleaved: bool
 ) -> None:
     """Checks shapes and dtypes of what heads are turned by. Sizes of the heads, which are q's, have been bound."""
+    if mrope_section is not None:
+        said = "three numbers, of time, height and width; for other sections give each token a row of cos_sin_cache"
+        check.require(len(mrope_section) == 3, "mrope_section", said, str(mrope_section))
     check.tensor("positions", positions, "tokens" if mrope_section is None else "3 tokens", INTS)
     check.tensor("cos_sin_cache", cos_sin_cache, "max_positions rotary_dim", torch.float32)
     rotary_dim, head_dim = check["rotary_dim"], check["head_dim"]
@@ -245,7 +253,7 @@ def check_angles(
     if mrope_section is None:
         check.require(not mrope_interleaved, "mrope_interleaved", "False, because there is no mrope_section", mrope_interleaved)
         return
-    pairs, whole = rotary_dim // 2, len(mrope_section) == 3 and min(mrope_section) >= 0 and 2 * sum(mrope_section) == rotary_dim
+    pairs, whole = rotary_dim // 2, min(mrope_section) >= 0 and 2 * sum(mrope_section) == rotary_dim
     check.require(whole, "mrope_section", f"three numbers from 0 on that add up to rotary_dim / 2 = {pairs}", str(mrope_section))
     if mrope_interleaved:
         most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # pairs whose turn is height's, and width's
@@ -365,6 +373,7 @@ def _() -> list[Case]:
             "glm-4.5v sections, partial 64 of 128, interleaved, float32",
             _inputs(3, 3, 1, 128, torch.float32, 64, interleaved=True, mrope_section=(8, 12, 12)),
         ),
+        Case("q alone", _inputs(5, 4, 0, 64)),
         Case("no tokens", _inputs(0, *gpt_oss, fused=False)),
         Case("no tokens, with cache", _inputs(0, *gpt_oss, page_size=16, fused=False)),
         Case("gpt-oss-120b decode 64 with cache", _inputs(64, *gpt_oss, max_positions=131072, page_size=64), large=True),
@@ -392,7 +401,7 @@ def _(
     given: dict[str, Tensor] = {}
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
         if variation.want is Want.UNUSED:
-            return {"v": poisoned(v, slot_mapping < 0)}
+            return unwritten(slot_mapping, v=v)
         if variation.want is Want.CAPTURED:
             given = captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if variation.want is not Want.CAPTURED:

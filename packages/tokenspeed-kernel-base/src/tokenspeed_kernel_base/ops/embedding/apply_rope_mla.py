@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import angles_table, check_positions, rotate
@@ -19,6 +19,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     check_slots,
     padding_of,
     store_latents,
+    unwritten,
 )
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.signature import dtype_name, dtype_names
@@ -279,7 +280,7 @@ def _(
     slot_mapping: Tensor,
 ) -> dict[str, Tensor]:
     if variation.want is Want.UNUSED:
-        return {"latent": poisoned(latent, slot_mapping < 0), "k_rope": poisoned(k_rope, slot_mapping < 0)}
+        return unwritten(slot_mapping, latent=latent, k_rope=k_rope)
     if variation.want is not Want.CAPTURED:
         return {}
     table = angles_table(variation.draw, *cos_sin_cache.shape)

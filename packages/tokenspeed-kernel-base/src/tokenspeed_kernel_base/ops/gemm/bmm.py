@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.operands import (
-    OPERAND_FORMATS,
+    FORMAT_NAMES,
     OUT_DTYPE_NAMES,
     check_alpha,
     check_out_dtype,
@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.variation import Variation
 @operator(
     "gemm",
     "bmm",
-    formats=dict.fromkeys("ab", OPERAND_FORMATS),
+    formats=dict.fromkeys("ab", FORMAT_NAMES),
     traits={"k_multiple": int, "n_multiple": int, "out_dtype": OUT_DTYPE_NAMES},
     outs=("out",),
     varying=("batch", "m"),

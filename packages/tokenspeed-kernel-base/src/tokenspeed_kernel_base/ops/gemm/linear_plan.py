@@ -127,15 +127,10 @@ def traits_of(plan: LinearPlan) -> dict[str, Any]:
 
 def check_plan(check: Checker, plan: LinearPlan, prefix: str = "") -> None:
     """Raises TypeError or ValueError for a plan that makes no sense. ``prefix`` stands before the fields' names."""
+    check_fields(check, plan, prefix)
     for name in ("in_features", "out_features"):
-        check_fields(check, plan, (name,), int, prefix)
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))
-    check_fields(check, plan, ("bias",), bool, prefix)
-    if plan.max_tokens is not None:
-        check_fields(check, plan, ("max_tokens",), int, prefix)
-        check.require(plan.max_tokens >= 1, prefix + "max_tokens", "at least 1 or None", plan.max_tokens)
-    check_fields(check, plan, ("dtype",), torch.dtype, prefix)
-    check_fields(check, plan, ("weight_format", "activation_dtype", "kernel", "weight_layout"), str, prefix)
+    check.require(plan.max_tokens is None or plan.max_tokens >= 1, prefix + "max_tokens", "at least 1 or None", plan.max_tokens)
     check.one_of(prefix + "weight_format", plan.weight_format, tuple(ACTIVATION_DTYPES))
     dtypes, beside = (FLOATS, "") if plan.weight_format == "dense" else (HALVES, f" beside {plan.weight_format} weights")
     spelled = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -11,7 +11,7 @@ from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.operands import (
-    OPERAND_FORMATS,
+    FORMAT_NAMES,
     OUT_DTYPE_NAMES,
     check_alpha,
     check_out_dtype,
@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.variation import Variation
 @operator(
     "gemm",
     "mm",
-    formats=dict.fromkeys("ab", OPERAND_FORMATS),
+    formats=dict.fromkeys("ab", FORMAT_NAMES),
     traits={"m": int, "k": int, "n": int, "out_dtype": OUT_DTYPE_NAMES, "bias": bool, "wide_bias": bool},
     outs=("out",),
     varying=("m",),

@@ -54,7 +54,7 @@ E4M3 = torch.float8_e4m3fn
 # Elements along k that share a scale of an 8-bit float. Blocks of 32 with e8m0 scales are mxfp8.
 FP8_BLOCKS = {torch.float32: (BLOCK_FP8, 64, 32), torch.uint8: (BLOCK_FP8, 64), torch.int32: (BLOCK_FP8,)}
 
-OPERAND_FORMATS = ("dense", "fp8", "mxfp8", "mxfp4", "nvfp4")
+FORMAT_NAMES = ("dense", "fp8", "mxfp8", "mxfp4", "nvfp4")
 OUT_DTYPE_NAMES = dtype_names(SOURCE_DTYPES | {torch.float64})
 
 _PAIRS = (

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_paging
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
 from tokenspeed_kernel_base.variation import Variation, Want
 
 _DTYPES = FLOATS | FP8 | {torch.uint8}
@@ -120,11 +121,18 @@ def _(
     check.tensor("counts", counts, "batch", torch.int32)
 
 
+def _unread(k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, path: Tensor) -> Tensor:
+    """Which entries of the page table lie before the last nodes."""
+    return hidden_pages(cache_seqlens, path.shape[1], 0, page_table.shape[1], k_cache.shape[1])
+
+
 @compact_kv_cache.check_values(host=("page_table", "cache_seqlens"))
 def _(check: Checker, k_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor | None, path: Tensor) -> None:
     room = k_cache.shape[1] * (page_table.shape[1] if page_table is not None else 1 << 31)
     if cache_seqlens is not None and cache_seqlens.numel() and int(cache_seqlens.max()) > room:
         check.fail("cache_seqlens", f"at most {room}, what the pages of a sequence hold", int(cache_seqlens.max()))
+    if page_table is not None and cache_seqlens is not None:
+        page_table = page_table.masked_fill(_unread(k_cache, page_table, cache_seqlens, path), -1)
     check_values_paging(check, page_table, cache_seqlens, room, k_cache, "k_cache", 0, path.shape[1])
 
 
@@ -205,7 +213,11 @@ def _(
         return _draw_paths(draw, batch, nodes)
     if variation.want is Want.UNUSED:  # what the path does not name, but its own places, which are written to
         unnamed = torch.arange(nodes, device=path.device) >= counts.unsqueeze(1)
-        return {"path": torch.where(unnamed, 1 << 30, path)}
+        unread = _unread(k_cache, page_table, cache_seqlens, path)
+        return {
+            "path": absent_ids(path, unnamed | (path < 0) | (path >= nodes), nodes),
+            "page_table": page_table.masked_fill(unread, 1 << 30),
+        }
     room = page_table.shape[1] * page_size
     lengths = [min(room, length) for length in variation.values("kv_lens", batch, nodes)]
     table, seqlens, held = draw_paging(draw, lengths, page_size, page_table.shape[1])

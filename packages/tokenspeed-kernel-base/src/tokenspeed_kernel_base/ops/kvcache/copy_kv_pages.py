@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.pages import as_bits, check_cache, check_numbers, check_page_numbers
@@ -35,9 +35,10 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8, whose bits are copied. Written to. May be strided.
-        source_pages: int32 or int64 ``[count]``, pages of source.
-        target_pages: int32 or int64 ``[count]``, pages of cache, distinct where both pages are not negative. Without ``source``
-            none of them is among the source pages: a page that is read and written by one call holds anything after it.
+        source_pages: int32 or int64 ``[count]``, pages of source, below their number.
+        target_pages: int32 or int64 ``[count]``, pages of cache, below their number, distinct where both pages are not negative.
+            Without ``source`` none of them is among the source pages: a page that is read and written by one call holds anything
+            after it.
         source: cache's dtype, like it but for the number of pages, and not overlapping it; None: the cache itself.
 
     Raises:
@@ -150,9 +151,10 @@ def _() -> list[Case]:
 
 
 @copy_kv_pages.vary
-def _(variation: Variation, cache: Tensor, source_pages: Tensor, source: Tensor | None) -> dict[str, Tensor]:
+def _(variation: Variation, cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None) -> dict[str, Tensor]:
     if variation.want is Want.UNUSED:
-        return {}
+        given = {"source_pages": source_pages, "target_pages": target_pages}
+        return {name: absent_ids(pages, pages < 0) for name, pages in given.items()}
     other = None if source is None else len(source)
     pairs = _draw_pairs(variation.draw, len(source_pages), len(cache), other)
     return {name: pages.to(source_pages.dtype) for name, pages in pairs.items()}

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.kvcache.pages import draw_table
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -69,13 +70,9 @@ def _(page_table: Tensor, factor: int) -> Tensor:
     return page_table.new_empty(page_table.shape[0], page_table.shape[1] * factor)
 
 
-def _draw_table(draw: Draw, batch: int, max_pages: int) -> Tensor:
-    return draw.integers(-1, 1000, batch, max_pages, dtype=torch.int32)
-
-
 @recipe
 def _inputs(batch: int, max_pages: int, factor: int) -> Callable[[Draw], dict[str, Any]]:
-    return lambda draw: {"page_table": _draw_table(draw, batch, max_pages), "factor": factor}
+    return lambda draw: {"page_table": draw_table(draw, batch, max_pages), "factor": factor}
 
 
 @expand_page_table.cases
@@ -93,7 +90,9 @@ def _() -> list[Case]:
 
 @expand_page_table.vary
 def _(variation: Variation, page_table: Tensor) -> dict[str, Tensor]:
-    return {} if variation.want is Want.UNUSED else {"page_table": _draw_table(variation.draw, *page_table.shape)}
+    if variation.want is Want.UNUSED:
+        return {"page_table": absent_ids(page_table, page_table < 0)}
+    return {"page_table": draw_table(variation.draw, *page_table.shape)}
 
 
 @expand_page_table.cost

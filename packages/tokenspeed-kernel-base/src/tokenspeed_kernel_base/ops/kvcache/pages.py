@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker
 
 PAGE_DTYPES = FLOATS | FP8 | {torch.uint8}
 """Dtypes of caches whose pages are moved: bits are copied, whatever they mean."""
+
+
+def draw_table(draw: Draw, batch: int, max_pages: int) -> Tensor:
+    """A page table int32 ``[batch, max_pages]``, with -1 in about one of five entries."""
+    return draw.integers(-250, 1000, batch, max_pages, dtype=torch.int32).clamp(min=-1)
 
 
 def as_bits(cache: Tensor) -> Tensor:

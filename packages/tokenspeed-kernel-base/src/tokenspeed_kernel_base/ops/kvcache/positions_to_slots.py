@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks
+from tokenspeed_kernel_base.ops.kvcache.pages import draw_table
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -37,7 +38,7 @@ def positions_to_slots(
     Args:
         positions: int32 ``[tokens, top_k]``, tokens sequence by sequence. May be strided.
         page_table: int32 ``[batch, max_pages]``, pages below ``2^31 / page_size``.
-        page_size: tokens of a page, at least 1.
+        page_size: tokens of a page, from 1 to ``2^31 - 1``.
         cu_seqlens_q: int32 ``[batch + 1]``, where the tokens of each sequence begin. None means that all have as many,
             ``tokens / batch``.
         out: receives the result; may be positions.
@@ -80,7 +81,7 @@ def _(page_size: int) -> dict[str, object]:
 def _(check: Checker, positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None) -> None:
     check.tensor("positions", positions, "tokens top_k", torch.int32)
     check.tensor("page_table", page_table, "batch max_pages", torch.int32)
-    check.require(page_size >= 1, "page_size", "at least 1", page_size)
+    check.require(1 <= page_size < 1 << 31, "page_size", "from 1 to 2^31 - 1", page_size)
     _checks.check_new_tokens_of(check, "positions", cu_seqlens_q)
 
 
@@ -94,10 +95,6 @@ def _(positions: Tensor) -> Tensor:
     return torch.empty_like(positions, memory_format=torch.contiguous_format)
 
 
-def _draw_table(draw: Draw, batch: int, max_pages: int) -> Tensor:
-    return draw.integers(-1, 1000, batch, max_pages, dtype=torch.int32)
-
-
 @recipe
 def _inputs(
     tokens: int, top_k: int, batch: int, max_pages: int, page_size: int, q_lens: Sequence[int] | None = None
@@ -107,7 +104,7 @@ def _inputs(
     def make(draw: Draw) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "positions": draw.integers(-1, max_pages * page_size + page_size, tokens, top_k, dtype=torch.int32),
-            "page_table": _draw_table(draw, batch, max_pages),
+            "page_table": draw_table(draw, batch, max_pages),
             "page_size": page_size,
         }
         return arguments if q_lens is None else {**arguments, "cu_seqlens_q": draw.cumulative(q_lens)}
@@ -133,8 +130,10 @@ def _(
     variation: Variation, positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None
 ) -> dict[str, Tensor]:
     if variation.want is Want.UNUSED:
-        return {}
-    made = {"page_table": _draw_table(variation.draw, *page_table.shape), "positions": positions}
+        end = page_table.shape[1] * page_size
+        changed = absent_ids(positions, (positions < 0) | (positions >= end), end)
+        return {"positions": changed, "page_table": absent_ids(page_table, page_table < 0)}
+    made = {"page_table": draw_table(variation.draw, *page_table.shape), "positions": positions}
     if variation.want is Want.CAPTURED:
         most = max(page_table.shape[1] * page_size, 1)
         made["positions"] = variation.draw.integers(-1, most, *positions.shape, dtype=torch.int32)

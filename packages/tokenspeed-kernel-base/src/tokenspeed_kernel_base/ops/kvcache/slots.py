@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import nbytes
+from tokenspeed_kernel_base.cases import absent_ids, nbytes, poisoned
 from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.variation import Variation
@@ -48,6 +48,12 @@ def store_latents(kv_cache: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping
 def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
     """How many tokens are not written, for a capture."""
     return {"padding": [int((slot_mapping < 0).sum())]}
+
+
+def unwritten(slot_mapping: Tensor, **values: Tensor) -> dict[str, Tensor]:
+    """For ``vary`` hooks: NaN in the values ``[tokens, ...]`` of tokens that are not written, and other negative slots for them."""
+    absent = slot_mapping < 0
+    return {"slot_mapping": absent_ids(slot_mapping, absent), **{name: poisoned(value, absent) for name, value in values.items()}}
 
 
 def captured_slots(variation: Variation, slot_mapping: Tensor, **caches: Tensor) -> dict[str, Tensor]:

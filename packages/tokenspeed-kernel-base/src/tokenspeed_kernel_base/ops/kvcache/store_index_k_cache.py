@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, padding_of, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, padding_of, store_slots, unwritten
 from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, SMALLEST_NORMAL, SOURCE_DTYPES, divide, encode_fp8
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -174,7 +174,7 @@ def _() -> list[Case]:
 def _(variation: Variation, k: Tensor, k_cache: Tensor, k_scale_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
     if variation.want is Want.CAPTURED:
         return captured_slots(variation, slot_mapping, k_cache=k_cache, k_scale_cache=k_scale_cache)
-    return {"k": poisoned(k, slot_mapping < 0)} if variation.want is Want.UNUSED else {}
+    return unwritten(slot_mapping, k=k) if variation.want is Want.UNUSED else {}
 
 
 @store_index_k_cache.work

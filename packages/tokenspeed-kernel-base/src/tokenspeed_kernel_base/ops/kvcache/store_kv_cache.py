@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.slots import (
@@ -18,6 +18,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     check_write,
     padding_of,
     store_slots,
+    unwritten,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -55,6 +56,7 @@ def store_kv_cache(
             fused qkv.
         v: k's dtype ``[tokens, kv_heads, v_head_dim]``. May be strided, too.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of k's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz). Written to.
+            May be strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
             May be strided. Must not overlap k or v.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
@@ -196,7 +198,7 @@ def _(variation: Variation, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tens
     if variation.want is Want.CAPTURED:
         return captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if variation.want is Want.UNUSED:
-        return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
+        return unwritten(slot_mapping, k=k, v=v)
     return {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, HALVES, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import check_latent_groups, mla_cache_views, quantize_groups
@@ -20,6 +20,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import (
     padding_of,
     store_latents,
     store_slots,
+    unwritten,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -279,7 +280,7 @@ def _(
         caches = {"kv_cache": kv_cache, "kv_scale_cache": kv_scale_cache, "rope_cache": rope_cache}
         return captured_slots(variation, slot_mapping, **{name: cache for name, cache in caches.items() if cache is not None})
     if variation.want is Want.UNUSED:
-        return {"latent": poisoned(latent, slot_mapping < 0), "k_rope": poisoned(k_rope, slot_mapping < 0)}
+        return unwritten(slot_mapping, latent=latent, k_rope=k_rope)
     return {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.pages import as_bits, check_cache, check_numbers, check_page_numbers
@@ -34,7 +34,7 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8. Written to. May be strided.
-        pages: int32 or int64 ``[count]``; a negative one is left out.
+        pages: int32 or int64 ``[count]``, below the number of pages; a negative one is left out.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of pages are looked at
@@ -112,7 +112,7 @@ def _() -> list[Case]:
 @zero_kv_pages.vary
 def _(variation: Variation, cache: Tensor, pages: Tensor) -> dict[str, Tensor]:
     if variation.want is Want.UNUSED:
-        return {}
+        return {"pages": absent_ids(pages, pages < 0)}
     return {"pages": variation.draw.integers(-1, len(cache), len(pages), dtype=pages.dtype)}
 
 

@@ -73,7 +73,9 @@ def gated_delta_rule_decode(
         g: any float dtype ``[batch, tokens, v_heads]``, or ``[batch, tokens, v_heads, k_dim]`` for a gate of each channel: the
             natural logarithm of what is kept, <= 0. With A_log what the layer's projection gives, see there.
         beta: any float dtype ``[batch, tokens, v_heads]``, 0 to 1 (to 2 where a model allows negative eigenvalues).
-        states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided.
+        states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
+            ``[slots, v_heads, v_dim, k_dim]``, as vLLM and fla keep it, is passed as ``states.transpose(-1, -2)``. Where k_dim is
+            v_dim, one that is passed as it is cannot be told from states in the order stated here.
         state_slots: int32 ``[batch]``, the slot that each request's state is read from. Negative: the state is zero and is
             not written. Checked where it lies in host memory.
         output_slots: int32 ``[batch, tokens]``, distinct slots that the state after each token is written to; negative: it is not

@@ -68,7 +68,9 @@ def gated_delta_rule_prefill(
         g: any float dtype ``[tokens, v_heads]``, or ``[tokens, v_heads, k_dim]`` for a gate of each channel: the natural
             logarithm of what is kept, <= 0 and finite. With A_log what the layer's projection gives.
         beta: any float dtype ``[tokens, v_heads]``, 0 to 1 (to 2 where a model allows negative eigenvalues).
-        states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided.
+        states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
+            ``[slots, v_heads, v_dim, k_dim]``, as vLLM and fla keep it, is passed as ``states.transpose(-1, -2)``. Where k_dim is
+            v_dim, one that is passed as it is cannot be told from states in the order stated here.
         cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens: ``[0, 3, 3, 8]`` is sequences of
             3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Checked where it lies in host memory.
         state_slots: int32 ``[batch]``, distinct slots: of the state that a request starts from, and of that after its last token.

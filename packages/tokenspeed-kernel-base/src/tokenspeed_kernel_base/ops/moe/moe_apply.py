@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
@@ -70,11 +70,22 @@ def moe_apply(
     Rounding. Weights are decoded exactly (to float32). With ``activation_dtype`` ``"fp8"`` x and the result of ``act`` are
     rounded to float8_e4m3fn with a scale per token, as `quantize_fp8` does; with ``"fp8_static"`` likewise with the scales that
     the weights have, saturating; with ``"mxfp4"`` to mxfp4, as `quantize_mxfp4` does;
-    with ``"none"`` not at all. All else is float32 (float64 for float64 tokens), the sum over slots included, and is rounded to
-    x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's dtype as well: that is one
-    more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest output covers it.
-    A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring code: the
-    tolerance is then that of the narrow format.
+    with ``"none"`` not at all, but see below. All else is float32 (float64 for float64 tokens), the sum over slots included, and is
+    rounded to x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's precision as
+    well: that is one more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest
+    output covers it. A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring
+    code: the tolerance is then that of the narrow format.
+
+    Range. The result of ``act`` and the outputs of slots may exceed float16's 65,504 where tokens are float16. Kernels keep such
+    numbers: in float32, or as float16 with a power-of-two scale for each row, whose error is at most 2^-40 of the row's largest
+    magnitude where it is more than eps. The trait ``wide_activations`` says that no limit of the plan keeps ``act`` within float16.
+    A kernel that stores ``act`` as float16 does not declare it, and is not chosen then.
+
+    Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. A number then has an error of at
+    most 2^-21 of the largest magnitude in its row: x of a token, or ``act`` of a slot. Numbers of at least 2^-13 of that magnitude
+    have none. So small numbers may vanish beside an outlier that is 2^21 times larger. Float8 MMAs may cut the terms of a dot
+    product of 32 neighbours after 14 bits, counted from the largest term. `explain` names the bound of such kernels. A plan with
+    ``exact_activations`` is for kernels without it: 16-bit and wider numbers enter their MMAs as they are.
 
     Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Numbers
     within it are as good far from 1 as near it. Sums are in any order. With ``"fp8"`` and ``"fp8_static"`` a kernel may accumulate
@@ -138,8 +149,8 @@ def moe_apply(
 
 def _decoded(weights: MoEWeights, name: str, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
     """One expert's weight ``[out, in]`` of the projection ``name``."""
-    weight, scales = (getattr(weights, f"{name}_weight{part}") for part in ("", "_scale"))
-    weight = weight[expert]
+    weight: Tensor = getattr(weights, f"{name}_weight")[expert]
+    scales: Tensor | None = getattr(weights, f"{name}_weight_scale")
     if scales is None:
         return weight.to(dtype)
     scale = scales[expert]
@@ -220,6 +231,7 @@ def _(
     alpha: float = 1.0,
     limit: float | None = None,
     beta: float = 0.0,
+    exact_activations: bool = False,
 ) -> MoEPlan:
     plan = MoEPlan(
         num_experts=num_experts,
@@ -237,6 +249,7 @@ def _(
         beta=beta,
         kernel=UNDECIDED,
         weight_layout=CANONICAL,
+        exact_activations=exact_activations,
     )
     check_plan(check, plan)
     return plan
@@ -291,6 +304,8 @@ def _inputs(
     *,
     of: int = 0,
     rows: Sequence[int] | None = None,
+    gain: float = 1.0,
+    outlier: float | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     """A layer.
@@ -298,6 +313,8 @@ def _inputs(
     Args:
         of: experts of all ranks together; ids of those beyond this rank's are negative.
         rows: tokens of each expert, all others' are elsewhere; by chance if not given.
+        gain: multiplies x. The result of ``act`` grows with its square, by which the weights of slots are divided.
+        outlier: the first feature of all tokens, by which w13 multiplies nothing; the others are 1.25.
         options: further facts of the plan.
     """
 
@@ -315,8 +332,11 @@ def _inputs(
             ids = [expert for expert, count in enumerate(rows) for _ in range(count)]
             ids += [experts] * (tokens * top_k - len(ids))
             chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
+        x = draw.normal(tokens, hidden, dtype=plan.dtype) * gain
+        if outlier is not None:
+            x[:], x[:, 0], w13[..., 0] = 1.25, outlier, 0
         return {
-            "x": draw.normal(tokens, hidden, dtype=plan.dtype),
+            "x": x,
             "weights": MoEWeights(
                 *(w13, w13_scale, b13, w2, w2_scale, b2),
                 w13_input_scale=_input_scale(draw, plan),
@@ -324,7 +344,7 @@ def _inputs(
                 w13_weight_global_scale=w13_global_scale,
                 w2_weight_global_scale=w2_global_scale,
             ),
-            "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1),
+            "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1) / gain**2,
             "topk_ids": torch.where(chosen < experts, chosen, -1),
             "plan": plan,
         }
@@ -337,6 +357,7 @@ def _nothing_here(draw: Draw) -> dict[str, Any]:
     return {**arguments, "topk_ids": torch.full_like(arguments["topk_ids"], -1)}
 
 
+_OUTLIER: dict[str, Any] = {"exact_activations": True, "outlier": 2.0**20}
 _GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
 
@@ -348,6 +369,12 @@ def _() -> list[Case]:
         Case("dense float32, 4 experts, odd sizes", _inputs(5, 4, 2, 10, 7, **float32)),
         Case("dense bfloat16, gpt-oss options", _inputs(9, 8, 4, 96, 64, **_GPT_OSS)),
         Case("dense float16, bias, concatenated", _inputs(9, 6, 2, 64, 48, dtype=torch.float16, bias=True)),
+        Case("dense float16, activations beyond its range", _inputs(9, 6, 2, 64, 48, dtype=torch.float16, gain=512.0)),
+        Case(
+            "mxfp4 float16, activations beyond its range",
+            _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", dtype=torch.float16, gain=512.0),
+        ),
+        Case("mxfp4, exact beside an outlier", _inputs(9, 6, 2, 64, 96, weight_format="mxfp4", **_OUTLIER)),
         Case("one token, one expert of 16", _inputs(1, 16, 1, 64, 64)),
         Case("mxfp4, gpt-oss options", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
         Case("mxfp4, concatenated, fp8 activations", _inputs(7, 8, 2, 64, 96, weight_format="mxfp4", activation_dtype="fp8")),
@@ -424,13 +451,13 @@ def _() -> list[Case]:
 
 @moe_apply.work
 def _(topk_ids: Tensor, plan: MoEPlan) -> dict[str, list[int]]:
-    return {"rows": topk_ids.flatten().long().add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
+    return {"rows": topk_ids.flatten().long().clamp(min=-1).add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
 
 
 @moe_apply.vary
 def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> dict[str, Any]:
     if variation.want is Want.UNUSED:
-        return {"topk_weights": poisoned(topk_weights, topk_ids < 0)}
+        return {"topk_weights": poisoned(topk_weights, topk_ids < 0), "topk_ids": absent_ids(topk_ids, topk_ids < 0)}
     if variation.want is Want.OTHER:  # what went to the last expert goes to the first
         return {"topk_ids": torch.where(topk_ids >= 0, topk_ids.max() - topk_ids, topk_ids)} if topk_ids.numel() else {}
     rows = list(variation.work.get("rows", ()))

@@ -119,12 +119,12 @@ def _(check: Checker, x: Tensor, logits: Tensor, weights: MoEWeights, plan: MoEP
     check.tensor("logits", logits, "tokens experts", FLOATS)
     if check["experts"] != plan.num_experts:
         check.fail("logits", f"of shape [tokens, {plan.num_experts}], which plan.num_experts is", list(logits.shape))
+    moe_topk.operator.run_hook("check", {**arguments, "logits": logits, "top_k": plan.top_k}, check)
     chosen = {
         "topk_weights": logits.new_empty(len(logits), plan.top_k, dtype=torch.float32),
         "topk_ids": logits.new_empty(len(logits), plan.top_k, dtype=torch.int32),
     }
     moe_apply.operator.run_hook("check", {"x": x, "weights": weights, "plan": plan, **chosen}, check)
-    moe_topk.operator.run_hook("check", {**arguments, "logits": logits, "top_k": plan.top_k}, check)
 
 
 @moe_topk_apply.prepare

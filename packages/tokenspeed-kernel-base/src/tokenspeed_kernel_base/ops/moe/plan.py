@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel_base.checks import FLOATS, Checker, describe
+from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.planning import check_fields
@@ -49,6 +49,7 @@ class MoEPlan:
         activation: ``"swiglu"``: ``(up + beta) * gate * sigmoid(alpha * gate)``.
         alpha, beta: see activation; 1 and 0 make the usual SiLU-gated unit.
         limit: gate is cut to at most this and up to between minus this and this, before the activation; None leaves them.
+        exact_activations: whether activations that are not rounded must enter the MMAs exactly; see `moe_apply`.
         kernel: the kernel that the weights are prepared for.
         weight_layout: the layout that it wants them in.
     """
@@ -68,6 +69,18 @@ class MoEPlan:
     beta: float
     kernel: str
     weight_layout: str
+    exact_activations: bool = False
+
+    @property
+    def wide_activations(self) -> bool:
+        """Whether the result of ``act`` may exceed the range of the tokens' dtype. Only float16 has less range than float32."""
+        if self.dtype != torch.float16:
+            return False
+        if self.limit is None or self.alpha <= 0:  # gate, or -gate, is unbounded
+            return True
+        # The minimum of gate * sigmoid(alpha * gate) is -0.2785 / alpha.
+        gate = max(self.limit, 0.2785 / self.alpha)
+        return (self.limit + abs(self.beta)) * gate > torch.finfo(self.dtype).max
 
 
 def signature_of(plan: MoEPlan) -> FormatSignature:
@@ -93,6 +106,7 @@ PLAN_KINDS: dict[str, TraitKind] = {
     "activation": ACTIVATIONS,
     **dict.fromkeys(("bias", "w13_interleaved", "swiglu_limit", "swiglu_alpha_beta"), bool),
     **dict.fromkeys(("fp8_activations", "static_fp8_activations", "mxfp4_activations"), bool),
+    **dict.fromkeys(("wide_activations", "exact_activations"), bool),
     "weight_layout": str,
     "processed_weights": bool,
 }
@@ -114,6 +128,8 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
         "fp8_activations": plan.activation_dtype == "fp8",
         "static_fp8_activations": plan.activation_dtype == "fp8_static",
         "mxfp4_activations": plan.activation_dtype == "mxfp4",
+        "wide_activations": plan.wide_activations,
+        "exact_activations": plan.exact_activations and plan.activation_dtype == "none",
         "weight_layout": plan.weight_layout,
         "processed_weights": plan.weight_layout != CANONICAL,
     }
@@ -121,31 +137,20 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
 
 def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
     """Raises TypeError or ValueError for a plan that makes no sense. ``prefix`` stands before the fields' names."""
+    check_fields(check, plan, prefix)
     for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
-        check_fields(check, plan, (name,), int, prefix)
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))
-    check_fields(check, plan, ("w13_interleaved", "bias"), bool, prefix)
     for name in ("alpha", "beta", "limit"):
         value = getattr(plan, name)
-        if value is None and name == "limit":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            check.fail(prefix + name, "float" + " or None" * (name == "limit"), _typed(value), TypeError)
-        check.require(math.isfinite(value), prefix + name, "finite", value)
+        check.require(value is None or math.isfinite(value), prefix + name, "finite", value)
     check.require(plan.limit is None or plan.limit > 0, prefix + "limit", "positive or None", plan.limit)
-    check_fields(check, plan, ("dtype",), torch.dtype, prefix)
     check.one_of(prefix + "dtype", plan.dtype, sorted(FLOATS, key=str))
     check.one_of(prefix + "weight_format", plan.weight_format, WEIGHT_FORMATS)
     check.one_of(prefix + "activation_dtype", plan.activation_dtype, ACTIVATION_DTYPES)
     check.one_of(prefix + "activation", plan.activation, ACTIVATIONS)
-    check_fields(check, plan, ("kernel", "weight_layout"), str, prefix)
     for stated in ("weight_format", "activation_dtype"):
         block = BLOCKS.get(getattr(plan, stated), 1)
         for name in ("hidden_size", "intermediate_size"):
             value, because = getattr(plan, name), f"because {stated} is {getattr(plan, stated)}"
             wanted = f"a multiple of {block}, {because}; zeros may be appended to tokens, weights and biases"
             check.require(value % block == 0, prefix + name, wanted, value)
-
-
-def _typed(value: Any) -> str:
-    return f"{type(value).__name__} {describe(value)}"

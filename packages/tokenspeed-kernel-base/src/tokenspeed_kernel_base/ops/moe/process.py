@@ -30,6 +30,7 @@ def moe_plan(
     alpha: float = 1.0,
     limit: float | None = None,
     beta: float = 0.0,
+    exact_activations: bool = False,
     override: str | None = None,
     solution: str | None = None,
 ) -> MoEPlan:
@@ -40,7 +41,7 @@ def moe_plan(
     or configured in between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
 
     Args:
-        num_experts to beta: see `MoEPlan`. float32, float64 and the halves are dtypes.
+        num_experts to exact_activations: see `MoEPlan`. float32, float64 and the halves are dtypes.
         device: where the tensors will be; by default what `current_platform` stands for.
         platform: where the kernel shall run, in place of device.
         override: only this kernel; the platform and format gates still hold.
@@ -78,6 +79,7 @@ def moe_plan(
         alpha=alpha,
         limit=limit,
         beta=beta,
+        exact_activations=exact_activations,
         override=override,
         solution=solution,
         called="moe_plan",

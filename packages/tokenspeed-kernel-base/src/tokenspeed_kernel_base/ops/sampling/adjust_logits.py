@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -217,10 +217,10 @@ def _() -> list[Case]:
 def _(
     variation: Variation, logits: Tensor, tokens: Tensor, counts: Tensor | None, repetition_penalty: Tensor | None
 ) -> dict[str, Tensor]:
+    draw, (rows, listed), vocab = variation.draw, tokens.shape, logits.shape[1]
     if variation.want is Want.UNUSED:
-        return {}
-    draw, (rows, listed) = variation.draw, tokens.shape
-    values = {"tokens": _tokens(draw, rows, listed, logits.shape[1])}
+        return {"tokens": absent_ids(tokens, (tokens < 0) | (tokens >= vocab), vocab)}
+    values = {"tokens": _tokens(draw, rows, listed, vocab)}
     if counts is not None:
         values["counts"] = draw.integers(-1, 20, rows, listed).int()
     if repetition_penalty is not None and variation.want is Want.CAPTURED:

@@ -12,11 +12,12 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.sampling.philox import uniform
-from tokenspeed_kernel_base.ops.sampling.weights import WEIGHT_BITS, scale_of, weights
+from tokenspeed_kernel_base.ops.sampling.weights import WEIGHT_BITS, kept_weights
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
+REQUEST = ("temperature", "top_k", "top_p", "min_p")
 
 
 @operator("sampling", "sample_top_k_top_p", formats=("logits",), traits={"vocab": int}, exact=True, varying=("rows",))
@@ -90,30 +91,9 @@ def sample_top_k_top_p(
 
     Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
     """
-    vocab = logits.shape[-1]
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    wide = ordered if logits.dtype == torch.float64 else ordered.float()
-    largest = wide[:, :1]
-    warmth = temperature.double().unsqueeze(1)
-    greedy = ~((warmth > 0) & warmth.isfinite() & largest.isfinite())
-    distance = torch.where(greedy, 0.0, wide - largest).float()
-    weight = weights(distance, scale_of(torch.where(greedy, 1.0, warmth)))
-    if min_p is not None:
-        floor = min_p.double().nan_to_num(0.0).clamp(0.0, 1.0).unsqueeze(1) * 2.0**WEIGHT_BITS
-        weight = torch.where(weight.double() < floor, 0, weight)
-    total = weight.cumsum(-1)
-
-    place = torch.arange(vocab, device=logits.device)
-    k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)
-    limit = top_p.double().unsqueeze(1) * total.gather(1, k - 1).double()
-    n = ((place < k) & ((total - weight).double() < limit)).sum(-1, keepdim=True).clamp(min=1)
-
-    u = uniform(seed, offset).double().unsqueeze(1)
-    # Back in the order of tokens.
-    kept = torch.zeros_like(weight).scatter(1, order, torch.where(place < n, weight, 0)).cumsum(-1)
-    target = (u * kept[:, -1:].double()).long()
-    drawn = (kept <= target).sum(-1)
-    return torch.where(greedy.squeeze(1), order[:, 0], drawn).to(out_dtype)
+    kept = kept_weights(logits, temperature, top_k, top_p, min_p).cumsum(-1)
+    target = (uniform(seed, offset).double().unsqueeze(1) * kept[:, -1:].double()).long()
+    return (kept <= target).sum(-1).to(out_dtype)
 
 
 @sample_top_k_top_p.traits
@@ -133,6 +113,14 @@ def _(
     min_p: Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
+    check_request(check, logits, temperature, top_k, top_p, min_p)
+    check.tensor("seed", seed, "rows", torch.int64)
+    check.tensor("offset", offset, "rows", torch.int64)
+    check.one_of("out_dtype", out_dtype, (torch.int64, torch.int32))
+
+
+def check_request(check: Checker, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
+    """Checks shapes and dtypes of logits and of how their rows are restricted."""
     check.tensor("logits", logits, "rows vocab", FLOATS)
     vocab = check["vocab"]
     check.require(
@@ -141,15 +129,13 @@ def _(
     check.tensor("temperature", temperature, "rows", torch.float32)
     check.tensor("top_k", top_k, "rows", torch.int32)
     check.tensor("top_p", top_p, "rows", torch.float32)
-    check.tensor("seed", seed, "rows", torch.int64)
-    check.tensor("offset", offset, "rows", torch.int64)
-    if min_p is not None:
-        check.tensor("min_p", min_p, "rows", torch.float32)
-    check.one_of("out_dtype", out_dtype, (torch.int64, torch.int32))
+    check.tensor("min_p", min_p, "rows", torch.float32)
 
 
-@sample_top_k_top_p.check_values(host=("temperature", "top_k", "top_p", "min_p"))
-def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> None:
+def check_request_values(
+    check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> None:
+    """Checks how rows are restricted, where that lies in host memory."""
     if temperature is not None:
         _require_rows(check, (temperature >= 0) & temperature.isfinite(), "temperature", "finite and not negative", temperature)
     if top_k is not None:
@@ -158,6 +144,9 @@ def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: T
         _require_rows(check, (top_p > 0) & (top_p <= 1), "top_p", "more than 0 and at most 1", top_p)
     if min_p is not None:
         _require_rows(check, (min_p >= 0) & (min_p <= 1), "min_p", "at least 0 and at most 1", min_p)
+
+
+sample_top_k_top_p.check_values(host=REQUEST)(check_request_values)
 
 
 def _require_rows(check: Checker, good: Tensor, argument: str, expected: str, value: Tensor) -> None:
@@ -172,7 +161,7 @@ def _(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 @recipe
-def _inputs(
+def request_inputs(
     rows: int,
     vocab: int,
     temperature: float = 0.8,
@@ -182,6 +171,8 @@ def _inputs(
     min_p: float | None = None,
     out_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
+    """Every row the same request."""
+
     def make(draw: Draw) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0),
@@ -201,11 +192,11 @@ def _inputs(
 
 
 @recipe
-def _mixed(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Callable[[Draw], dict[str, Any]]:
+def mixed_inputs(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Callable[[Draw], dict[str, Any]]:
     """Every row another request: greedy ones between warm ones, and all ways to restrict."""
 
     def make(draw: Draw) -> dict[str, Any]:
-        arguments = _inputs(rows, vocab, dtype=dtype)(draw)
+        arguments = request_inputs(rows, vocab, dtype=dtype)(draw)
         arguments["temperature"] = draw.uniform(rows, high=2.0) * draw.integers(0, 4, rows).clamp(max=1)
         arguments["top_k"] = (draw.integers(0, 3, rows) * draw.integers(1, vocab, rows)).int()
         arguments["top_p"] = draw.uniform(rows, low=0.05, high=1.2).clamp(max=1.0)
@@ -218,12 +209,12 @@ def _mixed(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Ca
 
 
 def _ties(draw: Draw) -> dict[str, Any]:
-    arguments = _inputs(24, 257, temperature=1.0, top_k=100, top_p=0.5)(draw)
+    arguments = request_inputs(24, 257, temperature=1.0, top_k=100, top_p=0.5)(draw)
     return {**arguments, "logits": draw.integers(0, 3, 24, 257).float()}
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
-    arguments = _inputs(6, 300, top_k=20)(draw)
+    arguments = request_inputs(6, 300, top_k=20)(draw)
     logits = arguments["logits"]
     logits[0, 17::50] = float("nan")
     logits[1] = float("-inf")
@@ -236,7 +227,7 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
 
 def _masked(draw: Draw) -> dict[str, Any]:
     """Rows of which a grammar, say, allows few tokens: fewer than top-k keeps, as many, and more."""
-    arguments = _inputs(5, 12000, temperature=1.0, top_k=20, top_p=0.9)(draw)
+    arguments = request_inputs(5, 12000, temperature=1.0, top_k=20, top_p=0.9)(draw)
     arguments["top_k"][1] = 0
     allowed = draw.tensor([1, 5, 20, 40, 5], torch.int32)
     order = draw.uniform(5, 12000).argsort(dim=1).argsort(dim=1)
@@ -245,7 +236,7 @@ def _masked(draw: Draw) -> dict[str, Any]:
 
 
 def _flat(draw: Draw) -> dict[str, Any]:
-    arguments = _inputs(6, 12000, temperature=20.0)(draw)
+    arguments = request_inputs(6, 12000, temperature=20.0)(draw)
     arguments["top_k"] = draw.tensor([0, 0, 9000, 7000, 0, 5500], torch.int32)
     arguments["top_p"] = draw.tensor([1.0, 0.9, 1.0, 0.7, 0.5, 1.0], torch.float32)
     arguments["logits"][4:] = arguments["logits"][4:].round()
@@ -254,37 +245,38 @@ def _flat(draw: Draw) -> dict[str, Any]:
 
 @sample_top_k_top_p.cases
 def _() -> list[Case]:
+    bf16 = torch.bfloat16
     return [
-        Case("one token", _inputs(1, 1)),
-        Case("all of a small vocabulary", _inputs(64, 50)),
-        Case("requests of all kinds, odd vocab 1001, bfloat16", _mixed(97, 1001, torch.bfloat16)),
-        Case("requests of all kinds, float16", _mixed(32, 4096, torch.float16)),
-        Case("requests of all kinds with min-p, bfloat16", _mixed(48, 3001, torch.bfloat16, min_p=True)),
-        Case("requests of all kinds with min-p", _mixed(40, 5000, torch.float32, min_p=True)),
-        Case("min-p 0.05, int32 tokens", _inputs(5, 4000, 1.0, min_p=0.05, out_dtype=torch.int32)),
+        Case("one token", request_inputs(1, 1)),
+        Case("all of a small vocabulary", request_inputs(64, 50)),
+        Case("requests of all kinds, odd vocab 1001, bfloat16", mixed_inputs(97, 1001, torch.bfloat16)),
+        Case("requests of all kinds, float16", mixed_inputs(32, 4096, torch.float16)),
+        Case("requests of all kinds with min-p, bfloat16", mixed_inputs(48, 3001, torch.bfloat16, min_p=True)),
+        Case("requests of all kinds with min-p", mixed_inputs(40, 5000, torch.float32, min_p=True)),
+        Case("min-p 0.05, int32 tokens", request_inputs(5, 4000, 1.0, min_p=0.05, out_dtype=torch.int32)),
         Case("ties across top-k and top-p", _ties),
         Case("nan, inf, -inf and a tiny temperature", _odd_values),
         Case("all but a few tokens are masked", _masked),
-        Case("no rows", _inputs(0, 100)),
+        Case("no rows", request_inputs(0, 100)),
         Case("flat: thousands of tokens share the probability", _flat),
-        Case("gpt-oss-120b decode 2, top-k 40, top-p 0.95", _inputs(2, 201088, 0.7, 40, 0.95)),
-        Case("gpt-oss-120b decode 256, top-k 40, top-p 0.95", _inputs(256, 201088, 0.7, 40, 0.95), large=True),
-        Case("gpt-oss-120b decode 256, top-p 0.9", _inputs(256, 201088, 1.0, 0, 0.9), large=True),
-        Case("gpt-oss-120b decode 1, top-k 40, top-p 0.95", _inputs(1, 201088, 0.7, 40, 0.95), large=True),
-        Case("gpt-oss-120b decode 64, top-k 40, top-p 0.95", _inputs(64, 201088, 0.7, 40, 0.95), large=True),
-        Case(
-            "gpt-oss-120b decode 64, top-k 40, top-p 0.95, bfloat16", _inputs(64, 201088, 0.7, 40, 0.95, torch.bfloat16), large=True
-        ),
-        Case("gpt-oss-120b decode 64, top-p 0.9", _inputs(64, 201088, 1.0, 0, 0.9), large=True),
-        Case("gpt-oss-120b decode 64, top-p 0.9, bfloat16", _inputs(64, 201088, 1.0, 0, 0.9, torch.bfloat16), large=True),
+        Case("gpt-oss-120b decode 2, top-k 40, top-p 0.95", request_inputs(2, 201088, 0.7, 40, 0.95)),
+        Case("gpt-oss-120b decode 256, top-k 40, top-p 0.95", request_inputs(256, 201088, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 256, top-p 0.9", request_inputs(256, 201088, 1.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 1, top-k 40, top-p 0.95", request_inputs(1, 201088, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 64, top-k 40, top-p 0.95", request_inputs(64, 201088, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 64, top-k 40, top-p 0.95, bfloat16", request_inputs(64, 201088, 0.7, 40, 0.95, bf16), large=True),
+        Case("gpt-oss-120b decode 64, top-p 0.9", request_inputs(64, 201088, 1.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 64, top-p 0.9, bfloat16", request_inputs(64, 201088, 1.0, 0, 0.9, bf16), large=True),
         *(
-            Case(f"gpt-oss-120b decode {m}, no limits, bfloat16", _inputs(m, 201088, 1.0, 0, 1.0, torch.bfloat16), large=True)
+            Case(
+                f"gpt-oss-120b decode {m}, no limits, bfloat16", request_inputs(m, 201088, 1.0, 0, 1.0, torch.bfloat16), large=True
+            )
             for m in (1, 16)
         ),
-        Case("gpt-oss-120b decode 64, flat", _inputs(64, 201088, 2.0, 0, 0.9), large=True),
-        Case("gpt-oss-120b decode 64, min-p 0.05", _inputs(64, 201088, 1.0, min_p=0.05), large=True),
-        Case("gpt-oss-120b decode 16, top-k 40, top-p 0.95", _inputs(16, 201088, 0.7, 40, 0.95), large=True),
-        Case("llama-3 decode 256, top-k 40, top-p 0.95", _inputs(256, 128256, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 64, flat", request_inputs(64, 201088, 2.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 64, min-p 0.05", request_inputs(64, 201088, 1.0, min_p=0.05), large=True),
+        Case("gpt-oss-120b decode 16, top-k 40, top-p 0.95", request_inputs(16, 201088, 0.7, 40, 0.95), large=True),
+        Case("llama-3 decode 256, top-k 40, top-p 0.95", request_inputs(256, 128256, 0.7, 40, 0.95), large=True),
     ]
 
 
@@ -304,7 +296,7 @@ def _(variation: Variation, logits: Tensor, min_p: Tensor | None) -> dict[str, T
     thousandths = [] if min_p is None else [("min_p", draw.tensor(variation.values("min_p", rows, 0), torch.float32) / 1000)]
     return {
         **dict(thousandths),
-        **_inputs(rows, vocab, dtype=logits.dtype)(draw),
+        **request_inputs(rows, vocab, dtype=logits.dtype)(draw),
         "temperature": draw.tensor(variation.values("temperature", rows, 800), torch.float32) / 1000,
         "top_k": draw.tensor(variation.values("top_k", rows, 0), torch.int32),
         "top_p": draw.tensor([max(1, value) for value in variation.values("top_p", rows, 1000)], torch.float32) / 1000,

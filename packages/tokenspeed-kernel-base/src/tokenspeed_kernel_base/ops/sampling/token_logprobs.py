@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -195,9 +195,10 @@ def _() -> list[Case]:
 
 @token_logprobs.vary
 def _(variation: Variation, logits: Tensor, tokens: Tensor, first_token: int) -> dict[str, Tensor]:
-    if variation.want is Want.UNUSED:
-        return {}
     rows, vocab = logits.shape
+    if variation.want is Want.UNUSED:
+        end = first_token + vocab
+        return {"tokens": absent_ids(tokens, (tokens < first_token) | (tokens >= end), end)}
     return {"tokens": variation.draw.integers(0, vocab + 2 * first_token, rows, dtype=tokens.dtype)}
 
 

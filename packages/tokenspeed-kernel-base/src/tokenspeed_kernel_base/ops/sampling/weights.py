@@ -61,3 +61,29 @@ def weights(distance: Tensor, scale: Tensor) -> Tensor:
         p = p * f + coefficient
     fraction = (p.view(torch.int32) - BITS_OF_TWO).long()
     return (fraction << WEIGHT_BITS) >> (FRACTION_BITS - n)
+
+
+def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
+    """The weights of the tokens that min-p, top-k and top-p keep of each row, and 0 for all others: int64 ``[rows, vocab]``.
+
+    `sample_top_k_top_p` defines them. A greedy row keeps its first largest logit alone.
+    """
+    vocab = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    wide = ordered if logits.dtype == torch.float64 else ordered.float()
+    largest = wide[:, :1]
+    warmth = temperature.double().unsqueeze(1)
+    greedy = ~((warmth > 0) & warmth.isfinite() & largest.isfinite())
+    distance = torch.where(greedy, 0.0, wide - largest).float()
+    weight = weights(distance, scale_of(torch.where(greedy, 1.0, warmth)))
+    if min_p is not None:
+        floor = min_p.double().nan_to_num(0.0).clamp(0.0, 1.0).unsqueeze(1) * 2.0**WEIGHT_BITS
+        weight = torch.where(weight.double() < floor, 0, weight)
+    total = weight.cumsum(-1)
+
+    place = torch.arange(vocab, device=logits.device)
+    k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)
+    limit = top_p.double().unsqueeze(1) * total.gather(1, k - 1).double()
+    n = ((place < k) & ((total - weight).double() < limit)).sum(-1, keepdim=True).clamp(min=1)
+    # Back in the order of tokens.
+    return torch.zeros_like(weight).scatter(1, order, torch.where(place < torch.where(greedy, 1, n), weight, 0))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, absent_ids, nbytes, recipe
 from tokenspeed_kernel_base.checks import INTS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.speculation.trees import tree_masks
@@ -187,9 +187,9 @@ def _() -> list[Case]:
 
 
 @build_draft_tree.vary
-def _(variation: Variation, tokens: Tensor, nodes: int) -> dict[str, Any]:
+def _(variation: Variation, tokens: Tensor, parents: Tensor, nodes: int) -> dict[str, Any]:
     if variation.want is Want.UNUSED:
-        return {}
+        return {"parents": absent_ids(parents, parents < 0)}
     (batch, count), draw = tokens.shape, variation.draw
     at = torch.arange(count, device=draw.device)
     parents = (draw.uniform(batch, count) * (at + 1)).floor().int() - 1  # -1 to the candidate before

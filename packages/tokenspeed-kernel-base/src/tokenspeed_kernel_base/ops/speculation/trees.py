@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.cases import Draw, absent_ids
 from tokenspeed_kernel_base.checks import INTS, Checker
 
 
@@ -46,6 +46,22 @@ def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
     parents[:, 0] = -1
     parents[::3, nodes - nodes // 3 :] = -1
     return parents
+
+
+def absent_nodes(draft_tokens: Tensor, parents: Tensor | None, vocab: int | None = None) -> dict[str, Tensor]:
+    """For ``vary`` hooks: other tokens and parents of nodes that are not there, and of the root, whose own are not looked at.
+
+    vocab: tokens from it on, too, say that a node is not there.
+    """
+    nodes = draft_tokens.shape[1]
+    at = torch.arange(nodes, device=draft_tokens.device)
+    absent = (draft_tokens < 0) | (at == 0)
+    if vocab is not None:
+        absent = absent | (draft_tokens >= vocab)
+    if parents is None:
+        return {"draft_tokens": absent_ids(draft_tokens, absent, vocab)}
+    without = (parents < 0) | (parents >= at)
+    return {"draft_tokens": absent_ids(draft_tokens, absent | without, vocab), "parents": absent_ids(parents, without, nodes)}
 
 
 def check_drafts(check: Checker, draft_tokens: Tensor, parents: Tensor | None) -> None:

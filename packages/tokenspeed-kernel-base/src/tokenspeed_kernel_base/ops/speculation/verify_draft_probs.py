@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.sampling.philox import uniform_of
-from tokenspeed_kernel_base.ops.speculation.trees import chain, check_drafts, draw_parents, made_paths
+from tokenspeed_kernel_base.ops.speculation.trees import absent_nodes, chain, check_drafts, draw_parents, made_paths
 from tokenspeed_kernel_base.variation import Variation, Want
 
 PROBABILITY_BITS = 40
@@ -55,13 +55,17 @@ def verify_draft_probs(
     target. A sequence without temperature has target probabilities of 1 and 0.
 
     Every kernel draws the same tokens from the same numbers. In float64, ``r = max(a * p - b * q, 0)`` with a = 1 and b = 0 to
-    begin with; each product and the difference are rounded. Sums of r are sums of multiples of 2^-40, to which each r is
-    rounded, of two to the even one. Child i is accepted where ``u * q(x) < r(x)``, with u the random number i of
-    `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i); at a rejection 1 is added to b. Before another
-    child is looked at then, a and b are divided by the sum of r over the vocabulary. The last token is the first at which the
-    sum of r exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the vocabulary, both in units of 2^-40.
-    Where a sum over the vocabulary is 0, which after a rejection only rounding can bring about, a and b become 1 and 0 instead;
-    where S is 0 then, the token is 0.
+    begin with; each product and the difference are rounded, and a result that is NaN or infinite counts as 0. Sums of r are sums
+    of multiples of 2^-40, to which each r is rounded, of two to the even one. Child i is accepted where ``u * q(x) < r(x)``, with
+    u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i); at a rejection 1 is added
+    to b. Before another child is looked at then, a and b are divided by the sum of r over the vocabulary. The last token is the
+    first at which the sum of r exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the vocabulary, both in
+    units of 2^-40. Where a sum over the vocabulary is 0, which after a rejection only rounding or NaN can bring about, a and b
+    become 1 and 0 instead; where S is 0 then, the token is 0.
+
+    NaN and infinity therefore stand for no probability. A token whose target probability is one of them is neither accepted nor
+    drawn at that node. A token whose draft probability is one of them is not accepted, nor drawn after a rejection. Where all draft
+    probabilities are NaN, a sample of the target is emitted. Where all target probabilities are NaN, token 0 is emitted.
 
     Nodes are those of a tree: node 0 is the root, the last token that is known; ``parents[i]`` is the node that node i continues,
     and is less than i. A node whose parent is not among 0 to i - 1, -1 for one, is not there; nor is one with a draft token outside
@@ -69,8 +73,8 @@ def verify_draft_probs(
 
     Args:
         target_probs: float32 ``[batch, nodes, vocab]``, vocab in 1 to 2^22: the target's distribution after each node, temperature,
-            top-k and top-p applied. Rows are not negative and sum to 1. Those of nodes that are not reached are not read. May be
-            strided, with vocab of stride 1.
+            top-k and top-p applied, as `top_k_top_p_probs` makes it. Rows are not negative and sum to 1. Those of nodes that are
+            not reached are not read. May be strided, with vocab of stride 1.
         draft_probs: float32 ``[batch, inner, vocab]``, inner at most nodes: the distribution that the children of each node were
             drawn from. Rows of nodes without children are not read, and nodes from inner on have none: of a chain, ``nodes - 1``
             rows will do. As strided as target_probs.
@@ -121,7 +125,8 @@ def verify_draft_probs(
         """r of every sequence."""
         q = draft_probs[rows, node.clamp(max=max(inner - 1, 0))] if inner else torch.zeros_like(target_probs[:, 0])
         taken = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
-        return (a.unsqueeze(1) * target_probs[rows, node].double() - taken).clamp(min=0)
+        r = a.unsqueeze(1) * target_probs[rows, node].double() - taken
+        return torch.where((r > 0) & r.isfinite(), r, 0.0)
 
     for child in range(1, nodes):
         tried = there[:, child] & (tree[:, child] == node)
@@ -251,6 +256,22 @@ def _nothing_left(draw: Draw) -> dict[str, Any]:
     return arguments
 
 
+def _not_finite(draw: Draw) -> dict[str, Any]:
+    """NaN and infinity among the probabilities of tokens, drafted ones too, and rows of nothing else: of a node, and of all."""
+    arguments = _inputs(24, 5, 50, inner=4)(draw)
+    target, drafts = arguments["target_probs"], arguments["draft_probs"]
+    drafted = arguments["draft_tokens"][:, 1:2]
+    target[:6, 0, 3::7], drafts[:6, 0, 5::7] = torch.nan, torch.nan
+    target[6:9, 0], drafts[9:12, 0] = torch.nan, torch.nan
+    target[12:14, 0].scatter_(1, drafted[12:14], torch.nan)
+    drafts[14:16, 0].scatter_(1, drafted[14:16], torch.nan)
+    target[16:18, 0].scatter_(1, drafted[16:18], torch.inf)
+    drafts[18:20, 0].scatter_(1, drafted[18:20], torch.inf)
+    target[20:22], drafts[20:22] = torch.nan, torch.nan
+    target[22:, :, ::2] = -torch.inf
+    return arguments
+
+
 @verify_draft_probs.cases
 def _() -> list[Case]:
     return [
@@ -264,6 +285,7 @@ def _() -> list[Case]:
         Case("a rejection leaves nothing", _nothing_left),
         Case("several spans of vocabulary", _inputs(3, 4, 9001, tree=False)),
         Case("a tree, several spans of vocabulary", _inputs(4, 12, 6007, warmth=1.0)),
+        Case("probabilities that are not finite", _not_finite),
         Case("no sequences", _inputs(0, 3, 10)),
         Case("deepseek-v3, one draft, 64 sequences", _inputs(64, 2, 129280, tree=False, inner=1), large=True),
         Case("gpt-oss-120b, a chain of 4, 16 sequences", _inputs(16, 5, 201088, tree=False, inner=4), large=True),
@@ -274,9 +296,9 @@ def _() -> list[Case]:
 
 @verify_draft_probs.vary
 def _(variation: Variation, target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, parents: Tensor | None) -> Any:
-    if variation.want is Want.UNUSED:
-        return {}
     batch, nodes, vocab = target_probs.shape
+    if variation.want is Want.UNUSED:
+        return absent_nodes(draft_tokens, parents, vocab)
     tree, inner = parents is not None, draft_probs.shape[1]
     return _inputs(batch, nodes, vocab, tree, inner=inner, dtype=draft_tokens.dtype)(variation.draw)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.speculation.trees import chain, check_drafts, draw_parents, made_paths
+from tokenspeed_kernel_base.ops.speculation.trees import absent_nodes, chain, check_drafts, draw_parents, made_paths
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -151,7 +151,7 @@ def _() -> list[Case]:
 @verify_draft_tokens.vary
 def _(variation: Variation, draft_tokens: Tensor, parents: Tensor | None) -> dict[str, Tensor]:
     if variation.want is Want.UNUSED:
-        return {}
+        return absent_nodes(draft_tokens, parents)
     batch, nodes = draft_tokens.shape
     return _inputs(batch, nodes, tree=parents is not None, dtype=draft_tokens.dtype)(variation.draw)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Draw, poisoned
+from tokenspeed_kernel_base.cases import Draw, absent_ids, poisoned
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -188,7 +188,8 @@ def vary_prefill(
     draw, batch = variation.draw, len(state_slots)
     initial = None if has_initial_state is None else True
     if variation.want is Want.UNUSED:
-        return {"states": _poisoned(states, state_slots[_started(state_slots, has_initial_state)])}
+        changed = _poisoned(states, state_slots[_started(state_slots, has_initial_state)])
+        return {"states": changed, "state_slots": absent_ids(state_slots, state_slots < 0)}
     if variation.want is Want.CAPTURED:
         lengths, padding = variation.parts("lengths", batch, tokens), min(batch, variation.values("padding", 1, 0)[0])
         slots = min(states.shape[0], batch)
@@ -204,7 +205,11 @@ def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, outpu
     """The ``vary`` hook of a decode, whose ``work`` hook is `padding_of`."""
     draw, batch, tokens = variation.draw, len(state_slots), None if output_slots is None else output_slots.shape[1]
     if variation.want is Want.UNUSED:
-        return {"states": _poisoned(states, state_slots[state_slots >= 0])}
+        changed = {
+            "states": _poisoned(states, state_slots[state_slots >= 0]),
+            "state_slots": absent_ids(state_slots, state_slots < 0),
+        }
+        return changed if output_slots is None else {**changed, "output_slots": absent_ids(output_slots, output_slots < 0)}
     slots, written = states.shape[0], 1 if tokens is None else tokens
     padding = 0
     if variation.want is Want.CAPTURED:

@@ -15,7 +15,7 @@ size = cute.sym_int
 
 
 def rows(dtype: str, *shape: Any) -> Any:
-    """A tensor of 16-bit numbers whose last axis is contiguous. Rows begin at multiples of 16 bytes, as bulk copies need."""
+    """A tensor of 16-bit or float32 numbers, the last axis contiguous. Rows begin at multiples of 16 bytes, as bulk copies need."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in shape[:-1])
     return make_fake_tensor(dtype_of(dtype), shape, (*strides, 1), assumed_align=16)
 

@@ -21,8 +21,8 @@ LEAST_EXPONENT = 27  # smaller numbers, and zeros, would need a factor that floa
 
 
 def dtype_of(name: str) -> type[Numeric]:
-    """CuteDSL's type of a name in `launch.DTYPES`."""
-    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[name]
+    """CuteDSL's type of a name in `launch.DTYPES`, or of ``"float32"``."""
+    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}[name]
 
 
 def _ptx_type(dtype: type[Numeric]) -> str:

@@ -9,11 +9,15 @@ met; the sum over slots is a kernel of its own, in the order of slots.
 
 Where pairs are few, instructions for weights take most of the time. There bfloat16 numbers are split into two float8_e4m3fn, which
 have all their bits, by a kernel before each product (`PARTS`). Then weights are multiplied as bytes, for which they are decoded
-with a third of the instructions, and scales are multiplied with sums over 32 of k.
+with a third of the instructions, and scales are multiplied with sums over 32 of k. Rows with outliers
+lose their small numbers. Where that is more than a quarter of a row's, one more kernel computes its tiles with 16-bit MMAs.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
 codes are multiplied in 16 bits (`moe_apply_rounded`).
+
+float16 has not the range for all results. Those of slots are float32. Where no limit keeps the activation in range, it is float32,
+too, and a kernel brings each row into float16's range by a power of two (`FITTED`).
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from tokenspeed_kernel_nvidia._rows import deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
+    FITTED,
+    MANY_COLUMNS,
     PARTS,
     PLAIN,
     RECORD,
@@ -52,12 +58,13 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     every_schedule,
     inputs_for,
     most_tiles,
+    repair_of,
     sorting_ctas,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
 
-_ROUNDED_BYTES = {CODES: 1, VALUES: 2, PARTS: 2}  # that a number takes
+_ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # that a number takes, of `PLAIN` where it is `FITTED`
 _ALIGNED = 256  # parts of the memory begin at multiples of so many bytes
 
 
@@ -94,38 +101,44 @@ class _Programs(NamedTuple):
 
     Attributes:
         schedules: sort pairs and cut them into tiles, by the CTAs that do.
-        rounding: for each kind of inputs, the programs that make those of both products, or None where rows are taken as they are.
+        rounding: for each kind of inputs, the program that makes those of each product, or None where rows are taken as they are.
         products: for each kind of inputs, both products.
+        repairs: both products of rows that numbers in parts do not hold, or none.
         combine: adds up the slots of each token.
         processors: how many CTAs a product has.
     """
 
     schedules: dict[int, Launch]
-    rounding: tuple[tuple[Launch, Launch] | None, ...]
+    rounding: tuple[tuple[Launch | None, Launch | None], ...]
     products: tuple[tuple[Launch, Launch], ...]
+    repairs: tuple[Launch, ...]
     combine: Launch
     processors: int
 
 
 @functools.cache
-def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], device: int) -> _Programs:
+def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, device: int) -> _Programs:
+    """Returns the programs of a call. ``wide``: whether the activation may exceed the range of ``dtype``."""
     name = DTYPES[dtype]
-    # The first splitting follows the schedule, which does not make its rows, and begins while that runs.
-    rounding: list[tuple[Launch, Launch] | None] = []
+    rounding: list[tuple[Launch | None, Launch | None]] = []
+    products: list[tuple[Launch, Launch]] = []
     for part, kind in enumerate(inputs):
-        if kind == PLAIN:
-            rounding.append(None)
-            continue
-        first = Rounding(name, kind, early=kind == PARTS and part == 0)
-        rounding.append((rounding_program(first), rounding_program(Rounding(name, kind))))
-    products = tuple(
-        (product_program(Product(name, True, columns, kind)), product_program(Product(name, False, columns, kind)))
-        for kind in inputs
-    )
+        first = second = None
+        taken = kind
+        if kind != PLAIN:
+            # The first splitting follows the schedule, which does not make its rows, and begins while that runs.
+            first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
+            second = rounding_program(Rounding(name, kind, wide=wide))
+        elif wide:
+            second, taken = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
+        rounding.append((first, second))
+        w13, w2 = Product(name, True, columns, kind, wide), Product(name, False, columns, taken, Combine(name).wide)
+        products.append((product_program(w13), product_program(w2)))
     return _Programs(
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
         tuple(rounding),
-        products,
+        tuple(products),
+        tuple(product_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
         combine_program(Combine(name)),
         multiprocessors(device),
     )
@@ -163,7 +176,8 @@ def moe_apply_many(
     """`moe_apply` on checked arguments, weights in the layout of `mxfp4_layout`.
 
     Args:
-        columns: the widest tile, one of those in `grouped_config`; chosen by the number of pairs if None.
+        columns: the widest tile, one of those in `grouped_config`; chosen by the number of pairs if None. Where float16 activations
+            may exceed their range it is at most `MANY_COLUMNS`.
         inputs: what the products take, of `grouped_config`'s; where there are several, each for some experts. If None, 16-bit
             numbers as they are given where ``columns`` is given, too, and otherwise by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that products of `CODES` compute, 0 for those of `VALUES`; None where there is one
@@ -177,15 +191,23 @@ def moe_apply_many(
     if inputs is None:
         inputs = (VALUES,)
         if plan.activation_dtype == "none":
-            inputs = (PLAIN,) if columns else inputs_for(DTYPES[x.dtype], pairs, experts)
+            plain = columns or plan.exact_activations
+            inputs = (PLAIN,) if plain else inputs_for(DTYPES[x.dtype], pairs, experts)
+    wide = plan.wide_activations
     columns = columns or columns_for(pairs, experts, inputs)
-    programs = _programs_of(x.dtype, columns, inputs, x.get_device())
+    if wide:
+        columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
+    programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
     # Rows that are rounded, those of both products in turn, for each kind of inputs.
     most = max(tokens * hidden, pairs * between)
-    lengths = [pairs * between * 2, pairs * hidden * 2, pairs * 4, pairs * 4, tiles * RECORD * 4, 4, pairs * 4]
-    memory = _Memory(x.device, lengths + [most * _ROUNDED_BYTES.get(kind, 0) for kind in inputs])
-    activated, results = memory.rows(0, x.dtype, pairs, between), memory.rows(1, x.dtype, pairs, hidden)
+    activated_as = torch.float32 if wide else x.dtype
+    results_as = torch.float32 if x.dtype == torch.float16 else x.dtype
+    lengths = [pairs * between * activated_as.itemsize, pairs * hidden * results_as.itemsize]
+    lengths += [pairs * 4, pairs * 4, tiles * RECORD * 4, 4, pairs * 4]
+    needed = [most * _ROUNDED_BYTES[kind] if kind != PLAIN or wide else 0 for kind in inputs]
+    memory = _Memory(x.device, lengths + needed)
+    activated, results = memory.rows(0, activated_as, pairs, between), memory.rows(1, results_as, pairs, hidden)
     sources, positions, tiles_at, tile_count, scales = (memory.at(part) for part in range(2, 7))
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
@@ -199,12 +221,15 @@ def moe_apply_many(
     ):
         for part, (kind, rounding, products) in enumerate(zip(inputs, programs.rounding, programs.products, strict=True)):
             taken = rows
-            if rounding is not None:
+            if (launch := rounding[second]) is not None:
                 count, k = rows.shape
-                taken_dtype = x.dtype if kind == VALUES else torch.uint8
+                taken_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
                 taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
-                rounding[second](rows, taken, scales)
-            products[second](taken, result, weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu)
+                launch(rows, taken, scales)
+            behind = weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu
+            products[second](taken, result, *behind)
+            for repair in programs.repairs[second : second + 1]:
+                repair(rows, result, *behind)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
     return deliver(written, out)

@@ -13,7 +13,15 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_floats, load_int, pack, store_words, widened
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    dtype_of,
+    float_of,
+    load_floats,
+    load_int,
+    pack,
+    store_words,
+    widened,
+)
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Combine
 
 THREADS = 256
@@ -30,7 +38,7 @@ def fake_arguments(config: Combine) -> tuple[Any, ...]:
     """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens, hidden = size(), size(divisibility=32)
-    results, out = rows(config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
+    results, out = rows("float32" if config.wide else config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
     return results, out, *(Int64(0) for _ in range(2)), Int32(0), arguments.stream()
 
 
@@ -39,10 +47,10 @@ class Slots:
     """The results that are added up and where the sums go, as addresses.
 
     Attributes:
-        results, result_stride: 16-bit, one row a sorted pair, and elements from one to the next.
+        results, result_stride: 16-bit, or float32 where `Combine.wide`, one row a sorted pair, and elements from one to the next.
         positions: int32 ``[tokens, top_k]``, the row of each pair, or -1.
         weights: float32 ``[tokens, top_k]``.
-        out, out_stride: like results, one row a token.
+        out, out_stride: 16-bit, one row a token, and elements from one to the next.
         tokens, top_k, hidden: sizes.
     """
 
@@ -62,6 +70,8 @@ class CombineSlots:
 
     def __init__(self, config: Combine):
         self.dtype = dtype_of(config.dtype)
+        self.wide = config.wide
+        self.words = NUMBERS if config.wide else NUMBERS // 2  # that a thread has of a slot
 
     @cute.jit
     def __call__(
@@ -99,7 +109,7 @@ class CombineSlots:
             totals = cute.make_rmem_tensor((NUMBERS,), Float32)
             totals.fill(0.0)
             for first in cutlass.range(0, slots.top_k, AT_ONCE, unroll=1):
-                words = cute.make_rmem_tensor((AT_ONCE, NUMBERS // 2), Uint32)
+                words = cute.make_rmem_tensor((AT_ONCE, self.words), Uint32)
                 weights = cute.make_rmem_tensor((AT_ONCE,), Float32)
                 present = cute.make_rmem_tensor((AT_ONCE,), Int32)
                 for each in cutlass.range_constexpr(AT_ONCE):
@@ -109,16 +119,17 @@ class CombineSlots:
                         present[each] = load_int(slots.positions + at, False)
                         if present[each] >= 0:  # what others have is not even defined
                             weights[each] = load_floats("global", slots.weights + at, 1)
-                            row = slots.results + (Int64(present[each]) * slots.result_stride + feature) * 2
-                            loaded = load_words("global", row, NUMBERS // 2)
-                            for word in cutlass.range_constexpr(NUMBERS // 2):
-                                words[each, word] = loaded[word]
+                            row = slots.results + (Int64(present[each]) * slots.result_stride + feature) * (4 if self.wide else 2)
+                            for first_word in cutlass.range_constexpr(0, self.words, 4):
+                                loaded = load_words("global", row + 4 * first_word, 4)
+                                for word in cutlass.range_constexpr(4):
+                                    words[each, first_word + word] = loaded[word]
                 for each in cutlass.range_constexpr(AT_ONCE):
                     if present[each] >= 0:
-                        for word in cutlass.range_constexpr(NUMBERS // 2):
-                            low, high = widened(self.dtype, words[each, word])
-                            totals[2 * word] += weights[each] * low
-                            totals[2 * word + 1] += weights[each] * high
+                        for word in cutlass.range_constexpr(self.words):
+                            numbers = [float_of(words[each, word])] if self.wide else widened(self.dtype, words[each, word])
+                            for at in cutlass.range_constexpr(len(numbers)):
+                                totals[len(numbers) * word + at] += weights[each] * numbers[at]
             packed = [pack(self.dtype, totals[2 * word], totals[2 * word + 1]) for word in range(NUMBERS // 2)]
             at = slots.out + (Int64(token) * slots.out_stride + feature) * 2
             store_words(at, packed)

@@ -23,8 +23,12 @@ RECORD = 4  # numbers that the schedule has of a tile
 # Inputs of the products: rows as they are given (`PLAIN`), or rounded to float8_e4m3fn with a scale for each row, as codes or as
 # the 16-bit values that the codes stand for; or split into two float8_e4m3fn that have all bits of a bfloat16 (`PARTS`).
 PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
+# What float32 rows become that may exceed float16: float16 with a power of two for each row. The MMAs take them as `VALUES`.
+FITTED = "fitted"
 SPLIT = 2  # codes that a number of `PARTS` is split into
 REST = 16.0  # what the second one is divided by
+# Numbers that are scaled to less than 256 have an error below this. Rows where more numbers than one of so many have are repaired.
+EXACT_FROM, SMALL_SHARE = 2.0**-6, 4
 
 
 @dataclass(frozen=True)
@@ -116,13 +120,17 @@ class Product:
         dtype: the name of the activations' dtype.
         gated: whether it is the first product, which gathers tokens and activates.
         columns: the most columns that a tile has.
-        inputs: `PLAIN`, `CODES` or `VALUES`.
+        inputs: `PLAIN`, `CODES`, `VALUES` or `PARTS`.
+        wide: whether results are stored as float32, because float16 may overflow.
+        repairs: whether it computes only tiles with columns that `PARTS` do not hold, once more. Their scales are negative.
     """
 
     dtype: str
     gated: bool
     columns: int
     inputs: str = PLAIN
+    wide: bool = False
+    repairs: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -251,18 +259,20 @@ class Product:
 
 @dataclass(frozen=True)
 class Rounding:
-    """A program that rounds rows to float8_e4m3fn, with a scale each.
+    """A program that rounds rows to float8_e4m3fn or float16, with a scale each.
 
     Attributes:
-        dtype: the name of the rows' dtype.
-        result: `CODES`, or `VALUES`, which are of that dtype, or `PARTS`, for which the dtype must be bfloat16.
+        dtype: the name of the activations' dtype.
+        result: `CODES`, or `VALUES`, which are of that dtype, or `PARTS`, for which the dtype must be bfloat16, or `FITTED`.
         early: whether the kernel before has nothing to do with the rows, and had waited for all before it when it let this one
             begin: then rows are rounded while it runs, and it is waited for at the end.
+        wide: whether the rows are float32.
     """
 
     dtype: str
     result: str
     early: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,6 +284,11 @@ class Combine:
     """
 
     dtype: str
+
+    @property
+    def wide(self) -> bool:
+        """Returns whether results are float32: float16 has not the range for them."""
+        return self.dtype == "float16"
 
 
 def inputs_for(dtype: str, pairs: int, experts: int) -> tuple[str, ...]:
@@ -315,14 +330,30 @@ def every_schedule() -> list[Schedule]:
 
 def every_product() -> list[Product]:
     """Returns the configurations of all products that are served."""
-    every = itertools.product(DTYPES.values(), (True, False), SERVED)
-    products = [Product(dtype, gated, columns, inputs) for dtype, gated, inputs in every for columns in SERVED[inputs]]
-    return [product for product in products if product.inputs != PARTS or product.dtype == "bfloat16"]
+    every = itertools.product(DTYPES.values(), (True, False), SERVED, (False, True))
+    products = [Product(dtype, gated, columns, kind, wide) for dtype, gated, kind, wide in every for columns in SERVED[kind]]
+    repairs = [repair_of("bfloat16", gated) for gated in (True, False)]
+    return [product for product in products if _is_served(product)] + repairs
+
+
+def repair_of(dtype: str, gated: bool) -> Product:
+    """Returns the product that computes what `PARTS` do not hold. Its tiles have at most `SPLIT_COLUMNS` columns."""
+    return Product(dtype, gated, FEWEST_COLUMNS, repairs=True)
+
+
+def _is_served(product: Product) -> bool:
+    """Slots of float16 are always wide. Activations are where no limit keeps them within its range, in tiles that `VALUES` has."""
+    if product.dtype == "bfloat16":
+        return not product.wide
+    if product.gated:
+        return product.inputs != PARTS and not (product.wide and product.columns > MANY_COLUMNS)
+    return product.inputs != PARTS and product.wide
 
 
 def every_rounding() -> list[Rounding]:
     """Returns the configurations of all programs that round that are served."""
     every = [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)]
+    every += [Rounding("float16", result, wide=True) for result in (CODES, VALUES, FITTED)]
     return every + [Rounding("bfloat16", PARTS, early) for early in (False, True)]
 
 

@@ -29,7 +29,7 @@ def host(config: Product) -> Any:
 def fake_arguments(config: Product) -> tuple[Any, ...]:
     """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
-    out = rows(config.dtype, size(), size(divisibility=32))
+    out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
     given = arguments.byte_rows(*shape) if config.bytewise else rows(config.dtype, *shape)
     addresses = (Int64(0) for _ in range(6))
@@ -58,8 +58,8 @@ class GroupedProduct(Loader, Consumers):
         stream: cuda.CUstream,
     ):
         call = Call(
-            weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], row_scales, exact, sources, tiles, tile_count,
-            out.iterator.toint(), out.stride[0], alpha, limit, beta,
+            weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], rows.shape[0], row_scales, exact, sources, tiles,
+            tile_count, out.iterator.toint(), out.stride[0], alpha, limit, beta,
         )  # fmt: skip
         self.kernel(call).launch(
             grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
@@ -78,13 +78,25 @@ class GroupedProduct(Loader, Consumers):
                 for stage in cutlass.range_constexpr(c.column_stages):
                     column_pipe.full.init(stage, 32 * COLUMN_WARPS)
                     column_pipe.empty.init(stage, c.warps)
+                if const_expr(c.repairs):
+                    storage.scales.data_ptr()[0] = Float32(0.0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one
         # begins: that one need only wait before it reads columns and their scales, and weights are on their way before.
-        if const_expr(c.gated):
+        if const_expr(c.gated or c.repairs):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(c.repairs):
+            if self.any_beyond(call, storage):
+                self.work(call, storage, warp)
+        else:
+            self.work(call, storage, warp)
+
+    @cute.jit
+    def work(self, call: Call, storage: Any, warp: Int32):
+        """Does what a warp's role is."""
+        c = self.config
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:

@@ -428,11 +428,14 @@ class Consumers(WarpProducts, PanelProducts):
         width: cutlass.Constexpr[int],
     ):
         """Stores the results of a warpgroup's panel, whose first strip is ``strip``."""
-        if const_expr(self.config.gated):
+        staged = not self.config.wide
+        if const_expr(not staged):
+            self.store_wide(call, item, acc, heads, scales_at, thread, strip, width)
+        elif const_expr(self.config.gated):
             self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
         else:
             self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
-        if const_expr(-(-width // CHUNK) % 2 == 1):  # what follows begins with the buffer that others may still read
+        if const_expr(staged and -(-width // CHUNK) % 2 == 1):  # what follows begins with the buffer that others may still read
             self.sync_warpgroup(wg)
 
     # -- results ---------------------------------------------------------------------------------------------------------------
@@ -453,19 +456,13 @@ class Consumers(WarpProducts, PanelProducts):
     ):
         """Activates gates and ups, and stores a feature for each pair of them."""
         lane, warp = thread % 32, thread % 128 // 32
-        scale = -LOG2_E * call.alpha
         for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
             words = []
             for j in cutlass.range_constexpr(CHUNK // 8):
                 at = 4 * (chunk * (CHUNK // 8) + j)
                 if const_expr(at < width // 2):
-                    results = []
                     factors = self.factors(heads, scales_at, at)
-                    for column in cutlass.range_constexpr(2):
-                        gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
-                        gate, up = at_most(gate, call.limit), at_most(up, call.limit)
-                        up = at_least(up, -call.limit)
-                        results.append((up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(scale * gate)))
+                    results = [self.activated(call, acc, heads, factors, at, column) for column in range(2)]
                     words.append(pack(self.dtype, *results))
                 else:
                     words.append(words[0])  # of columns beyond the tile's, which nobody stores
@@ -514,6 +511,42 @@ class Consumers(WarpProducts, PanelProducts):
                 place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
                 inside = strip + piece // 2 < call.strips
                 self.store_piece(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
+
+    @cute.jit
+    def store_wide(
+        self,
+        call: Call,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores float32 results from registers: eight lanes have 32 neighbouring bytes of a column."""
+        strip += thread % 128 // 32
+        rows = 1 if self.config.gated else 2
+        feature = strip * (rows * STRIP // 2) + thread % 32 // 4
+        for eight in cutlass.range_constexpr(width // 8):
+            factors = self.factors(heads, scales_at, 4 * eight)
+            for each in cutlass.range_constexpr(2):
+                column = 8 * eight + thread % 4 * 2 + each
+                if const_expr(self.config.gated):
+                    results = [self.activated(call, acc, heads, factors, 4 * eight, each)]
+                else:
+                    results = [self.result(acc, heads, factors, 4 * eight, r, each) for r in range(2)]
+                if strip < call.strips and column < item.count:
+                    at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 4
+                    for r in cutlass.range_constexpr(rows):
+                        store_floats("global", at + r * (STRIP // 2 * 4), [results[r]])
+
+    def activated(self, call: Call, acc: list, heads: list, factors: list, at: int, column: int) -> Float32:
+        """Returns the activation of a gate and an up."""
+        gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
+        gate, up = at_most(gate, call.limit), at_most(up, call.limit)
+        up = at_least(up, -call.limit)
+        return (up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * call.alpha * gate))
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
         """Returns a number of the product, with its bias."""

@@ -1,4 +1,5 @@
-"""The device code of `grouped` that rounds rows to float8_e4m3fn with a scale each, as `quantize_fp8` does for tokens."""
+"""The device code of `grouped` that rounds rows to float8_e4m3fn with a scale each, as `quantize_fp8` does for tokens, or fits them
+into float16's range."""
 
 # mypy: ignore-errors
 
@@ -14,8 +15,25 @@ from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack_fp8, store_floats, store_words, widened
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, REST, ROUNDED_TOGETHER, Rounding
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    dtype_of,
+    float_of,
+    pack,
+    pack_fp8,
+    store_floats,
+    store_words,
+    widened,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
+    CODES,
+    EXACT_FROM,
+    FITTED,
+    PARTS,
+    REST,
+    ROUNDED_TOGETHER,
+    SMALL_SHARE,
+    Rounding,
+)
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -38,7 +56,7 @@ def fake_arguments(config: Rounding) -> tuple[Any, ...]:
         result = arguments.byte_rows(count, k)
     elif config.result == PARTS:
         result = arguments.byte_rows(size(), k)
-    return rows(config.dtype, count, k), result, Int64(0), arguments.stream()
+    return rows("float32" if config.wide else config.dtype, count, k), result, Int64(0), arguments.stream()
 
 
 @dataclass(frozen=True)
@@ -46,10 +64,10 @@ class Rows:
     """The rows that are rounded and where the results go, as addresses.
 
     Attributes:
-        given, given_stride: 16-bit, and elements from one row to the next.
+        given, given_stride: 16-bit, or float32 where `Rounding.wide`, and elements from one row to the next.
         result, result_stride: receives codes, bytes, or values like those given; of numbers that are split, the first codes of
             a row are a row, and the second ones the next.
-        scales: float32, receives one for each row.
+        scales: float32, receives one for each row, negative for rows of too many numbers that parts do not hold.
         k: numbers of a row.
     """
 
@@ -67,6 +85,8 @@ class RoundRows:
     def __init__(self, config: Rounding):
         self.config = config
         self.dtype = dtype_of(config.dtype)
+        self.number_bytes = 4 if config.wide else 2
+        self.words = ROUNDED_TOGETHER * self.number_bytes // 4  # of a group
 
     @cute.jit
     def __call__(self, given: cute.Tensor, result: cute.Tensor, scales: Int64, stream: cuda.CUstream):
@@ -79,16 +99,17 @@ class RoundRows:
         @cute.struct
         class Storage:
             largest: cute.struct.MemRange[Uint32, WARPS]
+            small: cute.struct.MemRange[Int32, WARPS]
 
         storage = SmemAllocator().allocate(Storage)
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         groups = rows.k // ROUNDED_TOGETHER
-        given = rows.given + Int64(row) * (2 * rows.given_stride)
+        given = rows.given + Int64(row) * (self.number_bytes * rows.given_stride)
         if const_expr(not self.config.early):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        kept = cute.make_rmem_tensor((KEPT, ROUNDED_TOGETHER // 2), Uint32)
+        kept = cute.make_rmem_tensor((KEPT, self.words), Uint32)
         kept.fill(0)
         # Bits of magnitudes sort as the magnitudes do, with NaN the largest.
         largest = Uint32(0)
@@ -98,7 +119,7 @@ class RoundRows:
                 self.read(given, group, kept[turn, None])
             largest = self.largest_of(kept[turn, None], largest)
         for group in cutlass.range(KEPT * THREADS + thread, groups, THREADS, unroll=1):
-            words = cute.make_rmem_tensor((ROUNDED_TOGETHER // 2,), Uint32)
+            words = cute.make_rmem_tensor((self.words,), Uint32)
             self.read(given, group, words)
             largest = self.largest_of(words, largest)
         for shift in cutlass.range_constexpr(5):
@@ -112,65 +133,98 @@ class RoundRows:
         amax = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[largest])
         scale = Float32(0.0)
         if const_expr(self.config.result == PARTS):
-            scale = power_below(amax)
+            scale = power_below(amax, 7)
+        elif const_expr(self.config.result == FITTED):
+            scale = power_below(amax, 14)
         else:
             scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
-        if thread == 0:
-            store_floats("global", rows.scales + Int64(row) * 4, [scale])
+        small = Int32(0)  # numbers that parts do not hold
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
             if group < groups:
-                self.write(rows, row, group, kept[turn, None], scale)
+                small += self.write(rows, row, group, kept[turn, None], scale)
         for group in cutlass.range(KEPT * THREADS + thread, groups, THREADS, unroll=1):
-            words = cute.make_rmem_tensor((ROUNDED_TOGETHER // 2,), Uint32)
+            words = cute.make_rmem_tensor((self.words,), Uint32)
             self.read(given, group, words)
-            self.write(rows, row, group, words, scale)
+            small += self.write(rows, row, group, words, scale)
+        stored = scale
+        if const_expr(self.config.result == PARTS):
+            small = cute.arch.warp_redux_sync(small, "add")
+            counts = storage.small.data_ptr()
+            if thread % 32 == 0:
+                counts[thread // 32] = small
+            cute.arch.sync_threads()
+            small = Int32(0)
+            for warp in cutlass.range_constexpr(WARPS):
+                small += counts[warp]
+            if small * SMALL_SHARE > rows.k:
+                stored = -scale
+        if thread == 0:
+            store_floats("global", rows.scales + Int64(row) * 4, [stored])
         if const_expr(self.config.early):
             cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def read(self, given: Int64, group: Int32, words: cute.Tensor):
-        """Reads a group of a row's numbers, two a word."""
-        for half in cutlass.range_constexpr(2):
-            loaded = load_words("global", given + Int64(group) * (2 * ROUNDED_TOGETHER) + half * 16, 4)
+        """Reads a group of a row's numbers."""
+        for first in cutlass.range_constexpr(0, self.words, 4):
+            loaded = load_words("global", given + Int64(group) * (4 * self.words) + first * 4, 4)
             for at in cutlass.range_constexpr(4):
-                words[4 * half + at] = loaded[at]
+                words[first + at] = loaded[at]
+
+    def numbers_of(self, word: Uint32) -> Any:
+        """Returns the numbers of a word, as float32: two of 16 bits, or one."""
+        return [float_of(word)] if self.config.wide else widened(self.dtype, word)
 
     @cute.jit
     def largest_of(self, words: cute.Tensor, largest: Uint32) -> Uint32:
         """Returns the bits of the largest magnitude so far, as float32."""
-        for at in cutlass.range_constexpr(ROUNDED_TOGETHER // 2):
-            for number in widened(self.dtype, words[at]):
+        for at in cutlass.range_constexpr(self.words):
+            for number in self.numbers_of(words[at]):
                 bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[number])
                 largest = cutlass.max(largest, bits & 0x7FFFFFFF)
         return largest
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Rounds or splits some numbers, and stores what they become."""
+        """Rounds or splits some numbers, and stores what they become. Returns how many of them parts do not hold."""
+        small = Int32(0)
         if const_expr(self.config.result == PARTS):
-            self.write_parts(rows, row, group, words, scale)
+            small = self.write_parts(rows, row, group, words, scale)
+        elif const_expr(self.config.result == FITTED):
+            self.write_fitted(rows, row, group, words, scale)
         else:
             self.write_rounded(rows, row, group, words, scale)
+        return small
+
+    def scaled(self, words: cute.Tensor, scale: Float32) -> list:
+        """Returns the numbers of a group, divided by the scale of their row."""
+        return [divided(number, scale) for word in range(self.words) for number in self.numbers_of(words[word])]
+
+    @cute.jit
+    def write_fitted(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
+        """Stores some numbers as float16."""
+        at = rows.result + (Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER) * 2
+        numbers = self.scaled(words, scale)
+        pairs = [pack(self.dtype, numbers[first], numbers[first + 1]) for first in range(0, ROUNDED_TOGETHER, 2)]
+        for half in cutlass.range_constexpr(2):
+            store_words(at + 16 * half, pairs[4 * half : 4 * half + 4])
 
     @cute.jit
     def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Splits some numbers. Both codes have them in the order of `write_rounded`."""
+        """Splits some numbers. Both codes have them in the order of `write_rounded`. Returns how many codes do not hold."""
         at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
-        numbers = []
-        for word in cutlass.range_constexpr(ROUNDED_TOGETHER // 2):
-            numbers += [divided(number, scale) for number in widened(self.dtype, words[word])]
+        numbers = self.scaled(words, scale)
         parts = [split(*(numbers[2 * lane + place] for place in (0, 8, 1, 9))) for lane in range(4)]
         for part in cutlass.range_constexpr(2):
             store_words(at + part * rows.result_stride, [both[part] for both in parts])
+        return sum((is_small(number) for number in numbers), Int32(0))
 
     @cute.jit
     def write_rounded(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
         """Rounds some numbers. Codes are stored in the order in which products of bytes take them: see `decode_e5m2`."""
         at = Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER
-        numbers = []
-        for word in cutlass.range_constexpr(ROUNDED_TOGETHER // 2):
-            numbers += [divided(number, scale) for number in widened(self.dtype, words[word])]
+        numbers = self.scaled(words, scale)
         codes = []
         for lane in cutlass.range_constexpr(4):
             first = 2 * lane
@@ -208,13 +262,27 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-def power_below(x: Float32) -> Float32:
-    """Returns 2^-7 times the largest power of two that is at most ``x``: numbers become less than 256. NaN for NaN and infinity."""
+def power_below(x: Float32, octaves: int) -> Float32:
+    """Returns 2^-octaves times the largest power of two that is at most ``x``. NaN for NaN and infinity.
+
+    Numbers of a row whose largest is ``x`` become less than 2^(octaves + 1).
+    """
     return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b; .reg .pred p; mov.b32 a, {$r0}; shr.u32 b, a, 23; setp.eq.u32 p, b, 255; max.u32 b, b, 8;"
-        " sub.u32 b, b, 7; shl.b32 b, b, 23; selp.b32 b, 0x7FFFFFFF, b, p; mov.b32 {$w0}, b; }",
+        f"{{ .reg .b32 a, b; .reg .pred p; mov.b32 a, {{$r0}}; shr.u32 b, a, 23; setp.eq.u32 p, b, 255;"
+        f" max.u32 b, b, {octaves + 1}; sub.u32 b, b, {octaves}; shl.b32 b, b, 23; selp.b32 b, 0x7FFFFFFF, b, p;"
+        " mov.b32 {$w0}, b; }",
         write_only_types=[Float32],
         read_only_args=[x],
+    )
+
+
+def is_small(x: Float32) -> Int32:
+    """Returns 1 for a number that parts do not hold, 0 for others and for zero."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .f32 a; .reg .b32 b; abs.f32 a, {$r0}; setp.lt.f32 p, a, {$r1}; setp.gt.and.f32 p, a, 0f00000000, p;"
+        " selp.b32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[x, Float32(EXACT_FROM)],
     )
 
 

@@ -29,6 +29,7 @@ class Call:
         strips: of each expert.
         k: elements of a row of activations.
         rows, row_stride: the activations, and elements from one row to the next, a multiple of 8.
+        count: rows.
         row_scales: float32, of each row, or 0.
         exact: int32 ``[experts]``, or 0: 1 for those that programs with inputs of `CODES` compute, 0 for those that others do.
         sources: int32, the row of each column, for the first product.
@@ -43,6 +44,7 @@ class Call:
     k: Int32
     rows: Int64
     row_stride: Int64
+    count: Int32
     row_scales: Int64
     exact: Int64
     sources: Int64
@@ -77,7 +79,7 @@ class Item:
     Attributes:
         expert: whose weights.
         first: the first column, among those of all experts.
-        count: columns; 0 for those that another program computes.
+        count: columns; 0 for those that another program computes, or that need no repair.
         strip: the first strip.
     """
 
@@ -154,6 +156,23 @@ class Shapes:
         """Returns the number of the launch's items. The schedule must be there."""
         return load_int(call.tile_count, False) * self.row_tiles(call)
 
+    def is_beyond(self, call: Call, row: Int32) -> Int32:
+        """Returns a negative number if `PARTS` do not hold a row: its scale is negative."""
+        return Int32(load_int(call.row_scales + Int64(row) * 4, False) & Int32(-(1 << 31)))
+
+    @cute.jit
+    def any_beyond(self, call: Call, storage: Any):
+        """Says whether there is a row that `PARTS` do not hold. All threads of a CTA call it."""
+        thread, _, _ = cute.arch.thread_idx()
+        beyond = Int32(0)
+        for row in cutlass.range(thread, call.count, self.config.threads, unroll=4):
+            beyond |= self.is_beyond(call, row)
+        found = storage.scales.data_ptr()  # there are no scales in it, and it is 0
+        if cute.arch.vote_any_sync(beyond != 0):
+            found[0] = Float32(1.0)
+        cute.arch.sync_threads()
+        return found[0] != 0.0
+
     @cute.jit
     def read_item(self, call: Call, index: Int32) -> Item:
         """Returns an item. Every thread reads it for itself."""
@@ -165,4 +184,14 @@ class Shapes:
             if call.exact != 0:
                 if load_int(call.exact + Int64(expert) * 4, False) != (1 if self.is_fp8 else 0):
                     count = Int32(0)
+        if const_expr(self.config.repairs):
+            beyond = Int32(0)
+            lane = cute.arch.lane_idx()
+            if lane < count:
+                row = Int32(first) + lane
+                if const_expr(self.config.gated):
+                    row = load_int(call.sources + Int64(row) * 4, False)
+                beyond = self.is_beyond(call, row)
+            if not cute.arch.vote_any_sync(beyond != 0):
+                count = Int32(0)
         return Item(Int32(expert), Int32(first), count, (index - tile * row_tiles) * self.config.strips)

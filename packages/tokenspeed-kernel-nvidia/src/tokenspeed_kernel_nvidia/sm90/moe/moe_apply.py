@@ -31,6 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream import moe_apply_few
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 
 _NAME = "cutedsl_moe_apply_mxfp4"
+_ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
 _FEW = 16  # pairs an expert, on average, that are streamed: an entry has room for as many
 # Where `grouped` splits numbers, fewer are streamed: so many an expert, or in all. Microseconds of GPT-OSS-120B's layer on an H200,
 # streamed and grouped: 64 tokens, which are 2 pairs an expert and 256 in all, 359 and 396; 128: 508 and 447, 256: 501 and 453.
@@ -64,6 +65,8 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         return None
     if request.traits["fp8_activations"]:
         return "rows that are rounded are not streamed past"
+    if request.traits["exact_activations"]:
+        return "rows that are streamed past are split into float8 terms"
     return f"{pairs} pairs are more than a launch takes" if pairs > MAX_PAIRS else None
 
 
@@ -88,10 +91,13 @@ def _registered(name: str, priority: int, **traits: Any) -> Callable[[Callable[.
             "swiglu_limit": any,
             "swiglu_alpha_beta": any,
             "inexact_experts": any,  # they have 16-bit products
+            "wide_activations": any,
+            "exact_activations": any,
             **traits,
         },
         priority=priority,
         tags={"determinism"},
+        accuracy=_ACCURACY,
         weight_preprocessor=prepare_weights,
         tunables={"grouped": [False, True]},
         tunable_if=_suits_number_of_pairs,
@@ -111,14 +117,16 @@ def moe_apply(
 ) -> Tensor:
     """See the operator. Weights are in the layout that `prepare_weights` makes.
 
-    ``grouped``: whether pairs are sorted and cut into tiles, or streamed past; by their number if None. With fp8 activations they
-    always are.
+    ``grouped``: whether pairs are sorted and cut into tiles, or streamed past; by their number if None. With fp8 activations, and
+    where activations must be exact, they always are sorted.
     """
     _require_served(plan)
     if plan.activation_dtype == "fp8":
         return moe_apply_rounded(x, weights, topk_weights, topk_ids, plan, out)
     pairs = topk_ids.numel()
-    if grouped is None:
+    if plan.exact_activations:  # rows that are streamed past are split
+        grouped = True
+    elif grouped is None:
         grouped = not _is_streamed(DTYPES[x.dtype], pairs, plan.num_experts)
     launch = moe_apply_many if grouped else moe_apply_few
     return launch(x, weights, topk_weights, topk_ids, plan, out)

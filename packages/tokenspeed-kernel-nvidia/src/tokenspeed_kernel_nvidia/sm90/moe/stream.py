@@ -74,7 +74,7 @@ def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
     ctas = multiprocessors(device)
-    slots_at = -(-pairs * plan.intermediate_size * 2 // 256) * 256
+    slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
     nbytes = slots_at + pairs * plan.hidden_size * 4
     turns = turns_of(wanted_experts(pairs, plan.num_experts) * panels_of(2 * plan.intermediate_size) / ctas)
     counters = COUNTERS + entries_of(config, pairs, plan.num_experts)

@@ -51,6 +51,11 @@ class Config:
         return PARTS[self.dtype]
 
     @property
+    def wide(self) -> bool:
+        """Whether the results of the first product are float32: float16 has not the range for them."""
+        return self.dtype == "float16"
+
+    @property
     def layers(self) -> int:
         """The number of tiles of 8 columns that 4 pairs need."""
         return -(-self.parts // 2)

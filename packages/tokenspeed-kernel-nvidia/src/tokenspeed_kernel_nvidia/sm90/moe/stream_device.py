@@ -119,7 +119,8 @@ class Stream(Schedule, Consumers):
         call = Call(
             layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
             pipeline(storage.full, storage.empty), pipeline(storage.summed, storage.taken), storage.ring.data_ptr().toint(),
-            storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.factors.data_ptr().toint(),
+            storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.small.data_ptr().toint(),
+            storage.factors.data_ptr().toint(),
             storage.units.data_ptr(), storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(),
             storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
             storage.order.data_ptr(), storage.places.data_ptr(),

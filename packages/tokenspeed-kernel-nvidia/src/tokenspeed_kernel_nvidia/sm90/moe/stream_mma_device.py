@@ -37,7 +37,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     MAX_TOP_K,
     MULTIPLIERS,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, PREPARING_THREADS, REST, Rows, as_float, shared_int
+from tokenspeed_kernel_nvidia.sm90.moe.stream_exact_device import ExactSums
+from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, PREPARING_THREADS, REST, as_float, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     COMBINE,
     DONE,
@@ -47,11 +48,13 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     W2,
     W13,
     Call,
+    beyond_bit,
     entry_of,
     index_of,
     is_ahead,
     is_last,
     kind_of,
+    pair_of,
     place_of,
     rows_of,
 )
@@ -75,7 +78,7 @@ def scales_of(scales: Uint32) -> Any:
     return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
 
 
-class Consumers(Rows):
+class Consumers(ExactSums):
     """The part of the kernel that computes."""
 
     # -- products ----------------------------------------------------------------------------------------------------------------
@@ -226,8 +229,10 @@ class Consumers(Rows):
         other strip."""
         lane = cute.arch.lane_idx()
         pairs = cute.make_rmem_tensor((self.tiles,), Int32)
+        beyond = cute.make_rmem_tensor((self.tiles,), Int32)
         weights = cute.make_rmem_tensor((self.tiles,), Float32)
         pairs.fill(-1)
+        beyond.fill(0)
         weights.fill(0.0)
         known, done = Int32(-1), Int32(0)
         at = first_to_read()
@@ -240,9 +245,9 @@ class Consumers(Rows):
             if kind != END:
                 if rows_of(unit) != known:
                     known = rows_of(unit)
-                    self.load_pairs(call, unit, pairs, weights)
+                    self.load_pairs(call, unit, pairs, beyond, weights)
                 for strip in cutlass.range(warp - FINISH_WARP, PANEL_STRIPS, FINISHERS, unroll=1):
-                    self.finish_strip(call, at, unit, strip, lane, pairs, weights)
+                    self.finish_strip(call, at, unit, strip, lane, pairs, beyond, weights)
                 cute.arch.sync_warp()
                 if lane == 0:
                     call.partial.empty.arrive(at)
@@ -255,20 +260,32 @@ class Consumers(Rows):
             at = advance(at, BUFFERS)
 
     @cute.jit
-    def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, weights: cute.Tensor):
-        """Finds the pairs of this lane's columns, -1 where there is none, and for the second product their weights."""
+    def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
+        """Finds the pairs of this lane's columns, -1 where there is none, whether their rows are beyond what columns hold, and for
+        the second product their weights."""
         entry = entry_of(call.entries[index_of(unit)])
         for tile in cutlass.range_constexpr(self.tiles):
             column = tile * 4 + cute.arch.lane_idx() % 4
-            pairs[tile] = Int32(-1)
+            pairs[tile], beyond[tile] = Int32(-1), Int32(0)
             if column < entry.count:
-                pair = call.order[entry.first + column]
-                pairs[tile] = pair
+                place = call.order[entry.first + column]
+                pair = pair_of(place)
+                pairs[tile], beyond[tile] = pair, place & beyond_bit(unit)
                 if kind_of(unit) == W2:
                     weights[tile] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
 
     @cute.jit
-    def finish_strip(self, call: Call, at: Any, unit: Int32, strip: Int32, lane: Int32, pairs: cute.Tensor, weights: cute.Tensor):
+    def finish_strip(
+        self,
+        call: Call,
+        at: Any,
+        unit: Int32,
+        strip: Int32,
+        lane: Int32,
+        pairs: cute.Tensor,
+        beyond: cute.Tensor,
+        weights: cute.Tensor,
+    ):
         """Finishes a strip. Each lane has two rows of it."""
         layer = call.layer
         whole = place_of(unit) * PANEL_STRIPS + strip
@@ -283,15 +300,24 @@ class Consumers(Rows):
                     part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
                     upper += part[0]
                     lower += part[1]
+                if cute.arch.vote_any_sync(beyond[tile] != 0):
+                    for column in cutlass.range(4, unroll=1):
+                        if cute.arch.shuffle_sync(beyond[tile], column) != 0:
+                            exact = self.exact_sums(call, unit, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                            if lane % 4 == column:
+                                upper, lower = exact
                 upper = upper * factor + bias
                 lower = lower * factor8 + bias8
                 pair = pairs[tile]
                 if pair >= 0:
                     if first:
                         feature = whole * 8 + lane // 4
-                        to = call.activated + (Int64(pair) * layer.intermediate + feature) * 2
+                        place = Int64(pair) * layer.intermediate + feature
                         value = self.activate(call, upper, lower)
-                        store_half(to, pack(self.dtype, value, value))
+                        if const_expr(self.wide):
+                            store_floats("global", call.activated + place * 4, [value])
+                        else:
+                            store_half(call.activated + place * 2, pack(self.dtype, value, value))
                     else:
                         to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
                         place = Int64(pair) * layer.hidden + whole * 16 + lane // 4

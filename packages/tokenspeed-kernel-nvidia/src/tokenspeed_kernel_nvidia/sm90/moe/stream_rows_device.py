@@ -3,7 +3,8 @@
 Codes of weights become float8_e5m2 in fewer instructions than any 16-bit type, and products of that take bytes on both sides. So
 each row has two columns: its numbers rounded to four significant bits, and what is left of them, 32 times as large. float16 has
 more bits, and a third column for what is left then. A row is first multiplied by the power of 2 that brings its largest number to
-at least 128 and below 256. What the columns miss of a number is at most 2^-22 of the largest, of a float16 2^-27.
+at least 128 and below 256. What the columns miss of a number is at most 2^-22 of the largest; with three columns 2^-27, or 2^-12 of
+the number. Results of the first product are float32 where tokens are float16, because they may exceed its range.
 
 Columns lie as `wgmma` wants them without a swizzle: 16 elements of k of eight columns in 128 bytes, those of the other columns
 after them, and then the next 16 elements. Four pairs have the first two columns of each in one tile, and a third in the next. The
@@ -20,11 +21,23 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import widened
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, MULTIPLIERS
-from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import ROWS_AT_ONCE, W13, Call, Shapes, entry_of, index_of, kind_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
+    ROWS_AT_ONCE,
+    W13,
+    Call,
+    Shapes,
+    beyond_bit,
+    entry_of,
+    index_of,
+    kind_of,
+    pair_of,
+)
 
 CHUNK = 16  # elements of a row that a thread splits together; also the elements of k in a core matrix of `wgmma`
 CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
+SMALL_SHARE = 4  # of a row's numbers, as a divisor, may not be exact
 REST = 32.0  # the rest of a number is multiplied by this
 PREPARING = 2  # the named barrier of the warps that compute
 PREPARING_THREADS = 32 * MULTIPLIERS
@@ -73,10 +86,7 @@ class Rows(Shapes):
         for begin in cutlass.range(0, entry.count, ROWS_AT_ONCE, unroll=1):
             row = begin + half
             ahead = self.chunks_of_row(call, unit, entry, row + ROWS_AT_ONCE)
-            largest = numbers[0] & 0x7FFF7FFF
-            for word in cutlass.range_constexpr(1, len(numbers)):
-                largest = larger_halves(largest, numbers[word] & 0x7FFF7FFF)
-            largest = cute.arch.warp_redux_sync(Int32(cutlass.max(largest & 0xFFFF, largest >> 16)), "max")
+            largest = cute.arch.warp_redux_sync(self.largest_of(numbers), "max")
             # Two sets of maxima take turns, so that the next rows' need not wait until these have been read.
             maxima = shared_int(call.maxima + (begin // ROWS_AT_ONCE % 2 * ROWS_AT_ONCE + half) * (4 * ROW_WARPS))
             if lane == 0:
@@ -84,45 +94,90 @@ class Rows(Shapes):
             cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
             largest = cute.arch.warp_redux_sync(maxima[lane % ROW_WARPS], "max")
             # The exponent field of the largest number as a float32; rows of nothing have any.
-            field = cutlass.max(float_bits(self.widened(Uint32(largest))) >> 23, 8)
+            field = cutlass.max(largest >> 23, 8)
             scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is taken care of below
             if row < entry.count:
                 if thread % ROW_THREADS == 0:
                     nan = Int32(0x7FFFFFFF)
                     shared_int(call.factors)[row] = cutlass.select_(field == 255, nan, (field - 7) << 23)
+                small = Int32(0)
                 for turn in cutlass.range_constexpr(self.turns):
                     chunk = thread % ROW_THREADS + turn * ROW_THREADS
                     if chunk < chunks:
-                        self.store_chunk(call, chunk, row, scale, numbers[turn * 8 : (turn + 1) * 8])
+                        some = slice(turn * self.chunk_words, (turn + 1) * self.chunk_words)
+                        small += self.store_chunk(call, chunk, row, scale, numbers[some])
+                small = cute.arch.warp_redux_sync(small, "add")
+                if lane == 0:
+                    shared_int(call.small)[row * ROW_WARPS + warp] = small
             numbers = ahead
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+        self.mark_rows(call, unit, entry)
         for tile in cutlass.range_constexpr(self.tiles):
             factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
+
+    @cute.jit
+    def mark_rows(self, call: Call, unit: Int32, entry: Any):
+        """Marks the pairs whose rows have too many numbers that their columns do not have exactly, see `stream_exact_device`."""
+        thread, _, _ = cute.arch.thread_idx()
+        k = cutlass.select_(kind_of(unit) == W13, call.layer.hidden, call.layer.intermediate)
+        if thread < entry.count:
+            small = Int32(0)
+            for warp in cutlass.range_constexpr(ROW_WARPS):
+                small += shared_int(call.small)[thread * ROW_WARPS + warp]
+            if small * SMALL_SHARE > k:
+                call.order[entry.first + thread] |= beyond_bit(unit)
 
     @property
     def turns(self) -> int:
         """The number of chunks of a row that a thread has."""
         return -(-self.config.blocks * 4 // ROW_THREADS)
 
+    @property
+    def chunk_words(self) -> int:
+        """The number of words of a chunk in registers: two numbers each, or float32 where results are wide."""
+        return CHUNK if self.wide else CHUNK // 2
+
+    def largest_of(self, numbers: Any) -> Int32:
+        """Returns the bits of the largest magnitude of a thread's numbers, as float32."""
+        if self.wide:
+            largest = numbers[0] & 0x7FFFFFFF
+            for word in numbers[1:]:
+                largest = cutlass.max(largest, word & 0x7FFFFFFF)
+            return Int32(largest)
+        largest = numbers[0] & 0x7FFF7FFF
+        for word in numbers[1:]:
+            largest = larger_halves(largest, word & 0x7FFF7FFF)
+        return Int32(cutlass.max(largest & 0xFFFF, largest >> 16)) << 16
+
     @cute.jit
     def chunks_of_row(self, call: Call, unit: Int32, entry: Any, row: Int32) -> Any:
-        """Returns a thread's numbers of a row, eight words a chunk; zeros behind its end, and for rows that do not exist."""
+        """Returns a thread's numbers of a row, `chunk_words` a chunk; zeros behind its end, and for rows that do not exist."""
         layer = call.layer
         thread, _, _ = cute.arch.thread_idx()
         first = kind_of(unit) == W13
         k = cutlass.select_(first, layer.hidden, layer.intermediate)
         found = []
-        pair = call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)]
-        token_at = call.x + Int64(pair // layer.top_k) * (call.x_stride * 2)
-        row_at = cutlass.select_(first, token_at, call.activated + Int64(pair) * (layer.intermediate * 2))
+        pair = pair_of(call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)])
+        row_at = self.address_of_row(call, first, pair)
         for turn in cutlass.range_constexpr(self.turns):
             at = (thread % ROW_THREADS + turn * ROW_THREADS) * CHUNK
-            words = [Uint32(0)] * 8
+            words = [Uint32(0)] * self.chunk_words
             if row < entry.count and at < k:
-                words = [*load_words("global", row_at + at * 2, 4), *load_words("global", row_at + (at + 8) * 2, 4)]
+                if const_expr(not self.wide):
+                    words = words_at(row_at + at * 2, 8)
+                elif first:
+                    words = [bits_of(number) for word in words_at(row_at + at * 2, 8) for number in widened(self.dtype, word)]
+                else:
+                    words = words_at(row_at + at * 4, 16)
             found += words
         return found
+
+    def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
+        """Returns the address of a pair's row: of its token in the first product, of its activation in the second."""
+        token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
+        activated_at = call.activated + Int64(pair) * (call.layer.intermediate * (4 if self.wide else 2))
+        return cutlass.select_(first, token_at, activated_at)
 
     @cute.jit
     def store_chunk(
@@ -133,33 +188,36 @@ class Rows(Shapes):
         scale: Float32,
         numbers: Any,
     ):
-        """Splits sixteen numbers of a row and stores them in its columns."""
+        """Splits sixteen numbers of a row and stores them in its columns. Returns how many of them these do not have exactly."""
         words = [[] for _ in range(self.config.parts)]
+        if const_expr(self.wide):
+            values = [as_float(word) for word in numbers]
+        else:
+            values = [value for word in numbers for value in widened(self.dtype, word)]
+        values = [value * scale for value in values]
+        small = Int32(0)
+        for value in values:
+            # Zeros wrap around.
+            small += Int32((bits_of(value) & 0x7FFFFFFF) - 1 < Uint32(self.exact_from - 1))
         for word in cutlass.range_constexpr(4):
-            # Elements 2 w and 2 w + 1 are in the word w, their partners 8 further in the word w + 4.
-            low = self.split(numbers[word], numbers[word + 4], False, scale)
-            high = self.split(numbers[word], numbers[word + 4], True, scale)
+            low = self.split(values[2 * word], values[2 * word + 8])
+            high = self.split(values[2 * word + 1], values[2 * word + 9])
             for part in cutlass.range_constexpr(self.config.parts):
                 words[part].append(low[part] | high[part] << 16)
         to = call.rows + (chunk * self.tiles + row // 4) * (self.layers * CORE_BYTES) + row % 4 * (2 * CHUNK)
         for part in cutlass.range_constexpr(self.config.parts):
             store_words_shared(to + part // 2 * CORE_BYTES + part % 2 * CHUNK, words[part])
+        return small
 
-    def split(self, first: Uint32, second: Uint32, high: bool, scale: Float32) -> Any:
-        """Splits the numbers in the same half of two words. Returns two bytes of each part."""
-        pair = [self.widened(x >> 16 if high else x & 0xFFFF) * scale for x in (first, second)]
+    @property
+    def exact_from(self) -> int:
+        """The bits of the smallest scaled number that columns have exactly, as float32: 2^-7 with two columns, 2^-9 with three."""
+        return (127 - (9 if self.config.parts > 2 else 7)) << 23
+
+    def split(self, first: Float32, second: Float32) -> Any:
+        """Splits two numbers. Returns two bytes of each part."""
         parts = self.config.parts
-        return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=pair)
-
-    def widened(self, bits: Uint32) -> Float32:
-        """Returns the float32 of a number of the tokens' dtype, which is in the lower half of a word."""
-        if const_expr(self.dtype is cutlass.BFloat16):
-            return as_float(bits << 16)
-        return cute.arch.inline_ptx(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; }",
-            write_only_types=[Float32],
-            read_only_args=[bits],
-        )
+        return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=[first, second])
 
 
 def larger_halves(a: Uint32, b: Uint32) -> Uint32:
@@ -172,9 +230,14 @@ def as_float(bits: Any) -> Float32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
-def float_bits(x: Float32) -> Int32:
+def bits_of(x: Float32) -> Uint32:
     """Returns the bits of a float32."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+
+
+def words_at(address: Int64, count: int) -> list:
+    """Returns neighbouring words of global memory, a multiple of four."""
+    return [word for first in range(0, count, 4) for word in load_words("global", address + 4 * first, 4)]
 
 
 def shared_int(address: Int32) -> cute.Pointer:

@@ -74,14 +74,15 @@ class Call:
         ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
         out, out_stride: the output, like x.
         tokens: the number of tokens.
-        activated: the results of the first product, of the tokens' dtype ``[pairs, intermediate]``.
+        activated: the results of the first product, bfloat16, or float32 if tokens are float16, ``[pairs, intermediate]``.
         slots: the weighted results of the second product, float32 ``[pairs, hidden]``.
         counters: the counters in global memory, see TICKET.
         pipe: the barriers of the ring.
         partial: the barriers of the buffers of sums.
         ring: the address of the ring.
         rows: the address of an entry's rows, see `stream_rows_device`.
-        maxima, factors: the addresses of each warp's largest numbers of rows, and of the factors of sums of each row.
+        maxima, small, factors: the addresses of each warp's largest numbers of rows and its counts of small ones, and of the
+            factors of sums of each row.
         units: the unit of each stage, see `unit_code`.
         partial_units: the unit of each buffer of sums.
         sums, heads: the addresses of the buffers: sums, and factors and biases of their strips.
@@ -104,6 +105,7 @@ class Call:
     ring: Int32
     rows: Int32
     maxima: Int32
+    small: Int32
     factors: Int32
     units: cute.Pointer
     partial_units: cute.Pointer
@@ -138,6 +140,16 @@ def entry_of(code: Int32) -> Entry:
     """Returns the entry that a number stands for."""
     first = (code >> _EXPERT_BITS) & ((1 << _FIRST_BITS) - 1)
     return Entry(code & ((1 << _EXPERT_BITS) - 1), first, code >> (_EXPERT_BITS + _FIRST_BITS))
+
+
+def pair_of(place: Int32) -> Int32:
+    """Returns the pair of a place of the call's ``order``, where bits above it may be set, see `beyond_bit`."""
+    return place & (MAX_PAIRS - 1)
+
+
+def beyond_bit(unit: Int32) -> Int32:
+    """Returns the bit of a pair that says that its row is beyond what columns hold, in the product of a unit."""
+    return Int32(MAX_PAIRS) << kind_of(unit)
 
 
 def unit_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
@@ -186,6 +198,7 @@ class Shapes:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
+        self.wide = config.wide
         self.tiles = config.tiles
         self.layers = config.layers
         self.stages = config.stages
@@ -207,6 +220,7 @@ class Shapes:
             sizes: cute.struct.MemRange[Int32, 2]
             totals: cute.struct.MemRange[Int32, 32]
             maxima: cute.struct.MemRange[Int32, 2 * MULTIPLIERS]
+            small: cute.struct.MemRange[Int32, config.pairs * MULTIPLIERS // ROWS_AT_ONCE]
             factors: cute.struct.MemRange[Int32, config.pairs]
             counts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             starts: cute.struct.MemRange[Int32, MAX_EXPERTS]

@@ -112,7 +112,7 @@ def write_scores(
     (q, q_fp8), (k, k_fp8) = ((x, None) if native else fp8_operand(x) for x in (q, k))
     tile = tile_for(heads, head_dim, tokens, batch, keys, _COLUMNS[native], q.device)
     slots = tokens // tile.tokens + batch if cu_seqlens_q is not None else batch * cdiv(tokens // batch, tile.tokens)
-    device_code.indexer_scores_kernel[(max(1, cdiv(keys, tile.block_n * tile.blocks)), slots)](
+    device_code.indexer_scores_kernel[(max(1, cdiv(keys, tile.block_n * tile.blocks)) * slots,)](
         q,
         k,
         weights,

@@ -50,7 +50,9 @@ def indexer_scores_kernel(
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     K_FP8: tl.constexpr = FORMATS.kv_fp8
-    slot = tl.program_id(1)
+    parts = tl.maximum((keys + BLOCK_N * TILE.blocks - 1) // (BLOCK_N * TILE.blocks), 1)
+    part = tl.program_id(0) % parts
+    slot = tl.program_id(0) // parts
     if cu_seqlens_q is None:
         tiles = (q_len + TOKENS - 1) // TOKENS
         sequence = slot // tiles
@@ -72,12 +74,12 @@ def indexer_scores_kernel(
     tokens = start + tl.arange(0, TOKENS)
     seen = tl.maximum(length - q_len + tokens + 1, 0)
     at_token = first_token + tokens
-    if tl.program_id(0) == 0:
+    if part == 0:
         tl.store(lengths + at_token * lengths_stride, seen, mask=tokens < q_len)
     most = tl.maximum(length - q_len + tl.minimum(start + TOKENS, q_len), 0)  # what the last of these tokens sees
 
     n = tl.arange(0, BLOCK_N)
-    first = tl.program_id(0) * TILE.blocks
+    first = part * TILE.blocks
     last = tl.minimum(first + TILE.blocks, (keys + BLOCK_N - 1) // BLOCK_N)
     seen_blocks = tl.minimum(last, (most + BLOCK_N - 1) // BLOCK_N)
     to_token = scores + at_token * scores_stride_t
@@ -86,10 +88,11 @@ def indexer_scores_kernel(
         q_token = start + row // HEADS
         real = (q_token < q_len) & (row % HEADS < SHAPE.heads)
         c = tl.arange(0, TILE.columns)
-        q_at = q + (first_token + q_token) * q_stride_t + row % HEADS * q_stride_h
+        head = (row % HEADS).to(tl.int64)
+        q_at = q + (first_token + q_token) * q_stride_t + head * q_stride_h
         queries = tl.load(q_at[:, None] + c[None, :] * q_stride_d, mask=real[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0)
         queries = tl.trans(widened(queries, DTYPE, Q_FP8))
-        weights_at = weights + (first_token + q_token) * weights_stride_t + row % HEADS * weights_stride_h
+        weights_at = weights + (first_token + q_token) * weights_stride_t + head * weights_stride_h
         of_heads = tl.load(weights_at, mask=real, other=0.0)
         if PAGE_SIZE > 0:
             pages = page_table + sequence.to(tl.int64) * table_stride_b
@@ -98,7 +101,7 @@ def indexer_scores_kernel(
             stored = key < most
             if PAGE_SIZE == 0:
                 page = first_key
-                offset = key
+                offset = key.to(tl.int64)
             elif PAGE_SIZE % BLOCK_N == 0:
                 page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * table_stride_p).to(tl.int64)
                 offset = block % (PAGE_SIZE // BLOCK_N) * BLOCK_N + n

@@ -33,12 +33,13 @@ def copy_pages_kernel(
     BLOCK: tl.constexpr,
 ):
     """A piece of one page."""
-    pair = tl.program_id(0).to(tl.int64)
+    BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     old = tl.load(source_pages + pair * source_pages_stride)
     new = tl.load(target_pages + pair * target_pages_stride)
     if (old < 0) | (new < 0):
         return
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = at < PAGE.size
     values = tl.load(
         _places(source, old, source_stride_p, source_stride_a, source_stride_b, source_stride_c, at, PAGE), mask=inside
@@ -49,9 +50,10 @@ def copy_pages_kernel(
 @triton.jit
 def zero_pages_kernel(cache, pages, stride_p, stride_a, stride_b, stride_c, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """A piece of one page."""
-    page = tl.load(pages + tl.program_id(0).to(tl.int64) * pages_stride)
+    BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
+    page = tl.load(pages + (tl.program_id(0) // BLOCKS).to(tl.int64) * pages_stride)
     if page < 0:
         return
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     to = _places(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE)
     tl.store(to, tl.zeros([BLOCK], cache.dtype.element_ty), mask=at < PAGE.size)

@@ -30,7 +30,7 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
         return
     old, new = as_integers(origin, cache)
     page = page_of(new)
-    pages_device.copy_pages_kernel[(len(source_pages), cdiv(page.size, BLOCK))](
+    pages_device.copy_pages_kernel[(len(source_pages) * cdiv(page.size, BLOCK),)](
         old,
         new,
         source_pages,

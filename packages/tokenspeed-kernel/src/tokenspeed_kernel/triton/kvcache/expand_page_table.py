@@ -30,7 +30,7 @@ def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None
     batch, pages = page_table.shape
     expanded = torch.empty(batch, pages * factor, dtype=torch.int32, device=page_table.device) if out is None else out
     if expanded.numel():
-        device_code.expand_page_table_kernel[(batch, cdiv(pages * factor, _BLOCK))](
+        device_code.expand_page_table_kernel[(batch * cdiv(pages * factor, _BLOCK),)](
             page_table, expanded, *page_table.stride(), *expanded.stride(), pages * factor, FACTOR=factor, BLOCK=_BLOCK
         )
     return expanded

@@ -11,9 +11,10 @@ def expand_page_table_kernel(
     page_table, out, table_stride_b, table_stride_p, out_stride_b, out_stride_p, entries, FACTOR: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Some entries of one sequence."""
-    sequence = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(entries, BLOCK)
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < entries
     page = tl.load(page_table + sequence * table_stride_b + at // FACTOR * table_stride_p, mask=inside, other=-1)
-    small = tl.where(page >= 0, page * FACTOR + at % FACTOR, -1)
+    small = tl.where(page >= 0, page * FACTOR + (at % FACTOR).to(tl.int32), -1)
     tl.store(out + sequence * out_stride_b + at * out_stride_p, small, mask=inside)

@@ -28,6 +28,6 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
         return
     (stored,) = as_integers(cache)
     page = page_of(stored)
-    pages_device.zero_pages_kernel[(len(pages), cdiv(page.size, BLOCK))](
+    pages_device.zero_pages_kernel[(len(pages) * cdiv(page.size, BLOCK),)](
         stored, pages, *stored.stride(), pages.stride(0), PAGE=page, BLOCK=BLOCK, num_warps=WARPS
     )

@@ -88,7 +88,7 @@ def channel_blocks_kernel(
     start = first + (chunk - first // TILE.chunk - sequence) * TILE.chunk + number % BLOCKS * BLOCK
     if start >= end:
         return
-    head, v_heads = tl.program_id(1), tl.num_programs(1)
+    head, v_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     source = head // SHAPE.group
     token = tl.arange(0, BLOCK)
     row = (start + token).to(tl.int64)
@@ -210,7 +210,7 @@ def channel_chunks_kernel(
     start = first + (chunk - first // TILE.chunk - sequence) * TILE.chunk
     if start >= end:
         return
-    head, v_heads = tl.program_id(1), tl.num_programs(1)
+    head, v_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     source = head // SHAPE.group
     token = tl.arange(0, CHUNK)
     row = (start + token).to(tl.int64)

@@ -51,8 +51,8 @@ def inverse_of(a, LEVELS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def bounded(logs):
     """Log decays, at least -40. A decay of exp(-40), 4e-18, already leaves nothing of a state. A far larger one would swamp the
-    running sums, whose differences would then lose the small decays."""
-    return tl.maximum(logs, -40.0)
+    running sums, whose differences would then lose the small decays. NaN stays NaN, which a maximum would not keep."""
+    return tl.where(logs < -40.0, -40.0, logs)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def head_gates_kernel(
     start = first + (chunk - first // TILE.chunk - sequence) * TILE.chunk
     if start >= end:
         return
-    head, v_heads = tl.program_id(1), tl.num_programs(1)
+    head, v_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     source = head // SHAPE.group
     token = tl.arange(0, TILE.chunk)
     row = (start + token).to(tl.int64)
@@ -129,7 +129,7 @@ def head_gates_kernel(
     tl.store(factors + at_row, kept * k_factor, mask=inside)
     tl.store(factors + size + at_row, kept * q_factor, mask=inside)
     tl.store(factors + 2 * size + at_row, tl.exp(total - sums) * k_factor, mask=inside)
-    tl.store(decays + chunk * v_heads + head, tl.exp(total))
+    tl.store(decays + chunk.to(tl.int64) * v_heads + head, tl.exp(total))
     at = at_row[:, None] * TILE.chunk + token[None, :]
     decay = tl.where(token[:, None] >= token[None, :], sums[:, None] - sums[None, :], float("-inf"))
     decay = tl.exp(decay) * k_factor[None, :]

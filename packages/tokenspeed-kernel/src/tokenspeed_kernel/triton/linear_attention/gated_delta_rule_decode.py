@@ -27,6 +27,7 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
+        v_heads: value heads.
         group: value heads that share a query and key head.
         gates, per_channel: see `_gates_device.log_decay`.
         l2norm, eps: whether queries and keys are normalised, and what is added to their squares.
@@ -35,6 +36,7 @@ class Shape(NamedTuple):
 
     k_dim: int
     v_dim: int
+    v_heads: int
     group: int
     gates: int
     per_channel: bool
@@ -113,6 +115,7 @@ def gated_delta_rule_decode(
         shape = Shape(
             k_dim,
             v_dim,
+            v_heads,
             v_heads // heads,
             gates_of(A_log, dt_bias),
             g.dim() == 4,
@@ -123,7 +126,7 @@ def gated_delta_rule_decode(
         tile = tile_for(k_dim, v_dim, batch * v_heads, multiprocessors(v.device))
         slots = None if output_slots is None else rows(output_slots)
         early = may_overlap(v.device)
-        device_code.gated_delta_rule_decode_kernel[(cdiv(v_dim, tile.v), v_heads, batch)](
+        device_code.gated_delta_rule_decode_kernel[(cdiv(v_dim, tile.v) * v_heads * batch,)](
             q,
             k,
             v,

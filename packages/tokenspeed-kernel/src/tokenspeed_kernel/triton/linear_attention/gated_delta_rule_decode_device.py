@@ -51,11 +51,13 @@ def gated_delta_rule_decode_kernel(
 ):
     """A program reads some columns of one request's state of a value head, updates them token by token, and writes them."""
     start(EARLY)
-    head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
+    part_of_state = tl.program_id(0) // PARTS
+    head = (part_of_state % SHAPE.v_heads).to(tl.int64)
+    batch = (part_of_state // SHAPE.v_heads).to(tl.int64)
     source = head // SHAPE.group
     channel = tl.arange(0, TILE.k)
-    column = tl.program_id(0) * TILE.v + tl.arange(0, TILE.v)
+    column = tl.program_id(0) % PARTS * TILE.v + tl.arange(0, TILE.v)
     channel_inside, column_inside = channel < SHAPE.k_dim, column < SHAPE.v_dim
     at = head * state_head + channel[:, None] * state_row + column[None, :] * state_column
     slot = tl.load(state_slots + batch)
@@ -67,7 +69,8 @@ def gated_delta_rule_decode_kernel(
         bias = tl.load(dt_bias + head * SHAPE.k_dim + channel, mask=channel_inside, other=0.0).to(tl.float32)
     elif SHAPE.gates == 2:
         bias = tl.load(dt_bias + head).to(tl.float32)
-    for token in range(tokens):
+    for t in range(tokens):
+        token = tl.cast(t, tl.int64)
         keys = tl.load(k + batch * k_batch + token * k_token + source * k_head + channel, mask=channel_inside, other=0.0)
         keys = keys.to(tl.float32)
         queries = tl.load(q + batch * q_batch + token * q_token + source * q_head + channel, mask=channel_inside, other=0.0)
@@ -89,7 +92,7 @@ def gated_delta_rule_decode_kernel(
         update = (values.to(tl.float32) - recalled) * part
         state += keys[:, None] * update[None, :]
         result = (read + update * tl.sum(keys * queries, axis=0)) * scale
-        row = (batch * tokens + token) * tl.num_programs(1) + head
+        row = (batch * tokens + token) * SHAPE.v_heads + head
         tl.store(out + row * SHAPE.v_dim + column, result.to(out.dtype.element_ty), mask=column_inside)
         if SHAPE.outputs:
             slot = tl.load(output_slots + batch * output_slots_batch + token)

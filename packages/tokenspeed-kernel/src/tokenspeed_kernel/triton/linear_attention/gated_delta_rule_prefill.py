@@ -8,7 +8,6 @@ queries with their decays. No state but the first and the last of a sequence lea
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
+        v_heads: value heads.
         width: channels of the keys that the walk over chunks reads, k_dim or more; those beyond it are zeros.
         group: value heads that share an operand's head.
         gates, per_channel: see `_gates_device.log_decay`.
@@ -41,6 +41,7 @@ class Shape(NamedTuple):
 
     k_dim: int
     v_dim: int
+    v_heads: int
     width: int
     group: int
     gates: int
@@ -188,6 +189,7 @@ def gated_delta_rule_prefill(
         shape = Shape(
             k_dim,
             v_dim,
+            v_heads,
             width,
             v_heads // heads,
             gates_of(A_log, dt_bias),
@@ -251,10 +253,10 @@ def gated_delta_rule_prefill(
                 *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), SHAPE=shape, TILE=tile, num_warps=_WARPS,
                 **registers,
             )  # fmt: skip
-        grid = (cdiv(v_dim, tile.v), v_heads, batch)
+        programs = cdiv(v_dim, tile.v) * v_heads * batch
         operands = chunk * ((3 if per_channel else 2) * tile.k + 2 * chunk + tile.v) * dtype.itemsize
-        stages = for_architecture(_STAGES, q.device)[math.prod(grid) > units]
-        device_code.chunk_states_kernel[grid](
+        stages = for_architecture(_STAGES, q.device)[programs > units]
+        device_code.chunk_states_kernel[(programs,)](
             keys_in,
             queries_in,
             keys_out,

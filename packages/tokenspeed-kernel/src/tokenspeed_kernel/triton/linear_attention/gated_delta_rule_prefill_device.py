@@ -48,11 +48,13 @@ def chunk_states_kernel(
         factors: of rows of the three operands, in this order.
         decays: of the whole chunk, one for each channel or for all.
     """
-    head, sequence = tl.program_id(1), tl.program_id(2)
-    v_heads = tl.num_programs(1)
+    PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
+    v_heads: tl.constexpr = SHAPE.v_heads
+    number = tl.program_id(0) // PARTS
+    head, sequence = (number % v_heads).to(tl.int64), number // v_heads
     source = head // SHAPE.group
     channel, token = tl.arange(0, TILE.k), tl.arange(0, TILE.chunk)
-    column = tl.program_id(0) * TILE.v + tl.arange(0, TILE.v)
+    column = tl.program_id(0) % PARTS * TILE.v + tl.arange(0, TILE.v)
     channel_inside, column_inside = channel < SHAPE.k_dim, column < SHAPE.v_dim
     first = tl.load(cu_seqlens + sequence)
     end = tl.load(cu_seqlens + sequence + 1)
@@ -98,7 +100,7 @@ def chunk_states_kernel(
             at_keys = row[:, None] * keys_out_token + source * keys_out_head + channel[None, :]
             keys = tl.load(keys_out + at_keys, mask=there, other=0.0)
         else:
-            state *= tl.load(decays + chunk * v_heads + head)
+            state *= tl.load(decays + chunk.to(tl.int64) * v_heads + head)
         scaled = (written * out_factor[:, None]).to(TILE.dtype)
         state = tl.dot(tl.trans(keys.to(TILE.dtype)), scaled, state, input_precision=TILE.precision)
         tl.store(out + at_row[:, None] * SHAPE.v_dim + column[None, :], result.to(out.dtype.element_ty), mask=value_inside)

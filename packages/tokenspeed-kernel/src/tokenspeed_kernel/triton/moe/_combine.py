@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
@@ -9,6 +10,12 @@ from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
+
+
+def slots_for(x: Tensor, pairs: int, parts: int = 1) -> Tensor:
+    """Room for the rows of all slots, ``[parts, pairs, hidden]``: float32 for partial sums, and where x's dtype has less range."""
+    dtype = torch.float32 if parts > 1 or x.dtype == torch.float16 else x.dtype
+    return torch.empty(parts, pairs, x.shape[1], dtype=dtype, device=x.device)
 
 
 def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, out: Tensor) -> None:

@@ -1,5 +1,5 @@
 """Activations rounded to narrow formats: stored as codes where the matrix units know the format, elsewhere as the values that the
-codes stand for, for products in a wider format.
+codes stand for, for MMAs in a wider format. What exceeds float16 is stored as float16 with a scale for each row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def round_mxfp4(value):
 
 
 @triton.jit
-def round_rows_fp8_kernel(
+def round_rows_kernel(
     x,
     x_row_stride,
     x_column_stride,
@@ -37,13 +37,17 @@ def round_rows_fp8_kernel(
     given,
     row_count,
     K,
+    FORMAT: tl.constexpr,
     GIVEN: tl.constexpr,
     COUNTED: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of x to e4m3 with a scale each. q is contiguous: the codes, or where the target does not know them their values.
-    ``GIVEN``: the scale of all rows is the number at ``given``. ``COUNTED``: there are only as many rows as ``row_count`` says."""
+    """Rows of x to e4m3 or float16, with a scale each. q is contiguous: the codes, or where the target does not know them their
+    values. ``GIVEN``: the scale of all rows is the number at ``given``. ``COUNTED``: there are only as many rows as ``row_count``
+    says.
+
+    float16 scales are powers of two that make the largest magnitude of a row less than 2^15, so that no sum of two overflows."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(row_count) if COUNTED else row + 1
     if row >= count:
@@ -58,17 +62,26 @@ def round_rows_fp8_kernel(
         for k in range(0, K, BLOCK):
             at = (k + column).to(tl.int64)
             value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))  # a NaN stays one in q, and makes the row's products NaN
-        step = tl.maximum(tl.div_rn(tl.max(largest, axis=0), 448.0), _SMALLEST_NORMAL)
+            largest = tl.maximum(largest, tl.abs(value))  # a NaN stays one in q, and makes the row's results NaN
+        largest = tl.max(largest, axis=0)
+        if FORMAT == "float16":
+            field = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 14, 1)
+            step = (field << 23).to(tl.float32, bitcast=True)
+            reciprocal = ((254 - field) << 23).to(tl.float32, bitcast=True)
+        else:
+            step = tl.maximum(tl.div_rn(largest, 448.0), _SMALLEST_NORMAL)
     tl.store(scale + row, step)
     for k in range(0, K, BLOCK):
         at = (k + column).to(tl.int64)
         value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
-        value = tl.div_rn(value, tl.full([BLOCK], 1.0, tl.float32) * step)
-        if NATIVE:
-            rounded = value.to(tl.float8e4nv)
+        if FORMAT == "float16":
+            rounded = (value * reciprocal).to(tl.float16)
         else:
-            rounded = decode_fp8(encode_fp8(value, "e4m3fn", False), "e4m3fn", False).to(q.dtype.element_ty)
+            value = tl.div_rn(value, tl.full([BLOCK], 1.0, tl.float32) * step)
+            if NATIVE:
+                rounded = value.to(tl.float8e4nv)
+            else:
+                rounded = decode_fp8(encode_fp8(value, "e4m3fn", False), "e4m3fn", False).to(q.dtype.element_ty)
         tl.store(q + at, rounded, mask=at < K)
 
 

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer with weights as they lie in a checkpoint: dense, fp8, mxfp8, mxfp4 or nvfp4.
 
 Five launches at most besides the schedule, none of which the host waits for: round the tokens (where activations are narrow), first
-projection with the activation, round again (fp8 only: its scale is a whole row's), second projection, combine.
+projection with the activation, round again (where a scale is a whole row's), second projection, combine.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tokenspeed_kernel.triton.common import (
     cdiv,
     common_device,
     for_architecture,
-    next_power_of_2,
     tensor_descriptor,
 )
-from tokenspeed_kernel.triton.moe._combine import combine
+from tokenspeed_kernel.triton.moe._combine import combine, slots_for
+from tokenspeed_kernel.triton.moe._rounding import fitted, rounded
 from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.checks import HALVES
@@ -34,7 +34,6 @@ from tokenspeed_kernel_base.signature import dense_tensor_format, format_signatu
 from tokenspeed_kernel_base.spec import Priority
 
 grouped_gemm_device = DeviceModule("tokenspeed_kernel.triton.moe._grouped_gemm_device")
-rounding_device = DeviceModule("tokenspeed_kernel.triton.moe._rounding_device")
 
 
 class Tile(NamedTuple):
@@ -227,6 +226,8 @@ _BLOCKS_FP8_DECODED = {**_BLOCKS, "sm_90": _LARGE_MEMORY_FP8_DECODED}
         "fp8_activations": any,
         "static_fp8_activations": any,
         "mxfp4_activations": any,
+        "wide_activations": any,
+        "exact_activations": any,
         "weight_layout": "canonical",
     },
     priority=Priority.PORTABLE,
@@ -236,7 +237,7 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     """See the operator."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tokens, hidden = x.shape
+    tokens = len(x)
     if tokens == 0:
         return out
     formats = _Formats.of(plan, x.device)
@@ -244,18 +245,23 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     schedule = block_schedule(topk_ids, plan.num_experts, blocks.rows + blocks.extra)
 
     pairs = tokens * plan.top_k
-    rows, row_scale = _rounded(x, plan, formats, getattr(weights, "w13_input_scale", None), None)
+    rows, row_scale = rounded(x, plan.activation_dtype, formats.carrier, static_scale=getattr(weights, "w13_input_scale", None))
+    wide = torch.float32 if plan.wide_activations else x.dtype
     # Rounded to 16 bits first, one in twenty e4m3 codes would come out as its neighbour.
-    between_dtype = {"none": x.dtype, "mxfp4": formats.carrier}.get(plan.activation_dtype, torch.float32)
+    between_dtype = {"none": wide, "mxfp4": formats.carrier}.get(plan.activation_dtype, torch.float32)
     between = x.new_empty(pairs, plan.intermediate_size, dtype=between_dtype)
     _project(rows, row_scale, weights, "w13", between, schedule, plan, formats, blocks, blocks.first)
-    if plan.activation_dtype == "mxfp4":
-        rows, row_scale = between, None
+    row_count = schedule.expert_start[-1:]
+    if plan.activation_dtype in ("fp8", "fp8_static"):
+        static_scale = getattr(weights, "w2_input_scale", None)
+        rows, row_scale = rounded(between, plan.activation_dtype, formats.carrier, row_count, static_scale)
+    elif plan.activation_dtype == "none" and plan.wide_activations:
+        rows, row_scale = fitted(between, row_count)
     else:
-        rows, row_scale = _rounded(between, plan, formats, getattr(weights, "w2_input_scale", None), schedule)
-    slots = x.new_empty(pairs, hidden)
-    _project(rows, row_scale, weights, "w2", slots, schedule, plan, formats, blocks, blocks.second)
-    combine(slots[None], topk_weights, topk_ids, plan.num_experts, out)
+        rows, row_scale = between, None
+    slots = slots_for(x, pairs)
+    _project(rows, row_scale, weights, "w2", slots[0], schedule, plan, formats, blocks, blocks.second)
+    combine(slots, topk_weights, topk_ids, plan.num_experts, out)
     return out
 
 
@@ -326,38 +332,6 @@ def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
         most = 32 if formats.scales == "channels" and k % 16 else 64
         return tile._replace(features=min(tile.features, features), k=min(tile.k, most), stages=min(tile.stages, 3))
     return tile
-
-
-def _rounded(
-    x: Tensor, plan: MoEPlan, formats: _Formats, static_scale: Tensor | None, schedule: BlockSchedule | None
-) -> tuple[Tensor, Tensor | None]:
-    """x as the GEMM takes it, with its row scales. ``static_scale``: the scale of all rows, if the plan's activations are static.
-    ``schedule``: x has only as many rows as that says."""
-    if plan.activation_dtype == "none":
-        return x, None
-    rows, columns = x.shape
-    rounded = torch.empty(rows, columns, dtype=formats.carrier, device=x.device)
-    if plan.activation_dtype == "mxfp4":
-        block = min(1024, next_power_of_2(columns))
-        height = max(1, 2048 // block)
-        grid = (cdiv(rows, height), cdiv(columns, block))
-        rounding_device.round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
-        return rounded, None
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    rounding_device.round_rows_fp8_kernel[(rows,)](
-        x,
-        *x.stride(),
-        rounded,
-        scale,
-        static_scale,
-        scale if schedule is None else schedule.expert_start[-1:],
-        columns,
-        GIVEN=static_scale is not None,
-        COUNTED=schedule is not None,
-        NATIVE=formats.carrier == torch.float8_e4m3fn,
-        BLOCK=min(4096, next_power_of_2(columns)),
-    )
-    return rounded, scale
 
 
 def _project(

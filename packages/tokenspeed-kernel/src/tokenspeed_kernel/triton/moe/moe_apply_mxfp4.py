@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, for_architecture, next_power_of_2
-from tokenspeed_kernel.triton.moe._combine import combine
+from tokenspeed_kernel.triton.moe._combine import combine, slots_for
 from tokenspeed_kernel.triton.moe._mxfp4_layout import CHUNK, LAYOUT, prepare_weights
+from tokenspeed_kernel.triton.moe._rounding import fitted, rounded
 from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -31,7 +32,6 @@ from tokenspeed_kernel_base.signature import dense_tensor_format, format_signatu
 from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
-rounding_device = DeviceModule("tokenspeed_kernel.triton.moe._rounding_device")
 
 
 class Tile(NamedTuple):
@@ -167,6 +167,8 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         "fp8_activations": any,
         "static_fp8_activations": any,
         "mxfp4_activations": any,
+        "wide_activations": any,
+        "exact_activations": any,
     },
     priority=Priority.PORTABLE + 1,  # above the kernel that takes weights as they are
     tags={"determinism"},
@@ -221,45 +223,28 @@ def moe_apply_as(
         columns: None if pairs <= _DIRECT_PAIRS else block_schedule(topk_ids, plan.num_experts, columns)
         for columns in {first.columns, second.columns}
     }
-    activated = torch.empty((1, pairs, plan.intermediate_size), dtype=x.dtype, device=x.device)
+    wide = torch.float32 if plan.wide_activations else x.dtype
+    activated = torch.empty((1, pairs, plan.intermediate_size), dtype=wide, device=x.device)
     gate_up = activated
     if first.split_k > 1:  # parts of a sum stay float32
         shape = (first.split_k, pairs, 2 * plan.intermediate_size)
         gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
-    rows = _rounded(x, plan, weights.w13_input_scale)
+    # 16-bit floats hold e4m3 codes exactly, and what mxfp4 makes of 16-bit floats.
+    rows = rounded(x, plan.activation_dtype, x.dtype, static_scale=weights.w13_input_scale)
     _product(first, schedules[first.columns], rows, w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
-    partial = torch.float32 if second.split_k > 1 else x.dtype
-    slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
+    scaled = plan.activation_dtype in ("fp8", "fp8_static")
+    carrier = x.dtype if scaled else wide
+    rows, row_scale = rounded(activated[0], plan.activation_dtype, carrier, static_scale=weights.w2_input_scale)
+    if plan.wide_activations and not scaled:
+        rows, row_scale = fitted(rows)
+    slots = slots_for(x, pairs, second.split_k)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
-    rows = _rounded(activated[0], plan, weights.w2_input_scale)
-    _product(second, schedules[second.columns], rows, w2, slots, topk_ids, plan, gated=False)
+    _product(second, schedules[second.columns], (rows, row_scale), w2, slots, topk_ids, plan, gated=False)
     combine(slots, topk_weights, topk_ids, plan.num_experts, out)
     return out
-
-
-def _rounded(x: Tensor, plan: MoEPlan, static_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What the plan rounds an activation to, in its own dtype, and the rows' scales; 16-bit floats hold e4m3 and e2m1 exactly.
-    ``static_scale``: the scale of all rows, if the plan's activations are static."""
-    if plan.activation_dtype == "none":
-        return x, None
-    rows, columns = x.shape
-    rounded = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    if plan.activation_dtype == "mxfp4":
-        block = min(1024, next_power_of_2(columns))
-        height = max(1, 2048 // block)
-        grid = (cdiv(rows, height), cdiv(columns, block))
-        rounding_device.round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
-        return rounded, None
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = min(4096, next_power_of_2(columns))
-    given = static_scale is not None
-    rounding_device.round_rows_fp8_kernel[(rows,)](
-        x, *x.stride(), rounded, scale, static_scale, scale, columns, GIVEN=given, COUNTED=False, NATIVE=False, BLOCK=block
-    )
-    return rounded, scale
 
 
 def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:

@@ -10,6 +10,7 @@ from tokenspeed_kernel.triton.sampling._state_device import COUNT_SHIFT, ONE_TOK
 from tokenspeed_kernel.triton.sampling._weights_device import limit_of, target_of, token_weights
 
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
+_LARGEST_PAIR = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 # Of a listed token that may be drawn: the token above its weight, which has at most 41 bits; a vocabulary has at most 2^22 tokens.
 _WEIGHT_BITS = tl.constexpr(41)
@@ -18,7 +19,8 @@ _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 
 @triton.jit
 def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr, PAIRED: tl.constexpr):
-    """Draws from a row's listed tokens. Returns the token, int64, and whether they decide it.
+    """Draws from a row's listed tokens. Returns the token, int64; whether they decide it; the last token kept, `packed`; and the
+    weight of all tokens kept, int64.
 
     They do if the last token kept is the same whatever the tokens that are not listed weigh. Tokens are compared pair by pair, for
     each one's rank and the weight of those before it: no sorting, and few steps that wait for each other.
@@ -29,7 +31,7 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
         number: how many are listed, at most TOKENS.
         least: the most that a token weighs that is not listed.
         keeps: how many tokens top-k keeps, at most the vocabulary; int64.
-        p, u: top-p, and the random number.
+        p, u: top-p, and the random number; without one no token is drawn.
         largest, scale, floor: see `token_weights`.
         PAIRED: how many tokens all the others are compared to at a time.
     """
@@ -58,16 +60,21 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
     decides = same & ((known.to(tl.float64) >= most_limit) | (most == known))
 
     weight = tl.where(reached, weight, 0)
-    token = token_of(pair).to(tl.int64)
-    tl.store(drawable + own, (token << _WEIGHT_BITS) | weight, mask=live)
-    tl.debug_barrier()  # all threads read what these have stored
-    sums = tl.zeros([TOKENS, PAIRED], tl.int64)
-    for begin in range(0, number, PAIRED):
-        other = begin + tl.arange(0, PAIRED)
-        theirs = tl.load(drawable + other, mask=other < number, other=0)
-        sums += tl.where((theirs >> _WEIGHT_BITS)[None, :] <= token[:, None], (theirs & _WEIGHT_MASK)[None, :], 0)
-    drawn = reached & (tl.sum(sums, axis=1) > target_of(u, tl.sum(weight, axis=0)))
-    return tl.min(tl.where(drawn, token, _NO_TOKEN), axis=0), decides
+    total = tl.sum(weight, axis=0)
+    last = tl.min(tl.where(reached, pair, _LARGEST_PAIR), axis=0)
+    found = tl.full([], _NO_TOKEN, tl.int64)
+    if u is not None:
+        token = token_of(pair).to(tl.int64)
+        tl.store(drawable + own, (token << _WEIGHT_BITS) | weight, mask=live)
+        tl.debug_barrier()  # all threads read what these have stored
+        sums = tl.zeros([TOKENS, PAIRED], tl.int64)
+        for begin in range(0, number, PAIRED):
+            other = begin + tl.arange(0, PAIRED)
+            theirs = tl.load(drawable + other, mask=other < number, other=0)
+            sums += tl.where((theirs >> _WEIGHT_BITS)[None, :] <= token[:, None], (theirs & _WEIGHT_MASK)[None, :], 0)
+        drawn = reached & (tl.sum(sums, axis=1) > target_of(u, total))
+        found = tl.min(tl.where(drawn, token, _NO_TOKEN), axis=0)
+    return found, decides, last, total
 
 
 @triton.jit

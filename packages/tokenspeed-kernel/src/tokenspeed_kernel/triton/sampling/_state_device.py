@@ -11,6 +11,8 @@ DECIDED = tl.constexpr(1)  # 1 if the row has its token
 LOW = tl.constexpr(2)  # the last token kept is expected at a sort key from here
 HIGH = tl.constexpr(3)  # up to here; less than LOW where nothing is expected
 COPIED = tl.constexpr(4)  # how many tokens have such keys
+LAST = tl.constexpr(5)  # the last token kept, `packed`; written where no token is drawn, and so is the next
+KEPT = tl.constexpr(6)  # what all tokens kept weigh together; 0 of a greedy row
 STATE = tl.constexpr(_state.STATE)
 
 # Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below:

@@ -114,14 +114,40 @@ def sample_top_k_top_p(
     out: Tensor | None = None,
 ) -> Tensor:
     """`tokenspeed_kernel.sample_top_k_top_p`: four launches, the last two of which have nothing to do for most rows."""
+    if out is None:
+        out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
+    if len(logits):
+        decide_rows(logits, temperature, top_k, top_p, min_p, Drawing(seed.contiguous(), offset.contiguous(), out))
+    return out
+
+
+class Drawing(NamedTuple):
+    """What tokens are drawn with, and where they go."""
+
+    seed: Tensor
+    offset: Tensor
+    out: Tensor
+
+
+def decide_rows(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, drawing: Drawing | None = None
+) -> Tensor:
+    """Draws a token of each row. Without ``drawing``, finds which tokens are kept and what they weigh together.
+
+    Args:
+        logits: at least one row.
+        temperature, top_k, top_p, min_p: see `tokenspeed_kernel.sample_top_k_top_p`.
+        drawing: see `Drawing`.
+
+    Returns:
+        int64 ``[rows, STATE]``, what `_state_device` names: the last token kept and the weight of all, if none was drawn.
+    """
     rows, vocab = logits.shape
     device = logits.device
-    if out is None:
-        out = torch.empty(rows, dtype=out_dtype, device=device)
-    if rows == 0:
-        return out
-    temperature, top_k, top_p, seed, offset = (x.contiguous() for x in (temperature, top_k, top_p, seed, offset))
+    temperature, top_k, top_p = temperature.contiguous(), top_k.contiguous(), top_p.contiguous()
     min_p = dense(min_p)
+    seed, offset, out = drawing or (None, None, None)
+    out_stride = 0 if out is None else out.stride(0)
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
     most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
     maxima, state, scratch, totals, above, segments, pairs, short = (
@@ -156,7 +182,7 @@ def sample_top_k_top_p(
         state,
         scratch,
         out,
-        out.stride(0),
+        out_stride,
         tiles.rank,
         groups.count,
         groups.length,
@@ -194,7 +220,7 @@ def sample_top_k_top_p(
         *copied,
         short,
         out,
-        out.stride(0),
+        out_stride,
         units,
         UNIT=tiles.unit,
         UNITS=next_power_of_2(units),
@@ -205,4 +231,4 @@ def sample_top_k_top_p(
         num_warps=tiles.finish_warps,
         **exact,
     )
-    return out
+    return state

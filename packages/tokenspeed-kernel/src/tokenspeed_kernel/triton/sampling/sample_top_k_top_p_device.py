@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.sampling._cut_device import FEW, copied, find_cut,
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
 from tokenspeed_kernel.triton.sampling._guess_device import BINS, bins_to_list, end_of, group_counts, ids_of_groups, range_of_cut
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
-from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, LARGEST, LOW, STATE
+from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, KEPT, LARGEST, LAST, LOW, STATE
 from tokenspeed_kernel.triton.sampling._weights_device import (
     floor_of,
     is_drawn,
@@ -96,7 +96,8 @@ def decide_kernel(
     READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it.
+    """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it; without ``out``, which
+    tokens are kept.
 
     Only groups whose largest logit reaches the threshold are read. `range_of_cut` tells where the last token kept is of a row that
     is restricted and not decided.
@@ -143,6 +144,8 @@ def decide_kernel(
     token = tl.full([], _NO_TOKEN, tl.int64)
     low = tl.full([], 0, tl.int64)
     high = tl.full([], -1, tl.int64)
+    last = tl.full([], 0, tl.int64)
+    kept = tl.full([], 0, tl.int64)
     if (~draws) | lists:
         reaches = (maxima >= threshold) & (group < groups)
         tl.store(scratch + TOKENS + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
@@ -173,19 +176,22 @@ def decide_kernel(
             if count <= TOKENS:
                 least = most_below(threshold.to(tl.int32), largest, scale, floor)
                 keeps = tl.where(restricted, k, vocab).to(tl.int64)
-                u = uniform(tl.load(seed + row), tl.load(offset + row))
+                u = None
+                if out is not None:
+                    u = uniform(tl.load(seed + row), tl.load(offset + row))
                 drawable = scratch + TOKENS
                 if count <= FEW:
-                    token, decides = draw_listed(
+                    token, decides, last, kept = draw_listed(
                         scratch, drawable, count, least, keeps, p, u, largest, scale, floor, FEW, PAIRS // FEW
                     )
                 else:
-                    token, decides = draw_listed(
+                    token, decides, last, kept = draw_listed(
                         scratch, drawable, count, least, keeps, p, u, largest, scale, floor, TOKENS, PAIRS // TOKENS
                     )
                 decided = decides.to(tl.int32)
         else:
             token = tl.min(first, axis=0).to(tl.int64)
+            last = packed(largest_key, tl.min(first, axis=0))
     if (decided == 0) & cuts:
         # What outweighs all other tokens holds top-p's last token, even where they move it.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
@@ -197,12 +203,15 @@ def decide_kernel(
                 logits, vocab_stride, vocab, largest_of_group, counts, groups, length, restricted, k, p, rank, largest_key, scale,
                 floor, BLOCK, BLOCKS, RUN, SAMPLE, READ,
             )  # fmt: skip
-    if decided != 0:
-        tl.store(out + row * out_stride, token)
+    if out is not None:  # noqa: SIM102 (this is known at compile time)
+        if decided != 0:
+            tl.store(out + row * out_stride, token)
 
     field = tl.arange(0, STATE)
     initial = tl.where(field == LARGEST, largest_key, tl.where(field == DECIDED, decided, 0)).to(tl.int64)
     initial = tl.where(field == LOW, low, tl.where(field == HIGH, high, initial))
+    if out is None:
+        initial = tl.where(field == LAST, last, tl.where(field == KEPT, kept, initial))
     tl.store(state + row * STATE + field, initial)
 
 
@@ -312,7 +321,7 @@ def finish_kernel(
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Writes the tokens of the rows that are not decided yet.
+    """Writes the tokens of the rows that are not decided yet; without ``out``, which tokens are kept.
 
     The last token kept of restricted rows is among the copied tokens; if it is not there (the guess was wrong) it is looked for in
     the whole row. Then what is kept of each unit is summed, and the token drawn.
@@ -384,6 +393,13 @@ def finish_kernel(
                     weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cut_key, cut_token)
                     tl.store(totals + one, tl.sum(weight, axis=0))
             tl.debug_barrier()  # all threads read what these have stored
-        u = uniform(tl.load(seed + row), tl.load(offset + row))
-        token = draw_from_row(logits, vocab_stride, vocab, totals, units, u, largest, scale, floor, cut_key, cut_token, UNIT, UNITS)
-        tl.store(out + row * out_stride, token)
+        if out is not None:
+            u = uniform(tl.load(seed + row), tl.load(offset + row))
+            token = draw_from_row(
+                logits, vocab_stride, vocab, totals, units, u, largest, scale, floor, cut_key, cut_token, UNIT, UNITS
+            )
+            tl.store(out + row * out_stride, token)
+        else:
+            each = tl.arange(0, UNITS)
+            tl.store(state + LAST, packed(cut_key, cut_token))
+            tl.store(state + KEPT, tl.sum(tl.load(totals + each, mask=each < units, other=0), axis=0))

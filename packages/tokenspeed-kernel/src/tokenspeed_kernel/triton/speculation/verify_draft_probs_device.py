@@ -47,12 +47,13 @@ def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_
 
 @triton.jit
 def _left(rows, at, mask, a, b):
-    """Returns ``max(a * p - b * q, 0)`` in float64, with the probabilities p of the target and q of the draft at some tokens."""
+    """Returns ``max(a * p - b * q, 0)`` in float64, 0 where that is not finite, with the probabilities p of the target and q of the
+    draft at some tokens."""
     p = tl.load(rows.target + at, mask=mask, other=0.0).to(tl.float64)
     read = tl.where(b > 0.0, 0x7FFFFFFF, 0)  # so many: the interpreter has no tile of a condition on a scalar
     q = tl.load(rows.draft + at, mask=mask & (at < read), other=0.0).to(tl.float64)
     r = a * p - b * q
-    return tl.where(r > 0.0, r, 0.0)
+    return tl.where((r > 0.0) & (r < float("inf")), r, 0.0)
 
 
 @triton.jit
@@ -106,7 +107,8 @@ def walk_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * tokens_in_stride_b + at * tokens_in_stride_n, mask=at < nodes, other=-1)
-    drafted = tl.where(drafted < vocab, drafted, -1).to(tl.int32)
+    # Before they are narrowed: the low 32 bits of an int64 that is out of range may be a token.
+    drafted = tl.where((drafted >= 0) & (drafted < vocab), drafted, -1).to(tl.int32)
     parent = load_parents(parents, sequence, parents_stride_b, parents_stride_n, nodes, NODES)
     parent = tl.where((drafted >= 0) & (parent < inner), parent, -1)
     key, position = tl.load(seed + sequence), tl.load(offset + sequence)

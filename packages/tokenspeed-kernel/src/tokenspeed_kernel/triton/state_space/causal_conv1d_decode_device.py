@@ -59,6 +59,7 @@ def causal_conv1d_decode_kernel(
     slot = tl.load(state_slots + request * state_slots_stride, mask=request < batch, other=-1).to(tl.int64)
     request = request.to(tl.int64)
     state_at = channel.to(tl.int64) * state_channel
+    row_stride = tl.cast(row_stride, tl.int64)
     read = states + slot * slot_stride + state_at
     there = inside & (slot >= 0)
     # Inputs before the token, the nearest first.
@@ -78,7 +79,8 @@ def causal_conv1d_decode_kernel(
     constant = bias_of(bias, channel, width_inside)
     x_at = x + request * x_batch + channel.to(tl.int64) * x_channel
     out_at = out + request * out_batch + channel.to(tl.int64) * out_channel
-    for token in range(tokens):
+    for t in range(tokens):
+        token = tl.cast(t, tl.int64)
         new = tl.load(x_at + token * x_token, mask=inside, other=0.0).to(tl.float32)
         total = constant
         if SHAPE.width > 3:

@@ -50,7 +50,7 @@ def causal_conv1d_prefill(
     block = min(_CHANNELS, next_power_of_2(channels))
     # Each sequence has as many programs as its blocks, or one more. Where it begins, they are numbered from
     # cu_seqlens // _TOKENS + its own number on, so no length is needed here.
-    device_code.causal_conv1d_prefill_kernel[(cdiv(channels, block), tokens // _TOKENS + batch)](
+    device_code.causal_conv1d_prefill_kernel[(cdiv(channels, block) * (tokens // _TOKENS + batch),)](
         x,
         dense(weight),
         dense(bias),

@@ -103,16 +103,19 @@ def causal_conv1d_prefill_kernel(
     The program of a sequence's first block also writes its state, for it is the only one that reads the state from which the
     sequence starts.
     """
-    sequence = sequence_of(tl.program_id(1), cu_seqlens, batch, 1, TOKENS, AT_ONCE)
+    row_stride = tl.cast(row_stride, tl.int64)
+    PARTS: tl.constexpr = (SHAPE.channels + BLOCK - 1) // BLOCK
+    number = tl.program_id(0) // PARTS
+    sequence = sequence_of(number, cu_seqlens, batch, 1, TOKENS, AT_ONCE)
     begin = tl.load(cu_seqlens + sequence)
     length = tl.load(cu_seqlens + sequence + 1) - begin
-    block = (tl.program_id(1) - begin // TOKENS - sequence) * TOKENS
+    block = (number - begin // TOKENS - sequence) * TOKENS
     if (block < length) | (block == 0):
         slot = tl.load(state_slots + sequence * state_slots_stride)
         started = slot < slot
         if has_initial_state is not None:
             started = (tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0) & (slot >= 0)
-        channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        channel = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
         inside = channel < SHAPE.channels
         channels = channel.to(tl.int64)
         state = states + slot.to(tl.int64) * slot_stride + channels * state_channel

@@ -61,13 +61,13 @@ def ssd_decode_kernel(
 ):
     """Some rows of one head of one request. They are read and written by this program alone."""
     request = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) % SHAPE.heads
+    head = (tl.program_id(1) % SHAPE.heads).to(tl.int64)
     group = head // SHAPE.group
     row = tl.program_id(1) // SHAPE.heads * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     rows_there, columns_there = row < SHAPE.head_dim, column < SHAPE.state_dim
     there = rows_there[:, None] & columns_there[None, :]
-    at = states + head.to(tl.int64) * state_head + row[:, None].to(tl.int64) * state_row + column[None, :] * state_column
+    at = states + head * state_head + row[:, None].to(tl.int64) * state_row + column[None, :] * state_column
     slot = tl.load(state_slots + request * state_slots_stride).to(tl.int64)
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
     if slot >= 0:
@@ -79,7 +79,8 @@ def ssd_decode_kernel(
     B_at = B + request * B_batch + group * B_group + column * B_dim
     C_at = C + request * C_batch + group * C_group + column * C_dim
     out_at = out + request * out_batch + head * out_head + row * out_dim
-    for token in tl.range(tokens, disable_licm=True):
+    for t in tl.range(tokens, disable_licm=True):
+        token = tl.cast(t, tl.int64)
         step = step_sizes(tl.load(dt_at + token * dt_token).to(tl.float32), steps, SHAPE)
         new = tl.load(x_at + token * x_token, mask=rows_there, other=0.0).to(tl.float32)
         taken = tl.load(B_at + token * B_token, mask=columns_there, other=0.0).to(tl.float32)

@@ -152,8 +152,8 @@ def ssd_prefill(
         "num_stages": for_architecture(_STAGES, x.device),
     }
     if left is not None:
-        device_code.ssd_segments_kernel[(blocks, segments)](*common, **options)
-    device_code.ssd_prefill_kernel[(blocks, segments)](
+        device_code.ssd_segments_kernel[(blocks * segments,)](*common, **options)
+    device_code.ssd_prefill_kernel[(blocks * segments,)](
         *common,
         C,
         dense(D),

@@ -99,33 +99,58 @@ def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state,
 def _rows_of(rows, token, head, column, inside, columns_there, DTYPE: tl.constexpr):
     """The tokens of a chunk, of which ``token`` is the first, of a head of `Rows`, as operands of products; zeros where there is
     nothing."""
-    first = rows.first + head * rows.head_stride
-    at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :] * rows.dim_stride
+    first = rows.first + head.to(tl.int64) * rows.head_stride
+    at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :].to(tl.int64) * rows.dim_stride
     return tl.load(first + at, mask=inside[:, None] & columns_there[None, :], other=0.0).to(DTYPE)
+
+
+class Decays(NamedTuple):
+    """Log decays of a chunk.
+
+    Fields:
+        whole, part: the running sum of log decays up to each token, as the sum of their integers and that of their fractions.
+        weight: ``part`` less the logarithm of the token's step.
+        total_whole, total_part: both sums over the chunk.
+    """
+
+    whole: Any
+    part: Any
+    weight: Any
+    total_whole: Any
+    total_part: Any
 
 
 @triton.jit
 def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constexpr):
-    """Of each token of a chunk, the sum of the logarithms of decays up to it, and that less the logarithm of its step: token j has
-    the weight ``exp(sums[i] - weights[j])`` in what token i says. The third result is the whole chunk's sum. A token behind the end
-    has no step.
+    """The `Decays` of a chunk. Token j has the factor ``exp((whole[i] - whole[j]) + (part[i] - weight[j]))`` in the result of token
+    i. A token behind the end has no step.
+
+    The difference of two large sums would lose small decays, so integers and fractions of the logs are summed apart. A log below
+    -104 is set to -104: its exponential is 0 in float32 either way. So the sums of integers are exact, and those of fractions stay
+    below the number of tokens.
 
     Steps themselves are not returned: where a product's layout wants them, the compiler would load and compute them anew for each
     of its columns, in registers that are needed.
     """
-    at = dt + token * dt_token + part.head * dt_head + tl.arange(0, inside.shape[0]) * dt_token
+    at = dt + part.head.to(tl.int64) * dt_head + (token + tl.arange(0, inside.shape[0])) * dt_token
     step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)
     step = tl.where(inside, step, 0.0)
-    sums = tl.cumsum(step * steps.A, 0)
+    logs = step * steps.A
+    logs = tl.where(logs < -104.0, -104.0, logs)  # a maximum would not keep NaN
+    integers = tl.ceil(logs)
+    fractions = logs - integers
+    whole, fraction = tl.cumsum(integers, 0), tl.cumsum(fractions, 0)
     least: tl.constexpr = 1.2e-38  # stands for 0
-    return sums, sums - tl.log(tl.where(step < least, least, step)), tl.sum(step * steps.A)
+    weight = fraction - tl.log(tl.where(step < least, least, step))
+    return Decays(whole, fraction, weight, tl.sum(integers), tl.sum(fractions))
 
 
 @triton.jit
-def _advanced(state, x, b, weights, total, DTYPE: tl.constexpr):
+def _advanced(state, x, b, decays, DTYPE: tl.constexpr):
     """The state after a chunk: each token has decayed since, and so has what was there."""
-    taken = (x.to(tl.float32) * tl.exp(total - weights)[:, None]).to(DTYPE)
-    return tl.dot(tl.trans(taken), b, state * tl.exp(total), input_precision="ieee")
+    since = (decays.total_whole - decays.whole) + (decays.total_part - decays.weight)
+    taken = (x.to(tl.float32) * tl.exp(since)[:, None]).to(DTYPE)
+    return tl.dot(tl.trans(taken), b, state * tl.exp(decays.total_whole + decays.total_part), input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["batch", "size"])
@@ -166,9 +191,10 @@ def ssd_segments_kernel(
 ):
     """Writes what a segment leaves to the place of the next one, and to the place of a sequence's first segment the state that the
     sequence starts from. The next launch reads that here, for it writes to the slot."""
-    number = tl.program_id(1)
+    BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
+    number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
-    part = _part_of(tl.program_id(0), SHAPE, TILE)
+    part = _part_of(block, SHAPE, TILE)
     there = part.rows[:, None] & part.columns[None, :]
     if segment.index == 0:
         slot = tl.load(state_slots + segment.sequence * slots_stride)
@@ -187,13 +213,13 @@ def ssd_segments_kernel(
     for begin in range(segment.begin, segment.end, TILE.chunk):
         wait_for_products()
         inside, token = begin + tl.arange(0, TILE.chunk) < segment.end, segment.token + begin
-        _, weights, total = _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE)
+        of_chunk = _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE)
         values = _rows_of(x_rows, token, part.head, part.row, inside, part.rows, DTYPE)
         b = _rows_of(B_rows, token, part.head // SHAPE.group, part.column, inside, part.columns, DTYPE)
-        added = _advanced(added, values, b, weights, total, DTYPE)
-        decay += total
+        added = _advanced(added, values, b, of_chunk, DTYPE)
+        decay += of_chunk.total_whole + of_chunk.total_part
     tl.store(_left_by(left, number + 1, part, SHAPE), added, mask=there)
-    if tl.program_id(0) < SHAPE.heads:
+    if block < SHAPE.heads:
         tl.store(decays + (number + 1).to(tl.int64) * SHAPE.heads + part.head, decay)
 
 
@@ -247,11 +273,12 @@ def ssd_prefill_kernel(
     DTYPE: tl.constexpr,
 ):
     """A head of a segment, or some columns of a head."""
-    number = tl.program_id(1)
+    BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
+    number = tl.program_id(0) // BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
     if segment.there == 0:
         return
-    part = _part_of(tl.program_id(0), SHAPE, TILE)
+    part = _part_of(tl.program_id(0) % BLOCKS, SHAPE, TILE)
     there = part.rows[:, None] & part.columns[None, :]
     if left is None:
         slot = tl.load(state_slots + segment.sequence * slots_stride)
@@ -276,24 +303,25 @@ def ssd_prefill_kernel(
     for begin in tl.range(segment.begin, segment.end, TILE.chunk, disable_licm=True):
         wait_for_products()
         inside, token = begin + in_chunk < segment.end, segment.token + begin
-        sums, weights, total = _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE)
+        of_chunk = _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE)
         b = _rows_of(B_rows, token, group, part.column, inside, part.columns, DTYPE)
         c = _rows_of(C_rows, token, group, part.column, inside, part.columns, DTYPE)
         values = _rows_of(x_rows, token, part.head, part.row, inside, part.rows, DTYPE)
         # Tokens of the chunk, each decayed since, and what the state before them says.
-        since = tl.where(in_chunk[:, None] >= in_chunk[None, :], sums[:, None] - weights[None, :], -float("inf"))
+        since = of_chunk.whole[:, None] - of_chunk.whole[None, :] + (of_chunk.part[:, None] - of_chunk.weight[None, :])
+        since = tl.where(in_chunk[:, None] >= in_chunk[None, :], since, -float("inf"))
         scores = tl.dot(c, tl.trans(b), input_precision="ieee")
         scores = (scores * tl.exp(since)).to(DTYPE)
-        y = tl.dot(c, tl.trans(state.to(DTYPE)), input_precision="ieee") * tl.exp(sums)[:, None]
+        y = tl.dot(c, tl.trans(state.to(DTYPE)), input_precision="ieee") * tl.exp(of_chunk.whole + of_chunk.part)[:, None]
         y = tl.dot(scores, values, y, input_precision="ieee")
         gate = None
         if z is not None:
             gate = _rows_of(z_rows, token, part.head, part.row, inside, part.rows, DTYPE).to(tl.float32)
         result = skipped_and_gated(y, values.to(tl.float32), D, part.head, gate).to(out.dtype.element_ty)
-        out_at = out + part.head * out_head
-        out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :] * out_dim
+        out_at = out + part.head.to(tl.int64) * out_head
+        out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :].to(tl.int64) * out_dim
         tl.store(out_at, result, mask=inside[:, None] & part.rows[None, :])
-        state = _advanced(state, values, b, weights, total, DTYPE)
+        state = _advanced(state, values, b, of_chunk, DTYPE)
     # Pointers are made anew from what is loaded anew. From before the loop they would occupy 32 registers of each thread all along.
     slot = tl.load(state_slots + segment.sequence * slots_stride)
     at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)

@@ -39,8 +39,10 @@ class _Reader(Checker):
                 names = [_ROWS, *("" for _ in range(leading - 1)), *names[1:]] if leading else names[1:]
             self.axes[argument] = tuple(names)
 
-    def same_shape(self, argument: str, value: Tensor | None, like: str, model: Tensor) -> None:
-        super().same_shape(argument, value, like, model)
+    def same_shape(
+        self, argument: str, value: Tensor | None, like: str, model: Tensor, dtypes: Collection[torch.dtype] | None = None
+    ) -> None:
+        super().same_shape(argument, value, like, model, dtypes)
         if value is not None and like in self.axes:
             self.axes[argument] = self.axes[like]
 

@@ -25,11 +25,19 @@ from tokenspeed_kernel.workbench.numerics.conformance.graphs import replay_fault
 from tokenspeed_kernel.workbench.numerics.conformance.reach import reach
 from tokenspeed_kernel.workbench.numerics.narrow import count_items, first_items
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
-from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import (
+    CaseResult,
+    Fault,
+    Status,
+    refusal,
+    run_kernel,
+    verify_case,
+    written_to,
+)
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import Operator
-from tokenspeed_kernel_base.parameters import Kind
+from tokenspeed_kernel_base.parameters import NO_LIMIT, Kind, tensor_arguments
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -100,6 +108,40 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
         return replace(outcome, case=case, status=Status.PASSED, reason="", faults=())
     blamed = tuple(Fault(kind, f"{said}: {fault.text}") for fault in faults)
     return replace(outcome, case=case, reason=f"{said}: {'; '.join(fault.text for fault in faults)}", faults=blamed)
+
+
+def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
+    """Integer options at 0, -1 and the edges of 32 and 64 bits: results are right, unless the operator refuses the call."""
+    op = space.op
+    options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE and int in parameter.types]
+    for case, option in itertools.product(sample(space, most=1), options):
+        largest = NO_LIMIT if option.unlimited else 1 << 31
+        given = {case.build(space.device, space.seed).get(option.name)}
+        for value in (-1, 0, largest - 1, (1 << 63) - 1, 1 << 63):
+            normal = option.normal(value)  # what kernels are given, the same for several values
+            if normal not in given:
+                given.add(normal)
+                edge = replace(case, name=f"{option.name}={value}, {case.name}")
+                yield _attempt(space, edge, "option", functools.partial(_option_faults, space, case, option.name, value))
+
+
+def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> list[str]:
+    op, spec = space.op, space.spec
+    plain, arguments = ({**op.complete(case.build(space.device, space.seed)), option: value} for _ in range(2))
+    try:
+        op.check_call(plain)
+    except (TypeError, ValueError) as refused:
+        return [] if str(refused).startswith(f"{op.mode}: ") else [f"is refused in the words of somebody else: {refused}"]
+    rejected = refusal(op, spec, plain)
+    if rejected is not None:
+        raise LookupError(f"{rejected[0]}: {rejected[1]}")
+    expected, written = op.reference(*plain.values()), written_to(op, plain)
+    arguments = op.prepared(arguments, spec)
+    got = run_kernel(op, spec, arguments)
+    tolerance = functools.partial(tolerance_for, request=op.request(arguments), exact=op.exact)
+    given = dict(tensor_arguments(op.parameters, arguments))
+    compared = compare_results(op, arguments, got, expected, tolerance, {n: (given[n], after) for n, after in written.items()})
+    return [f"is wrong at {option}={value}: {c.name}: {c.fault}" for c in compared if c.fault]
 
 
 def empties(space: CaseSpace) -> Iterator[CaseResult]:

@@ -74,6 +74,7 @@ _COMPARED = {
 }
 _RUN: dict[str, Callable[[CaseSpace], Iterator[CaseResult]]] = {
     "trait edges": checks.trait_edges,
+    "option edges": checks.option_edges,
     "nothing to do": checks.empties,
     "unused values": checks.unused_values,
     "bounds": checks.bounds,
@@ -238,6 +239,7 @@ def _why_nothing(check: str, space: CaseSpace) -> str:
         return checks.host_kernel(space)
     return {
         "trait edges": "constrains no trait",
+        "option edges": "the operator has no integer option",
         "nothing to do": "no case can be emptied",
         "unused values": "every value of the operator's arguments matters",
         "graph replay": "needs a GPU",

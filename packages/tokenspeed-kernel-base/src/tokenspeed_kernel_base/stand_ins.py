@@ -1,0 +1,34 @@
+"""Tensors that stand in for others while a call is traced: fake and functional ones, and those on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel_base.checks import unusual_storage
+from tokenspeed_kernel_base.parameters import Parameter
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read without a device."""
+    return tensor.device.type == "cpu" and not stands_in(tensor)
+
+
+def stands_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class takes operations over (fake, functional, distributed, quantised tensors), so that kernels must not
+    see it. A subclass that does not, as of weights with a loader attached, is as good as a plain tensor."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
+    """Whether the call is being traced rather than run: its tensors are stand-ins."""
+    found = []
+    for parameter in parameters:
+        value = arguments[parameter.name]
+        for tensor in parameter.tensors():
+            inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
+            if isinstance(inner, torch.Tensor) and not unusual_storage(inner):
+                found.append(inner)
+    return any(map(stands_in, found)) or (bool(found) and all(t.is_meta for t in found))

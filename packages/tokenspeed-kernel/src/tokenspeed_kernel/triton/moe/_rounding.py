@@ -1,0 +1,64 @@
+"""Rows of activations as MMAs take them: rounded to narrow formats, or scaled into float16's range."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+def rounded(
+    x: Tensor,
+    activation_dtype: str,
+    carrier: torch.dtype,
+    row_count: Tensor | None = None,
+    static_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rounds x ``[rows, k]`` as `MoEPlan.activation_dtype` says, and stores it as ``carrier``.
+
+    Returns the rows, and their scales where they have some. ``row_count``: int32, one element: x has only as many rows.
+    ``static_scale``: float32, the scale of all rows, where activations are static.
+    """
+    if activation_dtype == "none":
+        return x, None
+    if activation_dtype in ("fp8", "fp8_static"):
+        return _with_scales(x, "e4m3", carrier, row_count, static_scale)
+    rows, columns = x.shape
+    result = torch.empty(rows, columns, dtype=carrier, device=x.device)
+    block = min(1024, next_power_of_2(columns))
+    height = max(1, 2048 // block)
+    grid = (cdiv(rows, height), cdiv(columns, block))
+    device_code.round_rows_mxfp4_kernel[grid](x, *x.stride(), result, rows, columns, ROWS=height, BLOCK=block)
+    return result, None
+
+
+def fitted(x: Tensor, row_count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x ``[rows, k]`` as float16, with a power of two for each row that brings it into float16's range; see `rounded`."""
+    return _with_scales(x, "float16", torch.float16, row_count)
+
+
+def _with_scales(
+    x: Tensor, format: str, carrier: torch.dtype, row_count: Tensor | None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    result = torch.empty(rows, columns, dtype=carrier, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    device_code.round_rows_kernel[(rows,)](
+        x,
+        *x.stride(),
+        result,
+        scale,
+        given,
+        scale if row_count is None else row_count,
+        columns,
+        FORMAT=format,
+        GIVEN=given is not None,
+        COUNTED=row_count is not None,
+        NATIVE=carrier == torch.float8_e4m3fn,
+        BLOCK=min(4096, next_power_of_2(columns)),
+    )
+    return result, scale

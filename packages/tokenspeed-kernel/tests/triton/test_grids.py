@@ -1,0 +1,32 @@
+"""What kernels launch for the largest calls is what a driver takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.platform import PlatformInfo, named_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
+
+KERNELS = [
+    spec
+    for op in operators()
+    # Kernels of communication launch as many CTAs as a device holds.
+    for spec in (KernelRegistry.get().get_for_operator(op.family, op.mode) if op.family != "comm" else ())
+    if spec.solution == "triton"
+]
+# Takes 16 tokens at most.
+FEW = {"triton_rmsnorm_moe_topk"}
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx950", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_every_grid_fits(spec: KernelSpec, arch: str, launches_at_scale: Callable[[KernelSpec, PlatformInfo], list[Any]]) -> None:
+    platform = named_platform(arch)
+    launches = launches_at_scale(spec, platform)
+    assert launches or spec.name in FEW
+    assert [launch for launch in launches if not launch.fits(platform.vendor)] == []
