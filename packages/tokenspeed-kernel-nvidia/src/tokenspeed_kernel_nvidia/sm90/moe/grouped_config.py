@@ -342,7 +342,7 @@ def repair_of(dtype: str, gated: bool) -> Product:
 
 
 def _is_served(product: Product) -> bool:
-    """Slots of float16 are always wide. Activations are where no limit keeps them within its range, in tiles that `VALUES` has."""
+    """Slots of float16 are always wide; activations where no limit keeps them in range, in tiles that `VALUES` have, too."""
     if product.dtype == "bfloat16":
         return not product.wide
     if product.gated:
