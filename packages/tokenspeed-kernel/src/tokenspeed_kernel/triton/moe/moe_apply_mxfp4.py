@@ -231,8 +231,8 @@ def moe_apply_as(
         gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
     # 16-bit floats hold e4m3 codes exactly, and what mxfp4 makes of 16-bit floats.
-    rows = rounded(x, plan.activation_dtype, x.dtype, static_scale=weights.w13_input_scale)
-    _product(first, schedules[first.columns], rows, w13, gate_up, topk_ids, plan, gated=True)
+    tokens_in = rounded(x, plan.activation_dtype, x.dtype, static_scale=weights.w13_input_scale)
+    _product(first, schedules[first.columns], tokens_in, w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
     scaled = plan.activation_dtype in ("fp8", "fp8_static")
