@@ -1,6 +1,6 @@
 """Runs every test that needs an NVIDIA GPU, in parts that fit a time limit, and records what became of them.
 
-    python ci/gpu_suite.py --part 1/2        # about 6 minutes on an H200 with 16 cores
+    python ci/gpu_suite.py --part 1/2
     python ci/gpu_suite.py --part 2/2
 
 A hash of its name decides which part a test belongs to, so that each part has its share of slow ones. A part is added to
