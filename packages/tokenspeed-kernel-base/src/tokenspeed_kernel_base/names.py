@@ -34,7 +34,7 @@ def did_you_mean(name: str, known: Iterable[str], spelled: Callable[[str], str] 
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name; the whole name where it has none of three letters, which are among too many others."""
+    """The words of a name. A name whose words all have fewer than three letters counts as one word."""
     words = re.findall("[a-z0-9]+", name.casefold())
     return set(words) if any(len(word) > 2 for word in words) else {name}
 

@@ -76,7 +76,7 @@ class Operands(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """From one token, and from one head, to the next: of q, k and v in vectors of 16 bytes, of the output in elements.
+    """Strides of tokens and heads. Those of q, k and v count vectors of 16 bytes, those of the output count elements.
 
     Triton infers from an argument only whether it is a multiple of 16; a count of elements that is a multiple of 8 would prove no
     alignment of a row, and copies to LDS need one.
