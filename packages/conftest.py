@@ -17,6 +17,7 @@ os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
 
 from tokenspeed_kernel_base import config, lowering, measured, memo, platform, selection, watch
 from tokenspeed_kernel_base import operator as operator_module
+from tokenspeed_kernel_base import registry as registry_module
 from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -30,9 +31,10 @@ settings.load_profile("operators")
 
 
 @pytest.fixture
-def state_is_put_back() -> Iterator[None]:
+def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test sets for the whole process ends with it."""
     registry = KernelRegistry.get()
+    declared = list(registry_module._declared.get(request.module.__name__, ()))
     kept = [(name, type(value)(value)) for name, value in vars(registry).items() if isinstance(value, (dict, list, set))]
     policy, source, read = selection._policy, measured._source, config._settings
     yield
@@ -41,6 +43,8 @@ def state_is_put_back() -> Iterator[None]:
     assert not watch.watching()
     KernelRegistry._instance = registry
     vars(registry).update(kept)
+    # All test modules are in one package: without this, `register_package` of it registers what other tests declared.
+    registry_module._declared[request.module.__name__] = declared
     selection._policy, measured._source, config._settings = policy, source, read
     memo.invalidate()
 
