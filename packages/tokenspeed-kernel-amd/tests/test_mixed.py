@@ -11,6 +11,7 @@ from tokenspeed_kernel import mha_with_kvcache as operator
 from tokenspeed_kernel_amd import mha_with_kvcache
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.explanation import NoKernelFoundError
+from tokenspeed_kernel_base.launchers import unchecked
 
 from .paging import (
     cases,
@@ -163,7 +164,7 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, small_device: No
     arguments = _inputs(gfx950, [100, 9, 300], [33, 4, 1])
     wanted = reference(operator, arguments)
     with nothing_read_on_the_host(monkeypatch):
-        got = launch(**arguments, return_lse=True)
+        got = unchecked(operator, launch)(**arguments, return_lse=True)
     check(got, wanted)
 
 

@@ -14,14 +14,17 @@ from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
 from tokenspeed_kernel_amd.gfx950.moe import fp8_block_layout as layout
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
-from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply
+from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply as launcher_of_moe_topk_apply
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_fp8
 
 from .experts import GPT_OSS, RandomLayer, relative_error
 from .paging import check_case, kernel_of, spills
+
+moe_topk_apply = unchecked(tokenspeed_kernel.moe_topk_apply, launcher_of_moe_topk_apply)
 
 NARROW, BROAD = grouped.Tile(16, 4), grouped.Tile(32, 4)
 ROUNDED: list[dict[str, Any]] = [{"activation_dtype": dtype} for dtype in ("fp8", "none", "mxfp4", "fp8_static")]

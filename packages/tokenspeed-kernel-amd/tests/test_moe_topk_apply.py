@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel import moe_topk_apply as operator
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_amd.gfx950.moe.choose import choose
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
-from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply
+from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply as launcher_of_moe_topk_apply
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 
 from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
 from .paging import check_case, kernel_of, spills
+
+moe_topk_apply = unchecked(operator, launcher_of_moe_topk_apply)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Tokens, experts and experts a token. Of the first eight the first product chooses, of the next three what sorts pairs.

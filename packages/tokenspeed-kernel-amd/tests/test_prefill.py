@@ -14,6 +14,7 @@ from torch import Tensor
 from tokenspeed_kernel import mha_prefill as operator
 from tokenspeed_kernel_amd import mha_prefill
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.launchers import unchecked
 
 from .paging import ERROR, LSE_ERROR, cases, check_case
 
@@ -216,7 +217,7 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pyt
     with monkeypatch.context() as patch:
         for name in ("tolist", "item", "cpu", "__int__", "__bool__", "__index__"):
             patch.setattr(Tensor, name, refuse)
-        got = launch(**inputs, return_lse=True)
+        got = unchecked(operator, launch)(**inputs, return_lse=True)
     _check(got, wanted)
 
 

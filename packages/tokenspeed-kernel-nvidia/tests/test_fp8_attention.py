@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.launchers import unchecked
+from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as operator
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS, config_of
-from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill
+from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill as launcher_of_mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_TILES, Config
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
 
 from . import oracle
 from .oracle import Options
+
+mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536

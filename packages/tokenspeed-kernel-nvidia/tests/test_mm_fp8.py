@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8, mm_fp8_program, signatures_of, steps_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8_program, signatures_of, steps_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import mm_fp8 as launcher_of_mm_fp8
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SERVED, Config, Scales, Served, Stored, config_of, every_config
 
 from .launched import emulated, fresh
+
+mm_fp8 = unchecked(operator, launcher_of_mm_fp8)
 
 BF16, SINGLE = torch.bfloat16, torch.float32
 # Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most.

@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed_kernel_base.launchers import unchecked
+from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as operator
 from tokenspeed_kernel_nvidia.sm90.attention import prefill
-from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill
+from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill as launcher_of_mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import TILES, Config
 from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, OTHER_WIDTHS, PAGE_SIZES
 
 from . import oracle
 from .oracle import Options
+
+mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Bytes of shared memory that a CTA of sm_90 may have, and registers of a multiprocessor.

@@ -94,7 +94,7 @@ device_code = DeviceModule(__name__ + "_device")
 @register_kernel(
     "norm", "rmsnorm", name="lately_rmsnorm", solution="lately", signatures=format_signatures("x", "dense", {torch.float32})
 )
-def rmsnorm(x, weight, eps=1e-5, residual=None, out=None, residual_out=None):
+def rmsnorm(x, weight, eps, residual, out, residual_out):
     return device_code.normalise(x, weight, eps)
 """
 ANOTHER = LAUNCHER.replace("lately_", "another_").replace('"norm", "rmsnorm",', '"norm", "rmsnorm", priority=1,')
@@ -167,7 +167,7 @@ SIGNATURES = 'format_signatures("x", "dense", {torch.float32})'
         (SOLUTION, SOLUTION + ", tunables={'warps': [1]}", "it does not take warps"),
         (SIGNATURES, "torch.float32", "signatures must be FormatSignature, got torch.float32"),
         (SIGNATURES, "[]", "signatures is empty"),
-        ("def rmsnorm(x, weight, ", "def rmsnorm(x, ", "an implementation of norm.rmsnorm takes (x, weight, eps"),
+        ("def rmsnorm(x, weight, ", "def rmsnorm(x, wieght, ", "norm.rmsnorm has no parameter wieght; did you mean weight?"),
         ('name="lately_rmsnorm"', 'name="reference_rmsnorm"', "a kernel named reference_rmsnorm exists: registered by "),
     ],
 )

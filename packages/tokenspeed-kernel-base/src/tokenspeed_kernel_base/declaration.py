@@ -26,6 +26,7 @@ from tokenspeed_kernel_base.parameters import (
     check_types,
     kind_of,
     on_meta,
+    options_given,
     parse_parameters,
     resource_arguments,
     resources_given,
@@ -143,7 +144,8 @@ class Operator(Generic[P, R]):
             raise TypeError(f"{self}: {trait} is not among the traits of the declaration{did_you_mean(trait, self.trait_kinds)}")
         stated = formats if isinstance(formats, Mapping) else dict.fromkeys(formats, ("dense",))
         holders = tuple(p.cls or p.types[0] for p in self.parameters if p.kind in (Kind.OBJECT, Kind.RESOURCE))
-        self.interface = Interface(self.names, self.trait_kinds, {n: tuple(f) for n, f in stated.items()}, layout, holders)
+        operands = {name: tuple(each) for name, each in stated.items()}
+        self.interface = Interface(self.names, self.trait_kinds, operands, layout, (*outs, *mutates), holders)
         self.host_values: tuple[str, ...] = ()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
@@ -393,6 +395,7 @@ class Operator(Generic[P, R]):
             frozenset((*self.varying, *self.bounds)),
             tuple(self.run_hook("intermediates", arguments) or ()),
             package,
+            options_given(self.parameters, arguments),
         )
 
     # -- planning --------------------------------------------------------------------------------------------------------------

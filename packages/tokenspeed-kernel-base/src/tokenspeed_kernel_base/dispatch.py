@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernel_base.generated import compile_source
 from tokenspeed_kernel_base.memory import lies_like, span
 from tokenspeed_kernel_base.parameters import Parameter
 from tokenspeed_kernel_base.terms import (
     attribute_of,
     bounds_of,
-    compile_source,
     default_values,
     key_terms,
     limit_names,
@@ -128,7 +128,7 @@ def {name}({names}, override, solution):
     return _call({names})
 """
     namespace = {"_is_grad_enabled": torch.is_grad_enabled, "_memo": memo, "_decide": decide, **default_values(parameters)}
-    return compile_source(name, source, namespace)
+    return compile_source(name, source, namespace, "by description")
 
 
 def build_entry_function(name: str, parameters: Sequence[Parameter], written: Sequence[str]) -> Callable[..., Any]:

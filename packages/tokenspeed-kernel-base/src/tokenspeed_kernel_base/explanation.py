@@ -33,7 +33,8 @@ class Request:
     operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
     ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from
     call to call; the others are fixed by the model. ``intermediates`` are formats that the operator rounds values to between its
-    inputs and its outputs; only tolerances look at them. ``package`` asks for the kernels of one package only.
+    inputs and its outputs; only tolerances look at them. ``package`` asks for the kernels of one package only. ``given`` names the
+    parameters that the call does not leave at their defaults.
     """
 
     family: str
@@ -48,6 +49,7 @@ class Request:
     varying: frozenset[str] = frozenset()
     intermediates: tuple[TensorFormat, ...] = ()
     package: str | None = None
+    given: frozenset[str] = frozenset()
 
     @property
     def operator(self) -> str:

@@ -22,10 +22,11 @@ class Interface:
     """What an operator states to its kernels.
 
     Attributes:
-        parameters: what an implementation takes, in order.
+        parameters: the operator's, in order; an implementation takes those of them that it uses.
         traits: what values each trait of a request has.
         formats: operands that a request's signature may name, with the names of the formats that each may have.
         layout: the trait that says in which layout weights lie, if there is one.
+        written: parameters whose memory a call may write to. Every implementation takes them.
         holders: classes whose resources a call may be given. Their ``trait_kinds``, and those of derived classes, are traits, too.
     """
 
@@ -33,6 +34,7 @@ class Interface:
     traits: Mapping[str, TraitKind] = field(default_factory=dict)
     formats: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: str | None = None
+    written: tuple[str, ...] = ()
     holders: tuple[type, ...] = ()
 
     def check(self, spec: KernelSpec) -> None:

@@ -271,6 +271,17 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
     return found
 
 
+def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> frozenset[str]:
+    """The parameters that a call does not leave at their defaults, but for hints and bounds, which a kernel may always ignore."""
+
+    def left(parameter: Parameter) -> bool:
+        value, default = parameter.normal(arguments[parameter.name]), parameter.default
+        return value is default or (parameter.kind is Kind.VALUE and type(value) is type(default) and bool(value == default))
+
+    optional = (p for p in parameters if not p.required and not p.bound and p.kind is not Kind.HINT)
+    return frozenset(p.name for p in optional if not left(p))
+
+
 def on_meta(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with tensors replaced by meta tensors, so that outputs can be described without being allocated."""
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from tokenspeed_kernel_base.dispatch import remember_checked, value_check
+from tokenspeed_kernel_base.generated import compile_source
 from tokenspeed_kernel_base.parameters import Parameter
 from tokenspeed_kernel_base.terms import (
     absences,
-    compile_source,
     default_values,
     limit_names,
     option_reads,

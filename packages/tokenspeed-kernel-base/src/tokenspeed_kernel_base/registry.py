@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.interface import Interface, layouts_of, refuse_layout
-from tokenspeed_kernel_base.names import did_you_mean, nearest
+from tokenspeed_kernel_base.launchers import Launcher
+from tokenspeed_kernel_base.names import nearest
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import CANONICAL, TAGS, KernelSpec, Priority, RegistrationError
@@ -64,6 +65,7 @@ class KernelRegistry:
         self._impls: dict[str, Callable[..., Any] | str] = {}
         self._modules: dict[str, str] = {}
         self._interfaces: dict[tuple[str, str], Interface] = {}
+        self._launchers: dict[str, Launcher] = {}
         self._clashes: list[PriorityClash] = []
         self._load_failures: dict[str, tuple[str, str]] = {}
         self._private: set[str] = set()
@@ -96,8 +98,8 @@ class KernelRegistry:
             specs = [spec for spec in self._specs.values() if (spec.family, spec.mode) == (family, mode)]
             for spec in specs:
                 interface.check(spec)
-                if callable(impl := self._impls[spec.name]):
-                    self._check_parameters(spec, impl)
+                if callable(self._impls[spec.name]):
+                    self._launcher(spec.name)
             self._check_layouts(specs)
 
     def interface_of(self, family: str, mode: str) -> Interface | None:
@@ -125,15 +127,17 @@ class KernelRegistry:
                     f"a kernel named {spec.name} exists: registered by {taken.origin}, now again by {spec.origin}; "
                     "give one of them another name="
                 )
-            if callable(impl):
-                self._check_parameters(spec, impl)
-            if (interface := self._interfaces.get((spec.family, spec.mode))) is not None:
+            interface = self._interfaces.get((spec.family, spec.mode))
+            launcher = Launcher(spec, impl, interface) if callable(impl) else None
+            if interface is not None:
                 interface.check(spec)
             if not self._open:
                 self._check_layouts([spec])
             peers = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
             self._specs[spec.name] = spec
             self._impls[spec.name] = impl
+            if launcher is not None:
+                self._launchers[spec.name] = launcher
             self._modules[spec.name] = impl.partition(":")[0] if isinstance(impl, str) else _module_of(impl)
             clashes = [PriorityClash(peer, spec) for peer in peers]
             self._clashes.extend(clashes)
@@ -154,6 +158,7 @@ class KernelRegistry:
         with self._lock:
             self.get_by_name(name)
             del self._specs[name], self._impls[name]
+            self._launchers.pop(name, None)
             self._load_failures.pop(name, None)
             self._private.discard(name)
             self._clashes = [c for c in self._clashes if name not in (c.first.name, c.second.name)]
@@ -210,7 +215,8 @@ class KernelRegistry:
             return [(self.get_by_name(name), self._impls[name]) for name in names]
 
     def get_impl(self, name: str) -> Callable[..., Any]:
-        """The implementation, imported now if it was given by name.
+        """A function of all the operator's parameters, in order, that runs the kernel: its implementation, imported now if it was
+        given by name, or a function that calls it with the parameters that it takes.
 
         Raises:
             KeyError: no kernel of that name.
@@ -219,16 +225,21 @@ class KernelRegistry:
         """
         with self._lock:
             spec, impl = self.get_by_name(name), self._impls[name]
-        if callable(impl):
-            return impl
-        loaded: Callable[..., Any] = load_object(impl, f"kernel {name}")
-        if not callable(loaded):
-            raise RegistrationError(f"{name}: {impl} is not callable ({spec.origin})")
-        self._check_parameters(spec, loaded)
+        if not callable(impl):
+            loaded: Callable[..., Any] = load_object(impl, f"kernel {name}")
+            if not callable(loaded):
+                raise RegistrationError(f"{name}: {impl} is not callable ({spec.origin})")
+            Launcher(spec, loaded, self._interfaces.get((spec.family, spec.mode)))
+            with self._lock:
+                if self._impls.get(name) is impl:
+                    self._impls[name] = loaded
+        return self._launcher(name).function
+
+    def ignored_parameters(self, name: str) -> frozenset[str]:
+        """The operator's parameters that a kernel's implementation does not take. Empty as long as it is not imported, and where
+        there is no kernel of that name."""
         with self._lock:
-            if self._impls.get(name) is impl:
-                self._impls[name] = loaded
-        return loaded
+            return self._launcher(name).ignored if callable(self._impls.get(name)) else frozenset()
 
     def module_of(self, name: str) -> str:
         """The module that a kernel is implemented in. Imports nothing. Raises KeyError if there is no kernel of that name."""
@@ -314,34 +325,16 @@ class KernelRegistry:
         interface = self._interfaces.get((spec.family, spec.mode))
         return frozenset() if interface is None else layouts_of(spec, interface.layout)
 
-    def _check_parameters(self, spec: KernelSpec, impl: Callable[..., Any]) -> None:
-        try:
-            parameters = inspect.signature(impl).parameters.values()
-        except (TypeError, ValueError):
-            return  # a builtin without a signature cannot be checked before it is called
-        settable = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
-        unknown = [name for name in spec.aligned_caches if all(p.name != name for p in parameters)]
-        if unknown:
-            raise RegistrationError(f"{spec.name}: aligned_caches must be parameters, got {', '.join(unknown)} ({spec.origin})")
-        unsettable = [name for name in spec.tunables if name not in settable]
-        if unsettable and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            raise RegistrationError(
-                f"{spec.name}: its implementation must take each tunable as a keyword with a default, after a *; "
-                f"it does not take {', '.join(unsettable)}{did_you_mean(unsettable[0], sorted(settable))} ({spec.origin})"
-            )
-        interface = self._interfaces.get((spec.family, spec.mode))
-        if interface is None:
-            return
-        wanted = interface.parameters
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            return
-        names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-        extra = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-        if names != wanted or extra:
-            raise RegistrationError(
-                f"{spec.name}: an implementation of {spec.operator} takes ({', '.join(wanted)}), this one takes "
-                f"({', '.join(p.name for p in parameters)}) ({spec.origin})"
-            )
+    def _launcher(self, name: str) -> Launcher:
+        """A kernel's launcher, which has been imported, checked against its operator."""
+        with self._lock:
+            spec, impl = self._specs[name], self._impls[name]
+            interface = self._interfaces.get((spec.family, spec.mode))
+            known = self._launchers.get(name)
+            if known is None or known.spec is not spec or known.impl is not impl or known.interface is not interface:
+                assert callable(impl)
+                known = self._launchers[name] = Launcher(spec, impl, interface)
+            return known
 
 
 def load_object(path: str, wanted_by: str) -> Any:
@@ -522,6 +515,7 @@ def describe_kernel(name: str) -> str:
         "tunable if": _called(spec.tunable_if),
         "weight preprocessor": _called(spec.weight_preprocessor),
         "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
+        "ignored parameters": ", ".join(sorted(registry.ignored_parameters(name))) or "none",
         "aligned caches": ", ".join(spec.aligned_caches) or "none",
         "only by name": spec.only_by_name or "no",
         "accuracy": spec.accuracy or "as the operator says",

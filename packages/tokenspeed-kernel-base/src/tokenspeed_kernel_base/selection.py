@@ -220,6 +220,7 @@ GATES = {
     "platform": "the platform has what it needs",
     "formats": "it declares the formats of the operands",
     "implementation": "importing it has not failed before",
+    "parameters": "its implementation takes every parameter that the call does not leave at its default",
     "traits": "its constraints hold, and it has every flag that is set",
 }
 """The gates in order: a kernel passes one if what stands here holds. An override need not pass name, nor traits but fixed ones."""
@@ -244,6 +245,8 @@ def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tup
         return "formats", _nearest_difference(spec.format_signatures, request.signature)
     if (error := KernelRegistry.get().load_error(spec.name)) is not None:
         return "implementation", f"cannot be loaded: {error}"
+    if request.given and (ignored := KernelRegistry.get().ignored_parameters(spec.name) & request.given):
+        return "parameters", f"does not take {', '.join(sorted(ignored))}"
     gaps = spec.trait_gaps(request.traits, request.fixed_traits if overridden else None)
     return ("traits", "; ".join(gaps)) if gaps else None
 
@@ -417,19 +420,20 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
         override,
         tuple(request.buckets.items()) if sizes_matter(request) else (),
         request.package,
+        request.given,
     )
     known = _decisions.get(key)
     if known is not None:
         return known
     provisional = override is None and arguments is not None and not _autotuned(request, arguments)
     impl: Callable[..., Any] | None = None
-    while impl is None:  # a kernel that cannot be loaded is left out of the next round
+    while impl is None:  # the next round rejects a kernel that cannot be loaded, or turns out not to take an argument
         started = memo.epoch()
         explanation = consider(request, override)
         if explanation.chosen is None:
             raise NoKernelFoundError(explanation)
         name, pretended = explanation.chosen.name, request.platform.pretended
-        impl = _refuse_to_launch(name, request.platform) if pretended else KernelRegistry.get().load_or_leave_out(name)
+        impl = _refuse_to_launch(name, request.platform) if pretended else _loaded(name, request)
     configured = explanation.verdicts[0].config
     if config.settings().verbose:
         logger.info("%s", explanation)
@@ -437,6 +441,13 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
     if not provisional:
         memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
     return selected
+
+
+def _loaded(name: str, request: Request) -> Callable[..., Any] | None:
+    """A kernel's implementation; None where it cannot be imported, or does not take what the call gives."""
+    registry = KernelRegistry.get()
+    impl = registry.load_or_leave_out(name)
+    return None if impl is None or registry.ignored_parameters(name) & request.given else impl
 
 
 def sizes_matter(request: Request) -> bool:

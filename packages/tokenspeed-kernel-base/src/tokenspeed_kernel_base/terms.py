@@ -5,22 +5,12 @@ The functions are generated because reading attributes is most of what a call co
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from tokenspeed_kernel_base.parameters import Kind, Parameter
-
-
-def compile_source(name: str, source: str, namespace: dict[str, Any]) -> Callable[..., Any]:
-    """The function of that name that the source defines; tracebacks show its lines."""
-    filename = f"<tokenspeed_kernel {name}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    exec(compile(source, filename, "exec"), namespace)  # the source is ours: parameter names only
-    made: Callable[..., Any] = namespace[name]
-    return made
 
 
 def attribute_of(holder: Parameter, field: Parameter) -> str:

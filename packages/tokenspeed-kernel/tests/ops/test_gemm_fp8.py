@@ -10,11 +10,14 @@ from torch import Tensor
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.torch import gemm_fp8 as module
-from tokenspeed_kernel.torch.gemm_fp8 import torch_scaled_mm
+from tokenspeed_kernel.torch.gemm_fp8 import torch_scaled_mm as launcher_of_torch_scaled_mm
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.explanation import Explanation
+from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, current_platform, named_platform, use_platform
+
+torch_scaled_mm = unchecked(tk.mm, launcher_of_torch_scaled_mm)
 
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

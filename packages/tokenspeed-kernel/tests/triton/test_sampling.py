@@ -194,9 +194,9 @@ def test_settings_out_of_range_do_what_is_documented() -> None:
     seed, offset = torch.arange(12, device=DEVICE), torch.arange(12, device=DEVICE)
     expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset)
     # Not through the operator, which checks values that lie in host memory.
-    assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset), expected)
+    assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset, None, torch.int64, None), expected)
     expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset, min_p)
-    assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset, min_p), expected)
+    assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset, min_p, torch.int64, None), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

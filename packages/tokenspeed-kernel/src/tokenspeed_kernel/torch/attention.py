@@ -7,7 +7,6 @@ float32 (float64 for float64).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,21 +28,7 @@ from tokenspeed_kernel_base.spec import Priority
     priority=Priority.PORTABLE + 1,
 )
 def torch_mha_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None,
-    max_seqlen: int | None,
-    window_left: int,
-    logit_cap: float,
-    sinks: Tensor | None,
-    return_lse: bool,
-    softmax_scale: float | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float | None, out: Tensor | None
 ) -> Tensor:
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])

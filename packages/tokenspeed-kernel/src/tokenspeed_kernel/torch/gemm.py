@@ -23,30 +23,13 @@ from tokenspeed_kernel_base.traits import ANY, Constraint, multiple_of
 CPU_K = 32  # bfloat16, PyTorch 2.13: multiples of 32 up to 2912 are right; k of 31, 33, 70, 80, 100, 144, 200 and 1000 are not
 
 
-def torch_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    alpha: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+def torch_mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
     if bias is None:
         return torch.mm(a, b, out=out)
     return torch.addmm(bias, a, b, out=out)
 
 
-def torch_bmm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-    alpha: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:
+def torch_bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
     return torch.bmm(a, b, out=out)
 
 

@@ -57,14 +57,7 @@ def _are_blocks(b: Tensor, b_scale: Tensor) -> bool:
 
 
 def torch_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    alpha: Tensor | None,
-    out: Tensor | None,
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor:
     dtype = out_dtype or torch.bfloat16
     m, n = a.shape[0], b.shape[1]

@@ -11,7 +11,6 @@ maximum."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -162,17 +161,12 @@ def mha_prefill(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
-    max_seqlen: int | None = None,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_amd.mha_prefill`, which has checked the arguments. Nothing waits for the device."""
     tokens, heads, head_dim = q.shape

@@ -50,17 +50,7 @@ def _registered(name: str, weights: str, dtypes: set[torch.dtype], **traits: Any
 
 
 def moe_topk_apply(
-    x: Tensor,
-    logits: Tensor,
-    weights: MoEWeights,
-    plan: MoEPlan,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    correction_bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scaling_factor: float = 1.0,
-    out: Tensor | None = None,
+    x: Tensor, logits: Tensor, weights: MoEWeights, plan: MoEPlan, renormalize: bool, scaling_factor: float, out: Tensor | None
 ) -> Tensor:
     """See `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are as `WEIGHTS` prepares them."""
     tokens = len(x)

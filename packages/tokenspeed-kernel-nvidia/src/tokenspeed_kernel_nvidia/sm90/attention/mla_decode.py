@@ -87,16 +87,11 @@ def mla_decode_with_kvcache(
     max_seqlen_k: int,
     kv_lora_rank: int,
     softmax_scale: float,
-    max_seqlen_q: int = 1,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    tree_mask: Tensor | None = None,
-    kv_scale_cache: Tensor | None = None,
-    rope_cache: Tensor | None = None,
-    out: Tensor | None = None,
+    max_seqlen_q: int,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of the newest tokens to a paged cache: launches on checked arguments.
 

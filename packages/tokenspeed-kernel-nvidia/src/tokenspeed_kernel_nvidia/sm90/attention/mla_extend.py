@@ -78,7 +78,6 @@ def _programs_of(
 def mla_extend_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor | None,
     kv_cache: Tensor,
     page_table: Tensor,
     cache_seqlens: Tensor,
@@ -86,13 +85,11 @@ def mla_extend_with_kvcache(
     max_seqlen_k: int,
     kv_lora_rank: int,
     softmax_scale: float,
-    is_causal: bool = True,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    is_causal: bool,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of new tokens to a paged cache that holds them: launches on checked arguments.
 

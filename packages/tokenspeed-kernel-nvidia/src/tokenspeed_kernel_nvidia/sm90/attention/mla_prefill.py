@@ -5,7 +5,6 @@ Each query head has a key head of its own, with keys of 192 columns and values o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,18 +21,16 @@ def mla_prefill(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
-    max_seqlen: int | None = None,
-    logit_cap: float = 0.0,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    is_causal: bool = True,
-    window_left: int = -1,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    logit_cap: float,
+    return_lse: bool,
+    softmax_scale: float | None,
+    cu_seqlens_kv: Tensor | None,
+    is_causal: bool,
+    window_left: int,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches latent attention of whole sequences, or of tokens to others. Arguments are checked, and with a window it is
     causal."""

@@ -53,13 +53,9 @@ def mla_sparse_with_kvcache(
     indices: Tensor,
     kv_lora_rank: int,
     softmax_scale: float,
-    topk_length: Tensor | None = None,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    kv_scale_cache: Tensor | None = None,
-    rope_cache: Tensor | None = None,
-    out: Tensor | None = None,
+    topk_length: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Latent attention of tokens to chosen slots of a paged cache: launches on checked arguments.
 

@@ -13,7 +13,7 @@ Times in this file are of one H200: 64 query heads, 8 key heads, head_dim 64, bf
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -77,17 +77,12 @@ def mha_prefill(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
-    max_seqlen: int | None = None,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of whole sequences in a window: launches on checked arguments.
 
@@ -101,23 +96,18 @@ def mha_prefill(
 def mha_extend_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     cache_seqlens: Tensor,
     max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool = False,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    is_causal: bool,  # always set, as the traits say
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of new tokens to a paged cache in a window: launches on checked arguments.
 

@@ -194,12 +194,11 @@ def multiply(
 def mm(
     a: Tensor,
     b: Tensor,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    alpha: Tensor | None = None,
-    out: Tensor | None = None,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
 ) -> Tensor:
     """A product of at most 16 rows: launches on checked arguments.
 

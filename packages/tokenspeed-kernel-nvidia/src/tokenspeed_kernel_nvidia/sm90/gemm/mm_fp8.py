@@ -85,10 +85,9 @@ def mm_fp8(
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    alpha: Tensor | None = None,
-    out: Tensor | None = None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,  # a trait of the declaration
+    out: Tensor | None,
 ) -> Tensor:
     """A product of fp8 operands: launches on checked arguments.
 

@@ -89,7 +89,7 @@ def _launch(
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+def silu_and_mul(x: Tensor, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.silu_and_mul`."""
     return _launch(x, out, 1.0, None, 0.0, interleaved=False, plain=True)
 
@@ -104,13 +104,6 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def swiglu(
-    x: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+def swiglu(x: Tensor, alpha: float, limit: float | None, beta: float, interleaved: bool, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.swiglu`."""
     return _launch(x, out, alpha, limit, beta, interleaved, plain=False)

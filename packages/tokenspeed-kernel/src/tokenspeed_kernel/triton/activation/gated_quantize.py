@@ -128,21 +128,19 @@ def _launch(
 @register_kernel("activation", "silu_and_mul_quantize_fp8", traits=FP8_TRAITS, **_DECLARED)
 def silu_and_mul_quantize_fp8(
     x: Tensor,
-    granularity: str = "token",
-    block_size: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
+    granularity: str,
+    block_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    out: Tensor | None,
+    scale_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_fp8`."""
     return _launch(x, Activation(True), fp8_form(x, granularity, block_size, dtype, scale_dtype), dtype, None, out, scale_out)
 
 
 @register_kernel("activation", "silu_and_mul_quantize_fp8_with_scale", traits=_GIVEN, **_DECLARED)
-def silu_and_mul_quantize_fp8_with_scale(
-    x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, out: Tensor | None = None
-) -> Tensor:
+def silu_and_mul_quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.silu_and_mul_quantize_fp8_with_scale`."""
     return _launch(x, Activation(True), fp8_with_scale_form(x, dtype), dtype, scale, out, None)[0]
 
@@ -151,11 +149,7 @@ def silu_and_mul_quantize_fp8_with_scale(
     "activation", "silu_and_mul_quantize_mxfp8", traits={"scales_rounded_up": any, "scales_in_tiles": any}, **_DECLARED
 )
 def silu_and_mul_quantize_mxfp8(
-    x: Tensor,
-    scale_rounding: str = "down",
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
+    x: Tensor, scale_rounding: str, scale_layout: str, out: Tensor | None, scale_out: Tensor | None
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_mxfp8`."""
     return _launch(x, Activation(True), mxfp8_form(x, scale_rounding, scale_layout), torch.float8_e4m3fn, None, out, scale_out)
@@ -163,7 +157,7 @@ def silu_and_mul_quantize_mxfp8(
 
 @register_kernel("activation", "silu_and_mul_quantize_nvfp4", traits={"scales_in_tiles": any}, **_DECLARED)
 def silu_and_mul_quantize_nvfp4(
-    x: Tensor, global_scale: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
+    x: Tensor, global_scale: Tensor, scale_layout: str, out: Tensor | None, scale_out: Tensor | None
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_nvfp4`."""
     return _launch(x, Activation(True), nvfp4_form(x, scale_layout), torch.uint8, global_scale, out, scale_out)
@@ -172,16 +166,16 @@ def silu_and_mul_quantize_nvfp4(
 @register_kernel("activation", "swiglu_quantize_fp8", traits={**FP8_TRAITS, **_SWIGLU}, **_DECLARED)
 def swiglu_quantize_fp8(
     x: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    granularity: str = "token",
-    block_size: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
+    alpha: float,
+    limit: float | None,
+    beta: float,
+    interleaved: bool,
+    granularity: str,
+    block_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    out: Tensor | None,
+    scale_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.swiglu_quantize_fp8`."""
     activation = Activation(False, alpha, limit, beta, interleaved)
@@ -192,12 +186,12 @@ def swiglu_quantize_fp8(
 def swiglu_quantize_fp8_with_scale(
     x: Tensor,
     scale: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    out: Tensor | None = None,
+    alpha: float,
+    limit: float | None,
+    beta: float,
+    interleaved: bool,
+    dtype: torch.dtype,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.swiglu_quantize_fp8_with_scale`."""
     activation = Activation(False, alpha, limit, beta, interleaved)
@@ -209,14 +203,14 @@ def swiglu_quantize_fp8_with_scale(
 )
 def swiglu_quantize_mxfp8(
     x: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    scale_rounding: str = "down",
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
+    alpha: float,
+    limit: float | None,
+    beta: float,
+    interleaved: bool,
+    scale_rounding: str,
+    scale_layout: str,
+    out: Tensor | None,
+    scale_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.swiglu_quantize_mxfp8`."""
     activation = Activation(False, alpha, limit, beta, interleaved)
@@ -227,13 +221,13 @@ def swiglu_quantize_mxfp8(
 def swiglu_quantize_nvfp4(
     x: Tensor,
     global_scale: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
+    alpha: float,
+    limit: float | None,
+    beta: float,
+    interleaved: bool,
+    scale_layout: str,
+    out: Tensor | None,
+    scale_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.swiglu_quantize_nvfp4`."""
     activation = Activation(False, alpha, limit, beta, interleaved)

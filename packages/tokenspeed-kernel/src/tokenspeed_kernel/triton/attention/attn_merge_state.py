@@ -32,12 +32,7 @@ _ELEMENTS_ODD = 512
     tags={"determinism"},
 )
 def attn_merge_state(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None, lse: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See the operator."""
     if out is None:

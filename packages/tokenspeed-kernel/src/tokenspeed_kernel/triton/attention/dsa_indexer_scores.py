@@ -27,10 +27,10 @@ def dsa_indexer_scores(
     k: Tensor,
     weights: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_kv: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    out: Tensor | None = None,
-    lengths_out: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None,
+    k_scale: Tensor | None,
+    out: Tensor | None,
+    lengths_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.dsa_indexer_scores`."""
     scores, lengths = empty_outputs(q, k.shape[0], out, lengths_out)

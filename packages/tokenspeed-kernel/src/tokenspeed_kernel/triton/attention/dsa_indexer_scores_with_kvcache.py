@@ -28,10 +28,10 @@ def dsa_indexer_scores_with_kvcache(
     weights: Tensor,
     page_table: Tensor,
     cache_seqlens: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    k_scale_cache: Tensor | None = None,
-    out: Tensor | None = None,
-    lengths_out: Tensor | None = None,
+    cu_seqlens_q: Tensor | None,
+    k_scale_cache: Tensor | None,
+    out: Tensor | None,
+    lengths_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.dsa_indexer_scores_with_kvcache`."""
     scores, lengths = empty_outputs(q, page_table.shape[1] * k_cache.shape[1], out, lengths_out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,17 +45,16 @@ def mha_prefill(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
-    max_seqlen: int | None = None,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    max_seqlen: int | None,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
     *,
     block_m: int | None = None,
     num_warps: int | None = None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -47,18 +45,17 @@ def mla_prefill(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
-    max_seqlen: int | None = None,
-    logit_cap: float = 0.0,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    is_causal: bool = True,
-    window_left: int = -1,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
+    max_seqlen: int | None,
+    logit_cap: float,
+    return_lse: bool,
+    softmax_scale: float | None,
+    cu_seqlens_kv: Tensor | None,
+    is_causal: bool,
+    window_left: int,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mla_prefill`. Never waits for the device: the hint on the host is not looked at."""
     tokens, heads, head_dim = q.shape

@@ -27,13 +27,13 @@ def mla_sparse_with_kvcache(
     indices: Tensor,
     kv_lora_rank: int,
     softmax_scale: float,
-    topk_length: Tensor | None = None,
-    return_lse: bool = False,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    kv_scale_cache: Tensor | None = None,
-    rope_cache: Tensor | None = None,
-    out: Tensor | None = None,
+    topk_length: Tensor | None,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mla_sparse_with_kvcache`."""
     tokens, top_k = indices.shape

@@ -69,15 +69,14 @@ def rmsnorm_qkv_rope(
     cos_sin_cache: Tensor,
     kv_heads: int,
     head_dim: int,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-    interleaved: bool = False,
-    k_cache: Tensor | None = None,
-    v_cache: Tensor | None = None,
-    slot_mapping: Tensor | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.rmsnorm_qkv_rope`."""
     tokens, hidden = x.shape

@@ -101,7 +101,7 @@ def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.top_k_indices`."""
     rows, keys = scores.shape
     if out is None:

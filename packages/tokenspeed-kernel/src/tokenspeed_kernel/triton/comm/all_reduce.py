@@ -33,7 +33,7 @@ def _all_reduce(protocol: str, x: Tensor, group: ProcessGroup, out: Tensor | Non
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def one_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+def one_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.all_reduce`."""
     return _all_reduce(ONE_SHOT, x, group, out)
 
@@ -49,6 +49,6 @@ def one_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = Non
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def two_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+def two_shot_all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.all_reduce`."""
     return _all_reduce(TWO_SHOT, x, group, out)

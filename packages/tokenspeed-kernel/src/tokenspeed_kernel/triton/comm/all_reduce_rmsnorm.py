@@ -60,10 +60,10 @@ def one_shot_all_reduce_rmsnorm(
     x: Tensor,
     weight: Tensor,
     group: ProcessGroup,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.all_reduce_rmsnorm`."""
     return _all_reduce_rmsnorm(ONE_SHOT, x, weight, group, eps, residual, out, residual_out)
@@ -84,10 +84,10 @@ def two_shot_all_reduce_rmsnorm(
     x: Tensor,
     weight: Tensor,
     group: ProcessGroup,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.all_reduce_rmsnorm`."""
     return _all_reduce_rmsnorm(TWO_SHOT, x, weight, group, eps, residual, out, residual_out)

@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.traits import at_most
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.moe_combine`."""
     total = out if out is not None and out.is_contiguous() else x.new_empty(x.shape[0] // group.world_size, x.shape[1])
     if x.shape[0]:

@@ -36,9 +36,9 @@ def moe_dispatch(
     topk_ids: Tensor,
     num_experts: int,
     group: ProcessGroup,
-    out: Tensor | None = None,
-    weights_out: Tensor | None = None,
-    ids_out: Tensor | None = None,
+    out: Tensor | None,
+    weights_out: Tensor | None,
+    ids_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `tokenspeed_kernel.moe_dispatch`."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]

@@ -90,11 +90,11 @@ def apply_rope_mla(
     cos_sin_cache: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    interleaved: bool = False,
-    q_scale: Tensor | None = None,
-    kv_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
+    interleaved: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.apply_rope_mla`."""
     tokens, heads, rank = q_latent.shape

@@ -23,7 +23,7 @@ pages_device = DeviceModule("tokenspeed_kernel.triton.kvcache._pages_device")
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None = None) -> None:
+def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None) -> None:
     """See `tokenspeed_kernel.copy_kv_pages`."""
     origin = cache if source is None else source
     if not source_pages.numel() or not cache.numel() or not origin.numel():

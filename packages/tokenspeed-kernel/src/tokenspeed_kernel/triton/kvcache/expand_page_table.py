@@ -25,7 +25,7 @@ _BLOCK = 1024
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None) -> Tensor:
+def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None) -> Tensor:
     """See `tokenspeed_kernel.expand_page_table`."""
     batch, pages = page_table.shape
     expanded = torch.empty(batch, pages * factor, dtype=torch.int32, device=page_table.device) if out is None else out

@@ -27,7 +27,7 @@ _SEQUENCES_AT_ONCE = 256
     tags={"determinism"},
 )
 def positions_to_slots(
-    positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None = None, out: Tensor | None = None
+    positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """See `tokenspeed_kernel.positions_to_slots`."""
     (tokens, top_k), (batch, max_pages) = positions.shape, page_table.shape

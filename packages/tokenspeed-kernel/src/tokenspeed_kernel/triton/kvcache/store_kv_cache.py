@@ -70,13 +70,7 @@ _ENCODED_FORMATS = {
     tags={"determinism"},
 )
 def store_kv_cache(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
     """See `tokenspeed_kernel.store_kv_cache`."""
     tokens, kv_heads, head_dim = k.shape

@@ -80,9 +80,9 @@ def store_mla_kv_cache(
     k_rope: Tensor,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    kv_scale: Tensor | None = None,
-    kv_scale_cache: Tensor | None = None,
-    rope_cache: Tensor | None = None,
+    kv_scale: Tensor | None,
+    kv_scale_cache: Tensor | None,
+    rope_cache: Tensor | None,
 ) -> None:
     """See `tokenspeed_kernel.store_mla_kv_cache`."""
     tokens, rank = latent.shape

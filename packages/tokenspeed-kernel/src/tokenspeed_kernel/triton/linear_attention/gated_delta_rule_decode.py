@@ -99,12 +99,12 @@ def gated_delta_rule_decode(
     beta: Tensor,
     states: Tensor,
     state_slots: Tensor,
-    output_slots: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    qk_l2norm: bool = False,
-    scale: float | None = None,
-    out: Tensor | None = None,
+    output_slots: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    qk_l2norm: bool,
+    scale: float | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.gated_delta_rule_decode`."""
     batch, tokens, heads, k_dim = q.shape

@@ -168,12 +168,12 @@ def gated_delta_rule_prefill(
     states: Tensor,
     cu_seqlens: Tensor,
     state_slots: Tensor,
-    has_initial_state: Tensor | None = None,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    qk_l2norm: bool = False,
-    scale: float | None = None,
-    out: Tensor | None = None,
+    has_initial_state: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    qk_l2norm: bool,
+    scale: float | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.gated_delta_rule_prefill`."""
     tokens, heads, k_dim = q.shape

@@ -182,7 +182,7 @@ def moe_apply(
     topk_weights: Tensor,
     topk_ids: Tensor,
     plan: MoEPlan,
-    out: Tensor | None = None,
+    out: Tensor | None,
     *,
     regime_index: int | None = None,
 ) -> Tensor:

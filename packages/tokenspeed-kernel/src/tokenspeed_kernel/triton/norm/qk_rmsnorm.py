@@ -54,13 +54,7 @@ def tile_for(head_dim: int) -> Tile:
     tags={"determinism"},
 )
 def qk_rmsnorm(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float = 1e-6,
-    q_out: Tensor | None = None,
-    k_out: Tensor | None = None,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, q_out: Tensor | None, k_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.qk_rmsnorm`."""
     (tokens, q_heads, head_dim), k_heads = q.shape, k.shape[1]

@@ -69,12 +69,7 @@ def tile_for(hidden: int) -> Tile:
     tags={"determinism", "batch_invariant"},
 )
 def rmsnorm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.rmsnorm`."""
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -77,13 +77,7 @@ def _like_tokens(x: Tensor) -> bool:
     tags={"determinism", "batch_invariant"},
 )
 def rmsnorm_gated(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    eps: float = 1e-5,
-    activation: str = "silu",
-    norm_before_gate: bool = True,
-    out: Tensor | None = None,
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, norm_before_gate: bool, out: Tensor | None
 ) -> Tensor:
     """See `tokenspeed_kernel.rmsnorm_gated`."""
     result = out if out is not None and out.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -101,15 +101,15 @@ def _launch(
 def rmsnorm_quantize_fp8(
     x: Tensor,
     weight: Tensor,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    granularity: str = "token",
-    block_size: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    granularity: str,
+    block_size: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    out: Tensor | None,
+    scale_out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_fp8`."""
     form = fp8_form(x, granularity, block_size, dtype, scale_dtype)
@@ -121,11 +121,11 @@ def rmsnorm_quantize_fp8_with_scale(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_fp8_with_scale`."""
     made = _launch(x, weight, eps, residual, fp8_with_scale_form(x, dtype), dtype, scale, out, None, residual_out)
@@ -138,13 +138,13 @@ def rmsnorm_quantize_fp8_with_scale(
 def rmsnorm_quantize_mxfp8(
     x: Tensor,
     weight: Tensor,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    scale_rounding: str = "down",
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    scale_rounding: str,
+    scale_layout: str,
+    out: Tensor | None,
+    scale_out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_mxfp8`."""
     form = mxfp8_form(x, scale_rounding, scale_layout)
@@ -156,12 +156,12 @@ def rmsnorm_quantize_nvfp4(
     x: Tensor,
     weight: Tensor,
     global_scale: Tensor,
-    eps: float = 1e-5,
-    residual: Tensor | None = None,
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    eps: float,
+    residual: Tensor | None,
+    scale_layout: str,
+    out: Tensor | None,
+    scale_out: Tensor | None,
+    residual_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.rmsnorm_quantize_nvfp4`."""
     form = nvfp4_form(x, scale_layout)

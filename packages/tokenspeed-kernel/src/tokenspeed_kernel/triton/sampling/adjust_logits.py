@@ -31,12 +31,12 @@ _BLOCK = 256
 def adjust_logits(
     logits: Tensor,
     tokens: Tensor,
-    counts: Tensor | None = None,
-    logit_bias: Tensor | None = None,
-    repetition_penalty: Tensor | None = None,
-    frequency_penalty: Tensor | None = None,
-    presence_penalty: Tensor | None = None,
-    out: Tensor | None = None,
+    counts: Tensor | None,
+    logit_bias: Tensor | None,
+    repetition_penalty: Tensor | None,
+    frequency_penalty: Tensor | None,
+    presence_penalty: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """`tokenspeed_kernel.adjust_logits`: one launch; a copy before it where ``out`` is not logits."""
     rows, listed = tokens.shape

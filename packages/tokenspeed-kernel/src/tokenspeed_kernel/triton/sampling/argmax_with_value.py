@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.traits import at_most
     tags={"determinism"},
 )
 def argmax_with_value(
-    logits: Tensor, first_token: int = 0, values_out: Tensor | None = None, tokens_out: Tensor | None = None
+    logits: Tensor, first_token: int, values_out: Tensor | None, tokens_out: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`tokenspeed_kernel.argmax_with_value`."""
     rows = logits.shape[0]

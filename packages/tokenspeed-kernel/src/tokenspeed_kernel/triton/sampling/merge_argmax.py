@@ -25,7 +25,7 @@ _BLOCK = 64
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
+def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """`tokenspeed_kernel.merge_argmax`."""
     parts, rows = values.shape
     if out is None:

@@ -35,10 +35,10 @@ def merge_token_logprobs(
     top_logits: Tensor,
     top_tokens: Tensor,
     lse: Tensor,
-    token_out: Tensor | None = None,
-    top_out: Tensor | None = None,
-    top_tokens_out: Tensor | None = None,
-    lse_out: Tensor | None = None,
+    token_out: Tensor | None,
+    top_out: Tensor | None,
+    top_tokens_out: Tensor | None,
+    lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`tokenspeed_kernel.merge_token_logprobs`."""
     parts, rows, top_k = top_logits.shape

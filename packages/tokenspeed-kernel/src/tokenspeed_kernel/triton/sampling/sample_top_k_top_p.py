@@ -109,9 +109,9 @@ def sample_top_k_top_p(
     top_p: Tensor,
     seed: Tensor,
     offset: Tensor,
-    min_p: Tensor | None = None,
-    out_dtype: torch.dtype = torch.int64,
-    out: Tensor | None = None,
+    min_p: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
 ) -> Tensor:
     """`tokenspeed_kernel.sample_top_k_top_p`: four launches, the last two of which have nothing to do for most rows."""
     if out is None:

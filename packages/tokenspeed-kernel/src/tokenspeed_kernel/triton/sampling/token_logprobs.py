@@ -77,14 +77,14 @@ def cut_of(rows: int, vocab: int, programs: int) -> Cut:
 def token_logprobs(
     logits: Tensor,
     tokens: Tensor,
-    top_k: int = 0,
-    temperature: Tensor | None = None,
-    first_token: int = 0,
-    normalize: bool = True,
-    token_out: Tensor | None = None,
-    top_out: Tensor | None = None,
-    top_tokens_out: Tensor | None = None,
-    lse_out: Tensor | None = None,
+    top_k: int,
+    temperature: Tensor | None,
+    first_token: int,
+    normalize: bool,
+    token_out: Tensor | None,
+    top_out: Tensor | None,
+    top_tokens_out: Tensor | None,
+    lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`tokenspeed_kernel.token_logprobs`: two launches."""
     rows, vocab = logits.shape

@@ -30,12 +30,7 @@ _WARPS = 4
     tags={"determinism", "batch_invariant"},
 )
 def top_k_top_p_probs(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor | None = None,
-    out: Tensor | None = None,
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """`tokenspeed_kernel.top_k_top_p_probs`: five launches."""
     rows, vocab = logits.shape

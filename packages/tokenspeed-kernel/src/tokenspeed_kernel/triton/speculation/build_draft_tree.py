@@ -33,10 +33,10 @@ def build_draft_tree(
     parents: Tensor,
     root_tokens: Tensor,
     nodes: int,
-    out: Tensor | None = None,
-    parents_out: Tensor | None = None,
-    tree_mask_out: Tensor | None = None,
-    depths_out: Tensor | None = None,
+    out: Tensor | None,
+    parents_out: Tensor | None,
+    tree_mask_out: Tensor | None,
+    depths_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `tokenspeed_kernel.build_draft_tree`."""
     (batch, candidates), device = tokens.shape, tokens.device

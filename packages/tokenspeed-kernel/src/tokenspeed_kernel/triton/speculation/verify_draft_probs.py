@@ -45,10 +45,10 @@ def verify_draft_probs(
     draft_tokens: Tensor,
     seed: Tensor,
     offset: Tensor,
-    parents: Tensor | None = None,
-    out: Tensor | None = None,
-    path_out: Tensor | None = None,
-    counts_out: Tensor | None = None,
+    parents: Tensor | None,
+    out: Tensor | None,
+    path_out: Tensor | None,
+    counts_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `tokenspeed_kernel.verify_draft_probs`."""
     batch, nodes, vocab = target_probs.shape

@@ -29,10 +29,10 @@ device_code = DeviceModule(__name__ + "_device")
 def verify_draft_tokens(
     target_tokens: Tensor,
     draft_tokens: Tensor,
-    parents: Tensor | None = None,
-    out: Tensor | None = None,
-    path_out: Tensor | None = None,
-    counts_out: Tensor | None = None,
+    parents: Tensor | None,
+    out: Tensor | None,
+    path_out: Tensor | None,
+    counts_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `tokenspeed_kernel.verify_draft_tokens`."""
     batch, nodes = draft_tokens.shape

@@ -35,10 +35,10 @@ def causal_conv1d_decode(
     weight: Tensor,
     states: Tensor,
     state_slots: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = "silu",
-    output_slots: Tensor | None = None,
-    out: Tensor | None = None,
+    bias: Tensor | None,
+    activation: str | None,
+    output_slots: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.causal_conv1d_decode`."""
     batch, tokens, channels = x.shape

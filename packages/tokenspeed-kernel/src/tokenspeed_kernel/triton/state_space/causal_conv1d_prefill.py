@@ -36,10 +36,10 @@ def causal_conv1d_prefill(
     cu_seqlens: Tensor,
     states: Tensor,
     state_slots: Tensor,
-    bias: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    activation: str | None = "silu",
-    out: Tensor | None = None,
+    bias: Tensor | None,
+    has_initial_state: Tensor | None,
+    activation: str | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.causal_conv1d_prefill`."""
     (tokens, channels), batch = x.shape, len(state_slots)

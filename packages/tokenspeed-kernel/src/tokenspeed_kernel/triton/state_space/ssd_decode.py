@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -37,14 +35,14 @@ def ssd_decode(
     C: Tensor,
     states: Tensor,
     state_slots: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_min: float = 0.0,
-    dt_max: float = math.inf,
-    output_slots: Tensor | None = None,
-    out: Tensor | None = None,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    output_slots: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.ssd_decode`."""
     batch, tokens, heads, head_dim = x.shape

@@ -8,7 +8,6 @@ second launch begins by adding up what the segments before it have left.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -93,14 +92,14 @@ def ssd_prefill(
     cu_seqlens: Tensor,
     states: Tensor,
     state_slots: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_min: float = 0.0,
-    dt_max: float = math.inf,
-    has_initial_state: Tensor | None = None,
-    out: Tensor | None = None,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    has_initial_state: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     """See `tokenspeed_kernel.ssd_prefill`."""
     (tokens, heads, head_dim), batch = x.shape, len(state_slots)
