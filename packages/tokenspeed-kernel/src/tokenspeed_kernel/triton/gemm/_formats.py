@@ -1,4 +1,4 @@
-"""Operand formats that the portable matrix products declare."""
+"""Operand formats that the portable GEMMs declare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _mx(block_shape: tuple[int, int]) -> list[TensorFormat]:
 
 
 def _blocks(size: int, stored: torch.dtype, *across: int) -> list[TensorFormat]:
-    """8-bit floats with a scale for ``size`` elements along k, and for as many columns of b as said; none of these: for a."""
+    """8-bit floats with a scale per ``size`` elements along k. ``across``: columns of b that share a scale; empty for operand a."""
     dtypes = FP8 if stored == torch.float32 else MXFP8_DTYPES
     shapes = [(size, columns) for columns in across] or [(1, size)]
     return [fp8_format(dtype, "block", shape, stored) for dtype in dtypes for shape in shapes]
@@ -60,7 +60,7 @@ SCALED = (
     | _pairs(_NV_A, _NV_B)
     | _pairs(_HALVES, [*_FP8_B, *_FP8_B_BLOCKS, *_MX_B, *_NV_B])
 )
-"""Products in which one operand or both have scales."""
+"""Formats of GEMMs in which one operand or both have scales."""
 
 DENSE = format_signatures(("a", "b"), "dense", FLOATS)
-"""Products of floats of one dtype."""
+"""Formats of GEMMs whose operands are floats of one dtype."""
