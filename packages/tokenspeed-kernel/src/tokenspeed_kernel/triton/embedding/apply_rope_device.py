@@ -131,7 +131,7 @@ def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr
 
 @triton.jit
 def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """Rotates pairs by the angles of their positions, and rounds. `positions_of` returns ``position``, per head or for one token."""
+    """Rotates pairs by the angles of their positions, and rounds. ``position``: from `positions_of`, per head or for one token."""
     pair = tl.arange(0, PAIRS)[None, :]
     at = angles.table + position.to(tl.int64) * angles.table_stride + pair
     there = inside & (pair < ROTARY_DIM // 2)
