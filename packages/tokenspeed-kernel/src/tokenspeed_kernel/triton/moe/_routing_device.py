@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts):
-    """The experts of some pairs; ``num_experts`` stands for none."""
+    """The experts of some pairs; ``num_experts`` where there is none."""
     token = pair // top_k
     address = ids_ptr + token.to(tl.int64) * stride_token + (pair - token * top_k) * stride_slot
     ids = tl.load(address, mask=pair < pairs, other=-1)
@@ -28,7 +28,7 @@ def count_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """How many pairs each expert has, of a chunk and added to those of all; the bin after the last counts those of none."""
+    """Counts a chunk's pairs of each expert, and adds the counts to the totals. Bin ``num_experts`` counts pairs without expert."""
     chunk = tl.program_id(0)
     ids = _load_ids(ids_ptr, stride_token, stride_slot, chunk * CHUNK + tl.arange(0, CHUNK), pairs, top_k, num_experts)
     bins = tl.arange(0, BINS)
@@ -59,7 +59,7 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """A program for an expert and a range of chunks. Each looks at the counts of all experts, so that none waits for another."""
+    """One program per expert and range of chunks. Each reads the counts of all experts, so that no program waits for another."""
     expert = tl.program_id(0)
     part = tl.program_id(1)
     first_chunk = chunks * part // parts
