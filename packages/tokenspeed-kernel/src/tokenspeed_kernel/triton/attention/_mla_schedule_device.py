@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._split_kv_device import lengths_from, units_of
 
-# In blocks: what a unit costs besides its own; what merging costs, and how much more for each wave of partial results, which are
-# written and read. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
+# Costs, as multiples of the time of one block of keys: the overhead of a work item, the merge, and writing and reading one wave of
+# partial results. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
 _STARTING = tl.constexpr(3)
 _MERGING = tl.constexpr(2)
 _PARTIAL = tl.constexpr(2)
@@ -22,7 +22,7 @@ def _first_block(lengths, reach, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _blocks_of(lengths, reach, BLOCK_N: tl.constexpr):
-    """Blocks of keys that some query sees."""
+    """The number of blocks of keys that some query sees."""
     return (lengths + BLOCK_N - 1) // BLOCK_N - _first_block(lengths, reach, BLOCK_N)
 
 
@@ -43,7 +43,7 @@ def schedule_kernel(
     AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program b writes the units of sequence b; the last one also those that there are not."""
+    """Program b writes the work items of sequence b. The last program also marks the unused work items."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0)
@@ -56,7 +56,7 @@ def schedule_kernel(
         most = tl.maximum(most, tl.max(blocks))
     finest = tl.maximum((total + finest_units - 1) // finest_units, LEAST)
     even = (total + wave - 1) // wave
-    k = tl.arange(0, SHARES)  # a quarter of the even share to twice it, and one for which nothing is split
+    k = tl.arange(0, SHARES)  # candidate sizes: 1/4 to 2 times an even split, and one without any split
     shares = tl.where(k == SHARES - 1, most, (even * (k + SHARES // 8) * 2 + SHARES - 1) // SHARES)
     shares = tl.maximum(shares, finest)
     all_units = tl.zeros([SHARES], tl.int32)
@@ -90,7 +90,7 @@ def schedule_kernel(
     tl.store(parts + sequence * 2, part)
     tl.store(parts + sequence * 2 + 1, mine)
     lane = tl.arange(0, AT_ONCE)
-    for start in range(0, mine, AT_ONCE):  # units of a sequence differ by one block at most
+    for start in range(0, mine, AT_ONCE):  # work items of a sequence differ by at most one block
         at = start + lane
         begin = first_block + at * (blocks // mine) + tl.minimum(at, blocks % mine)
         end = begin + blocks // mine + (at < blocks % mine).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Device code of `_split_kv`: which blocks of keys a unit has, and the units of a sequence made one."""
+"""Device code of `_split_kv`: the blocks of keys of a work item, and the merge of partial results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Lengths(NamedTuple):
 
     Fields:
         cache_seqlens: int32 [batch].
-        cu_seqlens_q: None where every sequence has as many new tokens as `Walk` says; otherwise int32 [batch + 1], and a sequence
-            with none, or with more, is not served: it counts as one without keys.
+        cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. A sequence with no or more
+            new tokens is skipped: it counts as one without keys.
         batch: sequences.
-        capacity: keys that the page table has room for; no length counts for more.
-        window_left: where there is a window, keys before the newest that a query sees.
+        capacity: keys that the page table has room for. Lengths are clamped to it.
+        window_left: with a window, keys before its own position that a query sees.
     """
 
     cache_seqlens: Any
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """What a `SplitPlan` says of the size of shares; see there."""
+    """The fields of `SplitPlan` that determine the size of a work item."""
 
     least: Any
     wave: Any
@@ -51,13 +51,13 @@ def first_block(length, window_left, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_of(length, window_left, WALK: tl.constexpr):
-    """Blocks of keys that some query sees."""
+    """The number of blocks of keys that some query sees."""
     return (length + WALK.block_n - 1) // WALK.block_n - first_block(length, window_left, WALK)
 
 
 @triton.jit
 def lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
-    """Keys of AT_ONCE sequences from ``start`` on, and which of these sequences exist."""
+    """Lengths of AT_ONCE sequences from ``start`` on, and which of these sequences exist."""
     at = start + tl.arange(0, AT_ONCE)
     lengths = tl.load(cache_seqlens + at, mask=at < batch, other=0)
     return tl.minimum(tl.maximum(lengths, 0), capacity), at < batch
@@ -65,7 +65,7 @@ def lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _served_from(lengths, start, end, WALK: tl.constexpr):
-    """The same of `Lengths`, for sequences before ``end``; 0 keys where a sequence is not served."""
+    """`lengths_from` for `Lengths` and sequences before ``end``, with length 0 for skipped sequences."""
     keys, real = lengths_from(lengths.cache_seqlens, start, end, lengths.capacity, WALK.at_once)
     if lengths.cu_seqlens_q is not None:
         at = start + tl.arange(0, WALK.at_once)
@@ -76,7 +76,7 @@ def _served_from(lengths, start, end, WALK: tl.constexpr):
 
 @triton.jit
 def served_length(lengths, sequence, WALK: tl.constexpr):
-    """Keys of one sequence; 0 where it is not served."""
+    """The length of one sequence; 0 if it is skipped."""
     length = tl.minimum(tl.maximum(tl.load(lengths.cache_seqlens + sequence), 0), lengths.capacity)
     if lengths.cu_seqlens_q is not None:
         new = tl.load(lengths.cu_seqlens_q + sequence + 1) - tl.load(lengths.cu_seqlens_q + sequence)
@@ -86,7 +86,7 @@ def served_length(lengths, sequence, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_a_unit(lengths, sharing, WALK: tl.constexpr):
-    """The share: one wave of units where they are short, ``waves_units`` of them where they are long."""
+    """The most blocks of a work item, for one wave of short work items, or for ``waves_units`` long work items."""
     total = 0
     for start in range(0, lengths.batch, WALK.at_once):
         keys, _ = _served_from(lengths, start, lengths.batch, WALK)
@@ -97,13 +97,13 @@ def blocks_a_unit(lengths, sharing, WALK: tl.constexpr):
 
 @triton.jit
 def units_of(blocks, share):
-    """Units of a sequence. One without keys has a unit too, whose program writes the result of attention to no keys."""
+    """The work items of a sequence. A sequence without keys has one, whose program writes the result of attention to no keys."""
     return tl.maximum((blocks + share - 1) // share, 1)
 
 
 @triton.jit
 def find_unit(unit, share, lengths, WALK: tl.constexpr):
-    """``(sequence, its first unit)`` of a unit; sequence is ``batch`` where the unit is beyond the last."""
+    """``(sequence, its first work item)`` of a work item; the sequence is ``batch`` beyond the last work item."""
     sequence = 0
     first = 0
     before = 0
@@ -120,7 +120,7 @@ def find_unit(unit, share, lengths, WALK: tl.constexpr):
 
 @triton.jit
 def units_before(sequence, share, lengths, WALK: tl.constexpr):
-    """The first unit of a sequence."""
+    """The first work item of a sequence."""
     first = 0
     for start in range(0, sequence, WALK.at_once):
         keys, real = _served_from(lengths, start, sequence, WALK)
@@ -138,7 +138,7 @@ def merge_units_kernel(
     sinks,  # [heads * group] or None
     cache_seqlens,
     cu_seqlens_q,
-    parts,  # int32 [batch, 2]: the first unit and their number, or None where they follow from the lengths
+    parts,  # int32 [batch, 2]: the first partial result and their number, or None where they follow from the lengths
     batch,
     capacity,
     window_left,
@@ -152,7 +152,7 @@ def merge_units_kernel(
     WALK: tl.constexpr,  # `Walk`
     MERGE: tl.constexpr,  # `Merge`
 ):
-    """Some rows of a sequence: their partial outputs weighted by their log-sum-exps."""
+    """Merges the partial outputs of some rows of a sequence, weighted by their LSEs."""
     HEADS: tl.constexpr = MERGE.heads
     GROUP: tl.constexpr = MERGE.group
     WIDTH: tl.constexpr = MERGE.width
@@ -167,7 +167,7 @@ def merge_units_kernel(
         share = blocks_a_unit(lengths, Sharing(least, wave, waves_units, long), WALK)
         units = units_of(blocks_of(served_length(lengths, sequence, WALK), window_left, WALK), share)
         first = units_before(sequence, share, lengths, WALK)
-    if MERGE.early:  # until here the kernel that makes the units may be running; no program ends before it has
+    if MERGE.early:  # the attention kernel may still run up to here; all programs wait for it before they return
         tl.extra.cuda.gdc_wait()
     if parts is not None:
         first = tl.load(parts + sequence * 2)

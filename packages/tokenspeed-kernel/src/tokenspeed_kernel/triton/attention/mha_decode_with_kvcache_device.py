@@ -33,7 +33,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 @triton.jit
 def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
-    """Queries divided by a power of two such that they are in float16's range, and that power."""
+    """Divides queries by a power of two that brings them into float16's range. Returns the queries and the power of two."""
     largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
     exponent = tl.minimum(tl.maximum(exponent, -100), 112)
@@ -44,7 +44,7 @@ def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a cache; columns from WIDTH on are 0."""
+    """Loads rows of a cache. Columns from WIDTH on are 0."""
     if BLOCK == WIDTH:
         rows = tl.load(pointers)
     else:
@@ -66,7 +66,7 @@ def _products(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr
 
 @triton.jit
 def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
-    """``acc * decay + weights @ values``, the values' even and odd columns apart where they are read in pairs."""
+    """``acc * decay + weights @ values``, with separate accumulators for even and odd columns if the cache is read in pairs."""
     weights = weights.to(DTYPE)
     if PAIRS:
         values_even, values_odd = even_and_odd(values, DTYPE, FP8)
@@ -84,7 +84,7 @@ def decode_kernel(
     v_cache,  # [pages, page_size, heads, v_head_dim]
     page_table,  # [batch, max_pages]
     cache_seqlens,
-    cu_seqlens_q,  # None where every sequence has q_len new tokens; else sequences with none, or more, are passed over
+    cu_seqlens_q,  # None where every sequence has q_len new tokens; else sequences with no or more new tokens are skipped
     sinks,
     tree_mask,  # int64 [tokens], or None
     q_scale,
@@ -124,11 +124,11 @@ def decode_kernel(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One unit: a tile of the query rows of a key head (or of several), and a share of the keys of their sequence.
+    """One work item: a tile of the query rows of one KV head (or of several), over a range of the keys of their sequence.
 
-    Where heads have few rows, ``packed`` of them are one head of keys as wide as all: a query is 0 in the columns of other heads,
-    and of its values' sum only the columns of its own head are kept. The tile would have been as large, and memory is read in
-    longer pieces. (So an infinite key of one head also spoils those that share its program.)
+    If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
+    head's columns of the result are kept. The tile is no larger than for one head, and memory accesses are longer. An infinite key
+    of one head therefore also makes the results of the other heads of its program NaN.
     """
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -146,7 +146,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_W: tl.constexpr = TILE.block_w
     ROWS: tl.constexpr = GROUP * Q_LEN
-    EACH: tl.constexpr = 2 if PAIRS else 1  # numbers in an element of the cache as it is read
+    EACH: tl.constexpr = 2 if PAIRS else 1  # values per element of the cache as it is read
     COLUMNS: tl.constexpr = PACKED * HEAD_DIM // EACH
     V_COLUMNS: tl.constexpr = PACKED * V_HEAD_DIM // EACH
     PROGRAMS: tl.constexpr = SHAPE.heads // PACKED
@@ -161,7 +161,7 @@ def decode_kernel(
     if TILE.early:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Programs of all heads of the same keys lie side by side: their keys are neighbours in memory.
+    # Programs of all heads of the same tokens are adjacent in the grid, because their keys are adjacent in memory.
     unit = tl.program_id(0) // (PROGRAMS * TILES)
     head = tl.program_id(0) // TILES % PROGRAMS * PACKED
     tile = tl.program_id(0) % TILES
@@ -187,7 +187,7 @@ def decode_kernel(
     blocks = blocks_of(length, window_left, WALK)
     units = 1
     begin, end = first, first + blocks
-    if SPLIT:  # shares of a sequence differ by one block at most
+    if SPLIT:  # work items of a sequence differ by at most one block
         units = units_of(blocks, share)
         each, more, at = blocks // units, blocks % units, unit - first_unit
         begin = first + at * each + tl.minimum(at, more)
@@ -196,14 +196,14 @@ def decode_kernel(
     # Queries.
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < PACKED * ROWS
-    own = row // ROWS  # which of the heads
+    own = row // ROWS  # the row's head among the packed heads
     row = row % ROWS
     if cu_seqlens_q is not None:
         real &= row < q_len * GROUP
     token = first_token + row // GROUP
     q_head = (head + own) * GROUP + row % GROUP
     position = length - q_len + row // GROUP
-    last = position  # up to which a query sees all keys
+    last = position  # the last key up to which a query sees all keys
     if tree_mask is not None:
         nodes = tl.load(tree_mask + token, mask=real, other=0)
         position, last = placed(nodes, position, length - q_len)
@@ -224,7 +224,7 @@ def decode_kernel(
     else:
         queries = widened(queries, DTYPE, Q_FP8)
         queries_odd = widened(queries_odd, DTYPE, Q_FP8)
-    # Heads that share a program have scales of their own.
+    # Packed heads have their own scales, which are applied per row.
     EACH_SCALED: tl.constexpr = PACKED > 1 and (SHAPE.q_scales > 0 or SHAPE.k_scales > 0)
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if scales.q is not None:
@@ -251,14 +251,14 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     acc_odd = acc
     for block in tl.range(begin, end, num_stages=TILE.stages):
-        # A key that no query sees may be NaN, and is not read: the nearest key that some query sees is read in its place.
+        # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
         key = block * BLOCK_N + n
         held = tl.maximum(tl.minimum(key, length - 1), low)
         slot = held % PAGE_SIZE
         if PAGE_SIZE % BLOCK_N == 0:
             seen = block
             if WINDOWED and cu_seqlens_q is not None:
-                # Shares begin where Q_LEN new tokens would see; with fewer, the first page may be one that was freed.
+                # Work items begin at the window of Q_LEN new tokens. With fewer new tokens, the first page may have been freed.
                 seen = tl.maximum(block, low // BLOCK_N)
             page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * table.page_stride)
         else:
@@ -293,7 +293,7 @@ def decode_kernel(
         weights, decay, state = softmax_step(state, tl.where(visible, scores, -float("inf")), factor)
         acc, acc_odd = _pv_mma(weights, v, acc, acc_odd, decay, DTYPE, FP8, PAIRS)
 
-    # Results, or the unit's part of them.
+    # Store the final result, or the partial result of the work item.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
         w = tl.arange(0, 2 * BLOCK_W)
