@@ -95,7 +95,7 @@ class Program(NamedTuple):
     early: bool
 
 
-# By the most rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
+# Tiles by the most rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
 # 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Not apart 541 us, transposed 418 us, blocks of 32 keys at least 592 us, 32
 # rows 635 us. Loads through tensor descriptors were no faster.
 # 16 heads: 150 us, 4.0 TB/s. 8 warps and apart 155 us; not transposed at least 228 us with 16 rows, and 195 us with 64 rows.

@@ -102,7 +102,7 @@ def tile_for(x: Operand, w: Operand) -> Tile:
 def multiply(
     x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None, alpha: Tensor | None = None
 ) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for two axes, or three with the batch in front; out has elements."""
+    """``out[...] = alpha * (a @ b) + bias`` for two axes, or three with the batch first; out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)

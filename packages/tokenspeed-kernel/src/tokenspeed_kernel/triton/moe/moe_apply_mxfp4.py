@@ -139,7 +139,7 @@ _REGIMES = {
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Rejects split-K for many pairs, whose memory grows with the pairs, and wide tiles for few pairs, which leave columns empty."""
+    """Rejects split-K for many pairs, because its memory grows with the pairs, and wide tiles for few pairs (empty columns)."""
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["regime_index"] < 2 and pairs > 256:
         return f"sums in parts of {pairs} pairs"
