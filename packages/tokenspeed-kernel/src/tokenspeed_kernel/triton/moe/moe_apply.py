@@ -319,11 +319,11 @@ class _Formats(NamedTuple):
 
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
     """The blocks for the mean number of rows per expert, computed as if all of a token's experts were on this rank."""
-    share = tokens * plan.top_k / plan.num_experts
+    mean_rows = tokens * plan.top_k / plan.num_experts
     decoded = formats.weight == "fp8" and formats.scales == "blocks" and formats.compute in HALVES
     tables = _BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS_FP8_DECODED if decoded else _BLOCKS
     table = for_architecture(tables, device)
-    blocks = next(blocks for most, blocks in table.items() if share <= most)
+    blocks = next(blocks for most, blocks in table.items() if mean_rows <= most)
     if abilities(device).interpreted or table is _LARGE_MEMORY_FP8_DECODED:
         return blocks
     return blocks._replace(
