@@ -57,14 +57,14 @@ _GPU, _CPU = (CapabilityRequirement(vendors=frozenset(vendors)) for vendors in (
 
 def _declare(dtype: torch.dtype, suffix: str, capability: CapabilityRequirement, k: Constraint) -> None:
     """Registers `mm` and `bmm` for one dtype, because the result and the bias must have the operands' dtype."""
-    served, name = format_signatures(("a", "b"), "dense", [dtype]), dtype_name(dtype)
+    formats, name = format_signatures(("a", "b"), "dense", [dtype]), dtype_name(dtype)
     register_kernel(
         "gemm",
         "mm",
         name=f"torch_mm_{name}{suffix}",
         solution="torch",
         capability=capability,
-        signatures=served,
+        signatures=formats,
         traits={"bias": any, "wide_bias": False, "out_dtype": name, "k": k},
         priority=Priority.PORTABLE,
     )(torch_mm)
@@ -74,7 +74,7 @@ def _declare(dtype: torch.dtype, suffix: str, capability: CapabilityRequirement,
         name=f"torch_bmm_{name}{suffix}",
         solution="torch",
         capability=capability,
-        signatures=served,
+        signatures=formats,
         traits={"out_dtype": name, "k_multiple": k},
         priority=Priority.PORTABLE,
     )(torch_bmm)

@@ -112,7 +112,7 @@ def _nvidia(first: tuple[int, int], last: tuple[int, int] | None = None) -> Capa
     return CapabilityRequirement(ArchVersion(*first), highest, vendors=frozenset({"nvidia"}), probe=_gap)
 
 
-class _Served(NamedTuple):
+class _Support(NamedTuple):
     """A granularity of scales: its devices and formats, the fewest rows of a, and the divisors of k and n."""
 
     capability: CapabilityRequirement
@@ -144,15 +144,15 @@ _TENSORS = _pairs(("tensor",), ("tensor",))
 # | 4096      | 7168 x 2048 | 93.2   133.8  | 104.2  147.5  |
 # |           | 4096 x 7168 | 192.3  304.4  | 212.5  318.9  |
 # |           | 2048 x 7168 | 101.3   97.7  | 107.6  163.5  |
-_SERVED = {
-    "tensors": _Served(_nvidia((8, 9)), _TENSORS, fewest_rows=64, k=16, n=16),
+_SUPPORTED = {
+    "tensors": _Support(_nvidia((8, 9)), _TENSORS, fewest_rows=64, k=16, n=16),
     # On later architectures PyTorch uses a kernel that is not the library's.
-    "rows": _Served(
+    "rows": _Support(
         _nvidia((9, 0), (9, 0)), _pairs(("tensor", "token"), ("tensor", "channel")) - _TENSORS, fewest_rows=512, k=16, n=16
     ),
     # The library strides between columns of b's scales by a multiple of four blocks along k. With PyTorch 2.11 and CUDA 13.0,
     # results are wrong for five blocks and for a partial block. The library itself needs no whole blocks of m or n.
-    "blocks": _Served(
+    "blocks": _Support(
         _nvidia((9, 0), (9, 0)),
         {format_signature(a=fp8_format(of_a, "block", (1, 128)), b=fp8_format(of_b, "block", (128, 128))) for of_a, of_b in DTYPES},
         fewest_rows=512,
@@ -163,7 +163,7 @@ _SERVED = {
 # PyTorch adds a bias only if it has the result's dtype, and none to a float32 result.
 _RESULTS: dict[str, tuple[set[str], Any]] = {"halves": ({"bfloat16", "float16"}, any), "float32": ({"float32"}, False)}
 
-for _name, _kind in _SERVED.items():
+for _name, _kind in _SUPPORTED.items():
     for _result, (_dtypes, _bias) in _RESULTS.items():
         register_kernel(
             "gemm",

@@ -29,7 +29,7 @@ tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
 _OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 
 # The SM/CU count of a platform that does not report one: between today's small and large devices.
-_TYPICAL_MULTIPROCESSORS = 128
+_TYPICAL_SM_COUNT = 128
 
 
 def for_architecture(choices: Mapping[str, T], device: torch.device) -> T:
@@ -61,7 +61,7 @@ def launch_options(early: bool) -> dict[str, bool]:
 
 def multiprocessors(device: torch.device) -> int:
     """SM/CU count of a device; a typical count where it is unknown (a pretended platform)."""
-    return platform_of(device).sm_count or _TYPICAL_MULTIPROCESSORS
+    return platform_of(device).sm_count or _TYPICAL_SM_COUNT
 
 
 def cdiv(a: int, b: int) -> int:

@@ -112,8 +112,8 @@ def indexer_scores_kernel(
             block_keys = tl.load(
                 k_at[:, None] + c[None, :] * k_stride_d, mask=stored[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0
             )
-            products = tl.dot(widened(block_keys, DTYPE, K_FP8), queries, input_precision="ieee")
-            weighted = tl.maximum(products, 0.0) * of_heads[None, :]
+            dots = tl.dot(widened(block_keys, DTYPE, K_FP8), queries, input_precision="ieee")
+            weighted = tl.maximum(dots, 0.0) * of_heads[None, :]
             sums = tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
             if k_scale_cache is not None:
                 scale_at = k_scale_cache + (page * scale_stride_p + offset * scale_stride_s)

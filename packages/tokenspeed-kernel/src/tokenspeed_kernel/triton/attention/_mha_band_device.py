@@ -133,10 +133,10 @@ def band_kernel(
     if scales.k is not None:
         multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
     scaling = Scaling(multiplier, cap_log2)
-    main_products = tl.dot(queries, tl.trans(main_keys), input_precision="ieee")
-    tail_products = tl.dot(queries, tl.trans(tail_keys), input_precision="ieee")
-    main_scores, factor = scale_scores(main_products, scaling, SHAPE.has_cap)
-    tail_scores, _ = scale_scores(tail_products, scaling, SHAPE.has_cap)
+    main_dots = tl.dot(queries, tl.trans(main_keys), input_precision="ieee")
+    tail_dots = tl.dot(queries, tl.trans(tail_keys), input_precision="ieee")
+    main_scores, factor = scale_scores(main_dots, scaling, SHAPE.has_cap)
+    tail_scores, _ = scale_scores(tail_dots, scaling, SHAPE.has_cap)
     later_by = row // GROUP - first_position  # positions after the oldest row
     earliest = tl.maximum(later_by - window_left, -oldest)
     main_scores = tl.where(main[None, :] >= earliest[:, None], main_scores, -float("inf"))

@@ -134,15 +134,15 @@ def _walk(
             k = widened(k_rows.load([first_slot, head * HEAD_DIM]), DTYPE, KV_FP8)
         else:
             k = columns_of(k_at, d, keys.dim_stride, D_LOW_WIDTH, DTYPE, KV_FP8)
-        products = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
+        dots = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
         if D_HIGH:
             if DESCRIBED:
                 k = widened(k_rows_high.load([first_slot, head * HEAD_DIM + D_LOW]), DTYPE, KV_FP8)
             else:
                 k = columns_of(k_at, d_high, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
-            products = tl.dot(queries.high, tl.trans(k), products, input_precision="ieee")
+            dots = tl.dot(queries.high, tl.trans(k), dots, input_precision="ieee")
 
-        scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
+        scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
         if MASKED != "never":  # noqa: SIM102 (this is known at compile time)
             if MASKED == "always" or (block < full_begin) | (block >= full_end):
                 visible = (first + n < kv_len)[None, :]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._mha_call import Formats
-from tokenspeed_kernel.triton.attention._mla_schedule import schedule_units
+from tokenspeed_kernel.triton.attention._mla_schedule import schedule_work_items
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
-from tokenspeed_kernel.triton.attention._split_kv import merge_units
+from tokenspeed_kernel.triton.attention._split_kv import merge_partials
 from tokenspeed_kernel.triton.common import (
     cdiv,
     common_device,
@@ -189,16 +189,16 @@ def attend_latent(
     sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one after another
     early = may_overlap(device)
     reach = q_bound + window_left if window_left >= 0 else -1
-    schedule = schedule_units(cache_seqlens, capacity, reach, tiles, sm_count, tile.block_n, early)
+    schedule = schedule_work_items(cache_seqlens, capacity, reach, tiles, sm_count, tile.block_n, early)
     early = early and schedule is not None
-    units, partial, partial_lse = None, None, None
+    work_items, partial, partial_lse = None, None, None
     if schedule is not None:
-        units = schedule.units
+        work_items = schedule.work_items
         partial, partial_lse = schedule.plan.partials(1, q_bound * heads, kv_lora_rank, device)
     multiplier, cap_log2 = score_factors(softmax_scale, logit_cap)
     q, q_fp8 = fp8_operand(q)
     kv_cache, fp8 = fp8_operand(kv_cache)
-    device_code.attend_latent_kernel[((batch if units is None else units.shape[0]) * tiles,)](
+    device_code.attend_latent_kernel[((batch if work_items is None else work_items.shape[0]) * tiles,)](
         q,
         kv_cache,
         kv_scale_cache,
@@ -211,7 +211,7 @@ def attend_latent(
         kv_scale,
         out,
         lse,
-        units,
+        work_items,
         partial,
         partial_lse,
         *q.stride(),
@@ -243,7 +243,7 @@ def attend_latent(
         **launch_options(early),
     )
     if schedule is not None and partial is not None and partial_lse is not None:
-        merge_units(
+        merge_partials(
             schedule.plan,
             schedule.plan.walk(q_bound, -1, tile.block_n),
             partial,

@@ -25,10 +25,10 @@ from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
     """``q @ k.T + acc`` [M, N], or its transpose."""
     if TRANSPOSED:
-        products = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
+        dots = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
     else:
-        products = tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
-    return products
+        dots = tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
+    return dots
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def attend_latent_kernel(
     kv_scale,
     out,
     lse,
-    units,  # work items of a `Schedule`, or None where every sequence is one
+    work_items,  # those of a `Schedule`, or None where every sequence is one work item
     partial,
     partial_lse,
     q_stride_t,
@@ -121,9 +121,9 @@ def attend_latent_kernel(
     # Tiles of the same keys are adjacent in the grid, so that the second tile's loads hit L2.
     sequence = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    if units is not None:
-        unit = units + tl.program_id(0) // tiles * 4
-        sequence = tl.load(unit)
+    if work_items is not None:
+        work_item = work_items + tl.program_id(0) // tiles * 4
+        sequence = tl.load(work_item)
         if sequence < 0:
             return
     length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
@@ -159,8 +159,8 @@ def attend_latent_kernel(
         oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
         low = tl.maximum(length - q_len + oldest - window_left, 0)
     end = (length + BLOCK_N - 1) // BLOCK_N
-    if units is not None:
-        begin, end, part = tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
+    if work_items is not None:
+        begin, end, part = tl.load(work_item + 1), tl.load(work_item + 2), tl.load(work_item + 3)
     begin = tl.maximum(begin, low // BLOCK_N)
     end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
 
@@ -260,17 +260,17 @@ def attend_latent_kernel(
                 # end of a branch. The layout for the second dot would put all warps in one column, and the two halves of the warps
                 # would compute the same scores. The branches that never run hold code that is too expensive to be hoisted.
                 if block < end:
-                    products = _scores(q_rope, rotary, 0.0, TRANSPOSED)
+                    dots = _scores(q_rope, rotary, 0.0, TRANSPOSED)
                 else:
-                    products = _scores(q_rope, rotary, 1.0, TRANSPOSED)
+                    dots = _scores(q_rope, rotary, 1.0, TRANSPOSED)
                 if block >= 0:
-                    products = _scores(q_latent, values, products, TRANSPOSED)
+                    dots = _scores(q_latent, values, dots, TRANSPOSED)
             else:
-                products = _scores(q_latent, values, 0.0, TRANSPOSED)
+                dots = _scores(q_latent, values, 0.0, TRANSPOSED)
                 if ROPE > 0:
-                    products = _scores(q_rope, rotary, products, TRANSPOSED)
+                    dots = _scores(q_rope, rotary, dots, TRANSPOSED)
             if TRANSPOSED:
-                products = tl.trans(products)
+                dots = tl.trans(dots)
             if SPARSE:
                 visible = named[None, :]
             elif CAUSAL:
@@ -281,7 +281,7 @@ def attend_latent_kernel(
                 visible &= key[None, :] >= position[:, None] - window_left
             if tree_mask is not None:
                 visible |= continued(nodes, key, length - q_len, length)
-            scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
+            scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
             scores = tl.where(visible, scores, -float("inf"))
             if PARTS == 1:
                 weights, decay, state = softmax_step(state, scores, factor)
@@ -301,7 +301,7 @@ def attend_latent_kernel(
     if kv_scale is not None:
         acc *= tl.load(kv_scale)
     stored = real[:, None] & (c < RANK)[None, :]
-    if units is not None and part >= 0:
+    if work_items is not None and part >= 0:
         at_row = part.to(tl.int64) * (q_bound * HEADS) + row
         tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
         tl.store(partial + at_row[:, None] * RANK + c[None, :], acc, mask=stored)

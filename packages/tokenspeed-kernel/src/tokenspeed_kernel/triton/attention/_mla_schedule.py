@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-_SHARES = 16
+_CANDIDATES = 16
 _WAVES = 3  # most waves of work items
 _LEAST = 2  # fewest blocks of a work item
 _LENGTHS_AT_ONCE = 256
@@ -29,18 +29,18 @@ class Schedule(NamedTuple):
     """Work items of all sequences.
 
     Attributes:
-        units: int32 ``[work items, 4]``: sequence (-1: unused), first block, end block (exclusive), and index of the partial result
-            (-1: the only work item of its sequence, which writes the final result).
+        work_items: int32 ``[work items, 4]``: sequence (-1: unused), first block, end block (exclusive), and index of the partial
+            result (-1: the only work item of its sequence, which writes the final result).
         parts: int32 ``[batch, 2]``: index of the first partial result of a sequence, and their number (1: not split).
         plan: bounds of the partial results, in total and per sequence.
     """
 
-    units: Tensor
+    work_items: Tensor
     parts: Tensor
     plan: SplitPlan
 
 
-def schedule_units(
+def schedule_work_items(
     cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, multiprocessors: int, block_n: int, early: bool
 ) -> Schedule | None:
     """Schedules sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each. None if no sequence is split.
@@ -52,29 +52,29 @@ def schedule_units(
     if longest <= _LEAST * block_n or tiles >= multiprocessors or batch * tiles >= 16 * multiprocessors:
         return None
     wave = max(1, multiprocessors // tiles)
-    finest_units = wave * _WAVES
-    most = min(cdiv(longest, _LEAST * block_n), finest_units)
-    count = min(batch + finest_units, batch * most)
-    units = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
+    finest_work_items = wave * _WAVES
+    most = min(cdiv(longest, _LEAST * block_n), finest_work_items)
+    count = min(batch + finest_work_items, batch * most)
+    work_items = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
     parts = torch.empty((batch, 2), dtype=torch.int32, device=cache_seqlens.device)
     at_once = min(_LENGTHS_AT_ONCE, max(16, next_power_of_2(batch)))
     device_code.schedule_kernel[(batch,)](
         cache_seqlens,
-        units,
+        work_items,
         parts,
         batch,
         capacity,
         reach,
         wave,
-        finest_units,
+        finest_work_items,
         count,
         LEAST=_LEAST,
         BLOCK_N=block_n,
-        SHARES=_SHARES,
+        CANDIDATES=_CANDIDATES,
         AT_ONCE=at_once,
         EARLY=early,
         num_warps=4,
     )
-    # A split sequence has more blocks than one work item, so at most ``finest_units`` sequences are split.
-    partials = min(finest_units + min(batch, finest_units), count)
-    return Schedule(units, parts, SplitPlan(batch, partials, most, _LEAST, wave, finest_units, 1, at_once))
+    # A split sequence has more blocks than one work item, so at most ``finest_work_items`` sequences are split.
+    partials = min(finest_work_items + min(batch, finest_work_items), count)
+    return Schedule(work_items, parts, SplitPlan(batch, partials, most, _LEAST, wave, finest_work_items, 1, at_once))

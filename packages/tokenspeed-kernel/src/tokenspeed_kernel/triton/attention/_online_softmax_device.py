@@ -1,8 +1,8 @@
 """Device code of the online softmax of all attention kernels: scores, one step over a block of keys, and the epilogue.
 
-Everything is in base 2, because the hardware's exponential is. ``products`` are the dot products q·k. With ``multiplier =
-softmax_scale * log2(e)`` a score is ``products * multiplier``, and its weight is ``exp2(score - row_max)``. With a logit cap
-``multiplier`` is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is ``cap_log2 * tanh(products *
+Everything is in base 2, because the hardware's exponential is. ``dots`` are the dot products q·k. With ``multiplier =
+softmax_scale * log2(e)`` a score is ``dots * multiplier``, and its weight is ``exp2(score - row_max)``. With a logit cap
+``multiplier`` is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is ``cap_log2 * tanh(dots *
 multiplier)``.
 
 A row that has seen no key has ``row_max = -inf`` and ``row_sum = 0``, and no step makes it NaN.
@@ -47,16 +47,16 @@ def tanh(x):
 
 
 @triton.jit
-def scale_scores(products, scaling, HAS_CAP: tl.constexpr):
+def scale_scores(dots, scaling, HAS_CAP: tl.constexpr):
     """Returns ``(scores, factor)``: the base-2 scores are ``scores * factor``, and factor is positive.
 
     Without a cap, scores are the unscaled dot products, so that scaling and subtraction of the row max become one FMA.
     """
     if HAS_CAP:
-        scores = scaling.cap_log2 * tanh(products * scaling.multiplier)
+        scores = scaling.cap_log2 * tanh(dots * scaling.multiplier)
         factor = 1.0
     else:
-        scores = products
+        scores = dots
         factor = scaling.multiplier
     return scores, factor
 

@@ -1,13 +1,13 @@
 """Split-KV for paged decode, planned on the device.
 
-A work item (``unit`` in names) is a range of blocks of keys of one sequence, for one KV head (or tile of query rows). One program
-processes it. The number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on
-host values (`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and
-balanced when lengths change.
+A work item is a range of blocks of keys of one sequence, for one KV head (or tile of query rows). One program processes it. The
+number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on host values
+(`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and balanced
+when lengths change.
 
-A work item has at most ``share`` blocks, the same limit for every sequence (`blocks_a_unit`). The work items of one sequence differ
-by at most one block. Each stores a normalised partial output and its LSE in float32, and `merge_units` merges them in a fixed
-order. A sequence with a single work item needs no merge: its program writes the final result.
+A work item has at most ``max_blocks`` blocks, the same limit for every sequence (`blocks_per_work_item`). The work items of one
+sequence differ by at most one block. Each stores a normalised partial output and its LSE in float32, and `merge_partials` merges
+the partial outputs in a fixed order. A sequence with a single work item needs no merge: its program writes the final result.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Merge(NamedTuple):
 
     Attributes:
         heads, group, width: KV heads, query heads per KV head, columns of a value.
-        units, rows, block_w: partial results merged at a time, rows of a tile, and ``width`` padded to a power of two.
+        work_items, rows, block_w: partial results merged at a time, rows of a tile, and ``width`` padded to a power of two.
         early: whether the kernel is launched with PDL, before the partial results are complete.
     """
 
     heads: int
     group: int
     width: int
-    units: int
+    work_items: int
     rows: int
     block_w: int
     early: bool
@@ -67,22 +67,22 @@ class SplitPlan(NamedTuple):
 
     Attributes:
         batch: sequences.
-        units: upper bound of the work items of all sequences (for one head): the grid.
+        work_items: upper bound of the work items of all sequences (for one head): the grid.
         most: upper bound of the work items of one sequence; 1 if no sequence is ever split.
         least: fewest blocks of a work item.
         wave: work items that run concurrently. A batch with little work is split into this many.
-        waves_units: work items that a batch with much work is split into.
-        long: blocks of a work item that amortise its overhead. Work items are not longer, unless ``waves_units`` of them would not
-            cover the work.
+        waves_work_items: work items that a batch with much work is split into.
+        long: blocks of a work item that amortise its overhead. Work items are not longer, unless ``waves_work_items`` of them would
+            not cover the work.
         at_once: lengths read at a time.
     """
 
     batch: int
-    units: int
+    work_items: int
     most: int
     least: int
     wave: int
-    waves_units: int
+    waves_work_items: int
     long: int
     at_once: int
 
@@ -91,15 +91,15 @@ class SplitPlan(NamedTuple):
         return Walk(q_len, window_left >= 0, block_n, self.at_once)
 
     def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Uninitialised partial outputs ``[units, heads, rows, width]`` and their LSEs ``[units, heads, rows]``."""
-        units = self.units if self.most > 1 else 0
+        """Uninitialised partial outputs ``[work_items, heads, rows, width]`` and their LSEs ``[work_items, heads, rows]``."""
+        work_items = self.work_items if self.most > 1 else 0
         return (
-            torch.empty((units, heads, rows, width), dtype=torch.float32, device=device),
-            torch.empty((units, heads, rows), dtype=torch.float32, device=device),
+            torch.empty((work_items, heads, rows, width), dtype=torch.float32, device=device),
+            torch.empty((work_items, heads, rows), dtype=torch.float32, device=device),
         )
 
 
-def plan_units(
+def plan_work_items(
     batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int, least: int = 1, whole: int = 1
 ) -> SplitPlan:
     """Makes a plan.
@@ -113,14 +113,14 @@ def plan_units(
         whole: no sequence is split if none can have more blocks than this.
     """
     wave = max(1, at_once // heads)
-    waves_units = wave * waves
-    most = 1 if blocks <= whole else max(1, min(cdiv(blocks, least), waves_units))
-    units = batch if most == 1 else min(batch + waves_units, batch * most)
+    waves_work_items = wave * waves
+    most = 1 if blocks <= whole else max(1, min(cdiv(blocks, least), waves_work_items))
+    work_items = batch if most == 1 else min(batch + waves_work_items, batch * most)
     lengths = min(_LENGTHS_AT_ONCE, max(16, next_power_of_2(batch)))
-    return SplitPlan(batch, units, most, least, wave, waves_units, long, lengths)
+    return SplitPlan(batch, work_items, most, least, wave, waves_work_items, long, lengths)
 
 
-def merge_units(
+def merge_partials(
     plan: SplitPlan,
     walk: Walk,
     partial: Tensor,
@@ -157,7 +157,7 @@ def merge_units(
     programs = (_FEW if parts is None else _MANY) * multiprocessors
     few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
-    units = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
+    work_items = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
     items = heads * cdiv(rows, at_once)
     device_code.merge_units_kernel[(plan.batch, items if few else min(items, max(1, programs // plan.batch)))](
         partial,
@@ -173,11 +173,11 @@ def merge_units(
         window_left,
         plan.least,
         plan.wave,
-        plan.waves_units,
+        plan.waves_work_items,
         plan.long,
         *out.stride(),
         WALK=walk,
-        MERGE=Merge(heads, rows // walk.q_len, width, units, at_once, block_w, early),
+        MERGE=Merge(heads, rows // walk.q_len, width, work_items, at_once, block_w, early),
         num_warps=4,
         **launch_options(early),
     )

@@ -128,8 +128,8 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
         both += (keys > high).to(tl.int32) << 16 | (keys > HIDDEN).to(tl.int32)
         within = (keys >= low) & (keys <= high)
-        place = inside + tl.cumsum(within.to(tl.int32), axis=0) - 1
-        tl.store(candidates + place, keys.to(tl.int64), mask=within & (place < SEARCH.lanes))
+        location = inside + tl.cumsum(within.to(tl.int32), axis=0) - 1
+        tl.store(candidates + location, keys.to(tl.int64), mask=within & (location < SEARCH.lanes))
         inside += tl.sum(within.to(tl.int32), axis=0)
     tl.debug_barrier()  # make the stores visible to the other threads
     return tl.sum(both >> 16, axis=0), inside, tl.sum(both & 0xFFFF, axis=0)

@@ -17,7 +17,7 @@ from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._fp8_pairs import pairable, paired
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._shape import Shape, scales_apart
-from tokenspeed_kernel.triton.attention._split_kv import merge_units, plan_units
+from tokenspeed_kernel.triton.attention._split_kv import merge_partials, plan_work_items
 from tokenspeed_kernel.triton.common import (
     TRITON,
     cdiv,
@@ -295,7 +295,7 @@ def attend_newest(
     if window_left >= 0:
         blocks = min(blocks, cdiv(max_seqlen_q + window_left, config.block_n) + 1)
     sm_count = multiprocessors(device)
-    plan = plan_units(
+    plan = plan_work_items(
         batch,
         blocks,
         programs,
@@ -316,7 +316,7 @@ def attend_newest(
         (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
     multiplier, cap_log2 = score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
     early = may_overlap(device)
-    device_code.decode_kernel[(plan.units * programs,)](
+    device_code.decode_kernel[(plan.work_items * programs,)](
         q,
         k_cache,
         v_cache,
@@ -344,7 +344,7 @@ def attend_newest(
         cap_log2,
         plan.least,
         plan.wave,
-        plan.waves_units,
+        plan.waves_work_items,
         plan.long,
         SHAPE=Shape(
             heads=heads,
@@ -375,7 +375,7 @@ def attend_newest(
         **launch_options(early),
     )
     if split:
-        merge_units(
+        merge_partials(
             plan,
             walk,
             partial,

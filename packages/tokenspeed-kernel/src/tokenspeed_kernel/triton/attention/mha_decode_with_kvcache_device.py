@@ -19,13 +19,13 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
 )
 from tokenspeed_kernel.triton.attention._split_kv_device import (
     Lengths,
-    Sharing,
-    blocks_a_unit,
+    SizeLimits,
     blocks_of,
-    find_unit,
+    blocks_per_work_item,
+    eligible_length,
+    find_work_item,
     first_block,
-    served_length,
-    units_of,
+    work_items_of,
 )
 from tokenspeed_kernel.triton.attention._trees_device import continued, placed
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
@@ -53,15 +53,15 @@ def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _products(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
+def _qk_mma(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
     """``queries @ keys.T``, float32."""
     if PAIRS:
         keys_even, keys_odd = even_and_odd(tl.trans(keys), DTYPE, FP8)
-        products = tl.dot(queries, keys_even, input_precision="ieee")
-        products = tl.dot(queries_odd, keys_odd, products, input_precision="ieee")
+        dots = tl.dot(queries, keys_even, input_precision="ieee")
+        dots = tl.dot(queries_odd, keys_odd, dots, input_precision="ieee")
     else:
-        products = tl.dot(queries, widened(tl.trans(keys), DTYPE, FP8), input_precision="ieee")
-    return products
+        dots = tl.dot(queries, widened(tl.trans(keys), DTYPE, FP8), input_precision="ieee")
+    return dots
 
 
 @triton.jit
@@ -77,7 +77,9 @@ def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.c
     return acc, acc_odd
 
 
-@triton.jit(do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_units", "long"])
+@triton.jit(
+    do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_work_items", "long"]
+)
 def decode_kernel(
     q,  # [batch * q_len, heads * group, head_dim]
     k_cache,  # [pages, page_size, heads, head_dim]
@@ -117,7 +119,7 @@ def decode_kernel(
     cap_log2,
     least,
     wave,
-    waves_units,
+    waves_work_items,
     long,
     SHAPE: tl.constexpr,
     FORMATS: tl.constexpr,
@@ -162,14 +164,14 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Programs of all heads of the same tokens are adjacent in the grid, because their keys are adjacent in memory.
-    unit = tl.program_id(0) // (PROGRAMS * TILES)
+    work_item = tl.program_id(0) // (PROGRAMS * TILES)
     head = tl.program_id(0) // TILES % PROGRAMS * PACKED
     tile = tl.program_id(0) % TILES
-    sequence = unit
-    first_unit = unit
+    sequence = work_item
+    first_work_item = work_item
     if SPLIT:
-        share = blocks_a_unit(lengths, Sharing(least, wave, waves_units, long), WALK)
-        sequence, first_unit = find_unit(unit, share, lengths, WALK)
+        max_blocks = blocks_per_work_item(lengths, SizeLimits(least, wave, waves_work_items, long), WALK)
+        sequence, first_work_item = find_work_item(work_item, max_blocks, lengths, WALK)
         if sequence >= batch:
             return
     first_token = sequence.to(tl.int64) * Q_LEN
@@ -182,14 +184,14 @@ def decode_kernel(
         if TILES > 1:  # noqa: SIM102 (this is known at compile time; heads are not packed then)
             if tile * BLOCK_M >= q_len * GROUP:
                 return
-    length = served_length(lengths, sequence, WALK)
+    length = eligible_length(lengths, sequence, WALK)
     first = first_block(length, window_left, WALK)
     blocks = blocks_of(length, window_left, WALK)
-    units = 1
+    work_items = 1
     begin, end = first, first + blocks
     if SPLIT:  # work items of a sequence differ by at most one block
-        units = units_of(blocks, share)
-        each, more, at = blocks // units, blocks % units, unit - first_unit
+        work_items = work_items_of(blocks, max_blocks)
+        each, more, at = blocks // work_items, blocks % work_items, work_item - first_work_item
         begin = first + at * each + tl.minimum(at, more)
         end = begin + each + (at < more).to(tl.int32)
 
@@ -210,14 +212,14 @@ def decode_kernel(
     d = tl.arange(0, TILE.block_d)
     w = tl.arange(0, BLOCK_W)
     if PACKED > 1:
-        asked = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
+        wanted = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
     else:
-        asked = real[:, None] & (d < COLUMNS)[None, :]
+        wanted = real[:, None] & (d < COLUMNS)[None, :]
     q_at = row_of(q_rows, token[:, None], q_head[:, None]) + (d * EACH % HEAD_DIM)[None, :] * q_rows.dim_stride
-    queries = tl.load(q_at, mask=asked, other=0.0)
+    queries = tl.load(q_at, mask=wanted, other=0.0)
     queries_odd = queries
     if PAIRS:
-        queries_odd = tl.load(q_at + q_rows.dim_stride, mask=asked, other=0.0)
+        queries_odd = tl.load(q_at + q_rows.dim_stride, mask=wanted, other=0.0)
     if FORMATS.rescaled:
         queries, queries_odd, power = _to_float16_range(queries, queries_odd, DTYPE)
         multiplier *= power
@@ -275,9 +277,9 @@ def decode_kernel(
         k = _load_columns(k_at, d, COLUMNS, TILE.block_d)
         v = _load_columns(v_at, w, V_COLUMNS, BLOCK_W)
 
-        products = _products(queries, queries_odd, k, DTYPE, FP8, PAIRS)
+        dots = _qk_mma(queries, queries_odd, k, DTYPE, FP8, PAIRS)
         if EACH_SCALED:
-            products *= row_scale[:, None]
+            dots *= row_scale[:, None]
         if Q_LEN == 1:
             visible = key < length
             if WINDOWED:
@@ -289,7 +291,7 @@ def decode_kernel(
                 visible &= key[None, :] >= position[:, None] - window_left
             if tree_mask is not None:
                 visible |= continued(nodes, key, length - q_len, length)
-        scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
+        scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
         weights, decay, state = softmax_step(state, tl.where(visible, scores, -float("inf")), factor)
         acc, acc_odd = _pv_mma(weights, v, acc, acc_odd, decay, DTYPE, FP8, PAIRS)
 
@@ -301,8 +303,8 @@ def decode_kernel(
         acc *= tl.load(scales.v + (head + own) * SHAPE.v_scales, mask=real, other=1.0)[:, None]
     stored = real[:, None] & ((w // V_HEAD_DIM)[None, :] == own[:, None])
     w = w % V_HEAD_DIM
-    if SPLIT and units > 1:
-        at_row = (unit.to(tl.int64) * SHAPE.heads + head + own) * ROWS + row
+    if SPLIT and work_items > 1:
+        at_row = (work_item.to(tl.int64) * SHAPE.heads + head + own) * ROWS + row
         tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
         acc *= reciprocal_of(state.row_sum)[:, None]
         tl.store(partial + at_row[:, None] * V_HEAD_DIM + w[None, :], acc, mask=stored)

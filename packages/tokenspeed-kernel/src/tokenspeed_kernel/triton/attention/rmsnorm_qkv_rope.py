@@ -151,7 +151,7 @@ def rmsnorm_qkv_rope(
     return qkv, total if residual_out is None else residual_out.copy_(total)
 
 
-_SERVED = [
+_SUPPORTED = [
     format_signature(x=d, qkv_weight=d, **({"k_cache": d} if cached else {}))
     for d in map(dense_tensor_format, (torch.bfloat16, torch.float32))
     for cached in (False, True)
@@ -163,7 +163,7 @@ for _head_dim in HEAD_DIMS:
         name=f"triton_rmsnorm_qkv_rope_{_head_dim}",
         solution="triton",
         capability=TRITON,
-        signatures=_SERVED,
+        signatures=_SUPPORTED,
         traits={
             "tokens": at_most(MOST_TOKENS),
             "hidden": at_most(MOST_HIDDEN),

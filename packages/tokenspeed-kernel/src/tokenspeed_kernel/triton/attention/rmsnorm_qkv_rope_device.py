@@ -144,9 +144,9 @@ def rmsnorm_qkv_rope_kernel(
         cos, sin = tl.load(angles), tl.load(angles + half)
         a, b = a * cos - b * sin, b * cos + a * sin
     a, b = round_to(a, dtype, TILE.interpreted), round_to(b, dtype, TILE.interpreted)
-    place = out + token.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + pair[None, :]
-    tl.store(place, a, mask=real[:, None])
-    tl.store(place + half, b, mask=real[:, None])
+    location = out + token.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + pair[None, :]
+    tl.store(location, a, mask=real[:, None])
+    tl.store(location + half, b, mask=real[:, None])
     if WRITE and head >= heads:
         slot = tl.load(slot_mapping + token * slots_stride, mask=real, other=-1)[:, None]
         kv_head = (head - heads) % kv_heads

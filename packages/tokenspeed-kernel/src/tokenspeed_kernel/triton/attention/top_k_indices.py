@@ -114,14 +114,14 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     room = 0 if keys <= search.lanes else max(search.spans, 1) * search.segment
     entries = torch.empty(rows, room, dtype=torch.int64, device=scores.device)
     counts = torch.empty(rows, search.spans, 3, dtype=torch.int32, device=scores.device)
-    asked = (keys, top_k)
+    wanted = (keys, top_k)
     options: dict[str, Any] = {"SEARCH": search, "EARLY": early, "num_warps": search.warps, **launch_options(early)}
     options.update(for_architecture(_REGISTERS, scores.device))
     if search.spans > 1:
         device_code.list_scores_kernel[(rows * search.spans,)](
-            scores, lengths, entries, counts, *scores.stride(), *asked, **options
+            scores, lengths, entries, counts, *scores.stride(), *wanted, **options
         )
     device_code.top_k_indices_kernel[(rows,)](
-        scores, lengths, entries, counts, out, *scores.stride(), room, *out.stride(), *asked, **options
+        scores, lengths, entries, counts, out, *scores.stride(), room, *out.stride(), *wanted, **options
     )
     return out

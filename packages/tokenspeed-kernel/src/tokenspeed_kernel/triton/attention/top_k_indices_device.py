@@ -82,8 +82,8 @@ def _sums_before(numbers):
 
 
 @triton.jit
-def _store_entries(entries, place, x, at, listed):
-    tl.store(entries + place, (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
+def _store_entries(entries, location, x, at, listed):
+    tl.store(entries + location, (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
 
 
 @triton.jit
@@ -92,8 +92,8 @@ def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARC
     x, at = _scores_at(scores, first, length, key_stride, SEARCH, WHOLE)
     reaching = (x >= bound) | (x != x)
     before, number = _sums_before(reaching.to(tl.int32))
-    place = listed + before
-    _store_entries(entries, place, x, at, reaching & (place < SEARCH.segment))
+    location = listed + before
+    _store_entries(entries, location, x, at, reaching & (location < SEARCH.segment))
     return listed + number
 
 
@@ -125,8 +125,8 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
             # Both counts are packed into one int32: neither reaches 2^15.
             before, total = _sums_before((larger.to(tl.int32) << 16) | ties.to(tl.int32))
             rank = equal + (before & 0xFFFF)
-            place = above + (before >> 16) + tl.minimum(rank, top_k)
-            _store_entries(entries, place, x, at, (larger | (ties & (rank < top_k))) & (place < SEARCH.segment))
+            location = above + (before >> 16) + tl.minimum(rank, top_k)
+            _store_entries(entries, location, x, at, (larger | (ties & (rank < top_k))) & (location < SEARCH.segment))
             above += total >> 16
             equal += total & 0xFFFF
     else:
@@ -144,14 +144,14 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
 @triton.jit
 def _entries_at(entries, counts, lane, listed, top_k, SEARCH: tl.constexpr):
     """Keys, int32, and positions, int32, of entries of a row's lists, indexed as one list; `NO_KEY` beyond the last."""
-    place = lane
+    location = lane
     begin = listed * 0
     for _ in range(SEARCH.spans - 1):
         number = tl.load(counts) + tl.minimum(tl.load(counts + 1), top_k)
         begin += number
-        place += tl.where(lane >= begin, SEARCH.segment - number, 0)
+        location += tl.where(lane >= begin, SEARCH.segment - number, 0)
         counts += COUNTS
-    entry = tl.load(entries + place, mask=lane < listed, other=0)
+    entry = tl.load(entries + location, mask=lane < listed, other=0)
     x = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(lane < listed, sort_key(x), NO_KEY), (entry & 0x7FFFFFFF).to(tl.int32)
 
@@ -165,8 +165,8 @@ def _write_chosen(keys, at, threshold, ties, larger_before, equal_before, out, o
     both = (larger.to(tl.int32) << 16) | equal.to(tl.int32)
     before = tl.cumsum(both, axis=0) - both
     rank = equal_before + (before & 0xFFFF)
-    place = larger_before + (before >> 16) + tl.minimum(rank, ties)
-    tl.store(out + place * out_stride, at, mask=larger | (equal & (rank < ties)))
+    location = larger_before + (before >> 16) + tl.minimum(rank, ties)
+    tl.store(out + location * out_stride, at, mask=larger | (equal & (rank < ties)))
     total = tl.sum(both, axis=0)
     return larger_before + (total >> 16), equal_before + (total & 0xFFFF)
 
@@ -268,5 +268,5 @@ def top_k_indices_kernel(
             larger, equal = _write_chosen(rest, first + few, threshold, ties, larger, equal, out, out_stride)
     written = larger + tl.minimum(equal, ties)
     for first in range(0, top_k, FEWER):
-        place = first + few
-        tl.store(out + place * out_stride, tl.full([FEWER], -1, tl.int32), mask=(place >= written) & (place < top_k))
+        location = first + few
+        tl.store(out + location * out_stride, tl.full([FEWER], -1, tl.int32), mask=(location >= written) & (location < top_k))

@@ -130,7 +130,7 @@ def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr
 
 
 @triton.jit
-def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
+def rotate(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
     """Rotates pairs by the angles of their positions, and rounds. ``position``: from `positions_of`, per head or for one token."""
     pair = tl.arange(0, PAIRS)[None, :]
     at = angles.table + position.to(tl.int64) * angles.table_stride + pair
@@ -142,7 +142,7 @@ def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.con
 
 
 @triton.jit
-def turn_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+def rotate_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Rotates a tile of heads of q, after RMSNorm if there is a weight."""
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     PAIRS: tl.constexpr = TILE.pairs
@@ -155,14 +155,14 @@ def turn_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, T
         a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
     if SHAPE.q_heads % HEADS == 0:  # the tile has one token: load its angles once
         one = program * HEADS // SHAPE.q_heads + tl.zeros((1, 1), tl.int64)
-        a, b = turn(a, b, angles, positions_of(angles, one, one >= 0, SHAPE, PAIRS), one >= 0, ROTARY_DIM, PAIRS)
+        a, b = rotate(a, b, angles, positions_of(angles, one, one >= 0, SHAPE, PAIRS), one >= 0, ROTARY_DIM, PAIRS)
     else:
-        a, b = turn(a, b, angles, positions_of(angles, token, inside, SHAPE, PAIRS), inside, ROTARY_DIM, PAIRS)
+        a, b = rotate(a, b, angles, positions_of(angles, token, inside, SHAPE, PAIRS), inside, ROTARY_DIM, PAIRS)
     store_heads(row_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
 
 
 @triton.jit
-def turn_keys(
+def rotate_keys(
     k,
     v,
     k_out,
@@ -198,7 +198,7 @@ def turn_keys(
         values = tl.load(row_of(v, token, head) + column, mask=inside & (column < WRITE.v_head_dim), other=0.0)
     if norm.weight is not None:
         a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
-    a, b = turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
+    a, b = rotate(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
     if k_out is not None:
         store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
     if WRITE.wanted:
@@ -262,7 +262,7 @@ def apply_rope_kernel(
     plain = Norm(None, 0.0)
     program = tl.program_id(0)
     if program < k_programs:
-        turn_keys(
+        rotate_keys(
             Heads(k, k_token_stride, k_head_stride),
             Heads(v, v_token_stride, v_head_stride),
             Heads(k_out, k_out_token_stride, k_out_head_stride),
@@ -283,4 +283,4 @@ def apply_rope_kernel(
     else:
         q_heads = Heads(q, q_token_stride, q_head_stride)
         q_out_heads = Heads(q_out, q_out_token_stride, q_out_head_stride)
-        turn_queries(q_heads, q_out_heads, plain, angles, program - k_programs, tokens, SHAPE, TILE, False)
+        rotate_queries(q_heads, q_out_heads, plain, angles, program - k_programs, tokens, SHAPE, TILE, False)

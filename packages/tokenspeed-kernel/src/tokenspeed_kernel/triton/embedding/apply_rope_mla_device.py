@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.embedding.apply_rope_device import Angles, load_heads, store_heads, turn
+from tokenspeed_kernel.triton.embedding.apply_rope_device import Angles, load_heads, rotate, store_heads
 from tokenspeed_kernel.triton.kvcache._write_device import encoded, slot_of
 from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
@@ -32,7 +32,7 @@ def _join(
     """
     position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
     a, b, tail = load_heads(rope_at, inside, SHAPE, TILE)
-    a, b = turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
+    a, b = rotate(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
     none = tl.zeros_like(token)  # at most one scale, so the head index is 0
     a = encoded(a, scale, none, ENCODING.k_scales, ENCODING)
     b = encoded(b, scale, none, ENCODING.k_scales, ENCODING)

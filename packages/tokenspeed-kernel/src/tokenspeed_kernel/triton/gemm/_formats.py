@@ -39,7 +39,7 @@ _NV_A, _NV_B = (
 )
 _FP8_B = [fp8_format(dtype, granularity) for dtype in FP8 for granularity in ("tensor", "channel")]
 _FP8_B_BLOCKS = [fmt for stored, sizes in FP8_BLOCKS.items() for size in sizes for fmt in _blocks(size, stored, size, 1)]
-_HALVES = [dense_tensor_format(dtype) for dtype in (torch.float16, torch.bfloat16)]
+_FLOAT16_AND_BFLOAT16 = [dense_tensor_format(dtype) for dtype in (torch.float16, torch.bfloat16)]
 
 
 def _pairs(a: list[TensorFormat], b: list[TensorFormat]) -> set[FormatSignature]:
@@ -58,7 +58,7 @@ SCALED = (
     }
     | _pairs(_MX_A, _MX_B)
     | _pairs(_NV_A, _NV_B)
-    | _pairs(_HALVES, [*_FP8_B, *_FP8_B_BLOCKS, *_MX_B, *_NV_B])
+    | _pairs(_FLOAT16_AND_BFLOAT16, [*_FP8_B, *_FP8_B_BLOCKS, *_MX_B, *_NV_B])
 )
 """Formats of GEMMs in which one operand or both have scales."""
 

@@ -151,13 +151,13 @@ def decoded_mm_kernel(
             A_MICRO, A_BLOCK, A_STORED, A_SWIZZLED, EVEN_K, A_COMPUTE, NATIVE,
         )  # fmt: skip
         if A_SCALING == "block" or B_SCALING == "block":
-            products = tl.dot(b, tl.trans(a), input_precision=PRECISION)
+            dots = tl.dot(b, tl.trans(a), input_precision=PRECISION)
             if A_SCALING == "block":
-                products *= scale_of_block(a_operand, m[None, :], k0 // A_BLOCK, (m < M)[None, :], A_STORED)
+                dots *= scale_of_block(a_operand, m[None, :], k0 // A_BLOCK, (m < M)[None, :], A_STORED)
             if B_SCALING == "block":
                 line = (n // B_LINES)[:, None]
-                products *= scale_of_block(b_operand, line, k0 // B_BLOCK, (n < N)[:, None], B_STORED)
-            acc += products
+                dots *= scale_of_block(b_operand, line, k0 // B_BLOCK, (n < N)[:, None], B_STORED)
+            acc += dots
         elif SPLIT_A:
             high = a.to(COMPUTE)
             low = (a.to(tl.float32) - high.to(tl.float32)).to(COMPUTE)

@@ -154,7 +154,7 @@ _SCALINGS = {
 }
 
 
-def serves(x: Operand, w: Operand) -> bool:
+def is_eligible(x: Operand, w: Operand) -> bool:
     """Whether the tensor cores support these operands without dequantisation."""
     platform = platform_of(x.tensor.device)
     if x.tensor.dtype != w.tensor.dtype or (x.scaling, w.scaling) not in _SCALINGS or platform.is_cpu:
@@ -214,7 +214,7 @@ def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: Config | None = None) -> None:
-    """``out[...] = a @ b + bias`` for operands that `serves` accepts; out must not be empty."""
+    """``out[...] = a @ b + bias`` for operands that `is_eligible` accepts; out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     a, b, device = x.tensor, w.tensor, x.tensor.device
     config = config or config_for(x, w, out)

@@ -148,11 +148,11 @@ def direct_mm_kernel(
                 a_scales, b_scales = _block_scales(
                     a_operand, b_operand, m, n, n0, M, N, k0 // BLOCK, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
                 )
-                products = tl.dot(x, tl.trans(w))
+                dots = tl.dot(x, tl.trans(w))
                 if A_SCALING == "block":
-                    acc += products * (a_scales * b_scales)
+                    acc += dots * (a_scales * b_scales)
                 else:
-                    acc += products * b_scales
+                    acc += dots * b_scales
             elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))
             else:

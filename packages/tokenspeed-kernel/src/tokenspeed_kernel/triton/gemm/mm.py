@@ -98,11 +98,11 @@ def _multiply(
         return
     # Dequantise an a with one-byte scales once, instead of in every program that reads it.
     x, w, bias = once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), dense(bias)
-    if direct.serves(x, w):
+    if direct.is_eligible(x, w):
         direct.multiply(x, w, bias, out)
-    elif words.serves(x, w):
+    elif words.is_eligible(x, w):
         words.multiply(x, w, bias, out, alpha)
-    elif once.serves(x, w):
+    elif once.is_eligible(x, w):
         once.multiply(x, w, bias, out, alpha)
     else:
         decoded.multiply(x, w, bias, out, alpha=alpha)

@@ -22,7 +22,7 @@ _SLICE_BYTES = 64 << 20
 _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 
-def serves(x: Operand, w: Operand) -> bool:
+def is_eligible(x: Operand, w: Operand) -> bool:
     """Whether dequantising to memory pays off, and is exact in bfloat16 (weight-only formats: in a's dtype)."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
@@ -44,9 +44,9 @@ def dense_rows(x: Operand) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for operands that `serves` accepts; out must not be empty."""
+    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
     scales = w.scale
-    assert scales is not None  # `serves` checks this
+    assert scales is not None  # `is_eligible` checks this
     a = x.tensor
     if w.scaling == MICRO and not w.swizzled:
         scales = scales.mT

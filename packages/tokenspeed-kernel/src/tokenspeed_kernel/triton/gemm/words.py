@@ -86,7 +86,7 @@ _TILES = {
 _ROWS = {"sm_90": 512, "any": 32}
 
 
-def serves(x: Operand, w: Operand) -> bool:
+def is_eligible(x: Operand, w: Operand) -> bool:
     """Whether b is e2m1, rows are few, and all lines can be loaded as words."""
     if x.tensor.ndim != 2 or w.format != "e2m1" or w.scaling != MICRO or x.scaling != NO_SCALE:
         return False
@@ -112,7 +112,7 @@ def _arranged(a: Tensor, step: int) -> Tensor:
 def multiply(
     x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None, tile: Tile | None = None
 ) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for operands that `serves` accepts; out must not be empty."""
+    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)

@@ -155,17 +155,17 @@ def words_mm_kernel(
             wait_for_products()
         at = step * (BLOCK_K // BLOCK) + block[None, :]
         if SWIZZLED:
-            place = scales + (swizzled_in_tile(own[:, None], at) + at // 4 * stride_bsk)
+            location = scales + (swizzled_in_tile(own[:, None], at) + at // 4 * stride_bsk)
         else:
-            place = scales + at * stride_bsk
+            location = scales + at * stride_bsk
         present = step * WORDS + lane < K // 4
         if EVEN_K:
             word = tl.load(words + step * WORDS)
-            byte = tl.load(place)
+            byte = tl.load(location)
             within = (m < M)[None, :]
         else:
             word = tl.load(words + step * WORDS, mask=present[None, :], other=0)
-            byte = tl.load(place, mask=at < K // BLOCK, other=0)
+            byte = tl.load(location, mask=at < K // BLOCK, other=0)
             if ARRANGED:  # the arranged copy of a is padded with zeros
                 within = (m < M)[None, :]
             else:

@@ -139,7 +139,7 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
 
 
 @triton.jit
-def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+def _accumulate(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
     """``acc + w x^T`` for w ``[features, k]`` and x ``[rows, k]``; ``acc + (w x^T) * scale`` per feature if ``SCALED``."""
     if SCALED:
         acc += tl.dot(w, tl.trans(x), input_precision=PRECISION) * scale[:, None]
@@ -256,14 +256,14 @@ def _block(
             by_gate_next = tl.load(s_gate + next_block)
             by_up_next = tl.load(s_up + next_block) if GATED else by_gate_next
         tile = _weight_tile(weight.gate, at_gate, s_gate, weight, k, K - k, OPTIONS, TILE)
-        gate = _add_product(gate, tile, x_tile, by_gate, scaled, PRECISION)
+        gate = _accumulate(gate, tile, x_tile, by_gate, scaled, PRECISION)
         if EXTRA_T > 0:
-            gate_extra = _add_product(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION)
+            gate_extra = _accumulate(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION)
         if GATED:
             tile = _weight_tile(weight.up, at_up, s_up, weight, k, K - k, OPTIONS, TILE)
-            up = _add_product(up, tile, x_tile, by_up, scaled, PRECISION)
+            up = _accumulate(up, tile, x_tile, by_up, scaled, PRECISION)
             if EXTRA_T > 0:
-                up_extra = _add_product(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION)
+                up_extra = _accumulate(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION)
         if scaled:
             by_gate = by_gate_next
             by_up = by_up_next

@@ -83,9 +83,9 @@ def schedule_kernel(
                 tl.store(block_expert_ptr + first + lane, tl.full([CHUNK], -1, tl.int32), mask=first + lane < capacity)
         for first in range(0, count, CHUNK * BLOCK_ROWS):
             start = first + lane * BLOCK_ROWS
-            place = block + start // BLOCK_ROWS
-            tl.store(block_expert_ptr + place, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
-            tl.store(block_row_ptr + place, row + start, mask=start < count)
+            location = block + start // BLOCK_ROWS
+            tl.store(block_expert_ptr + location, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
+            tl.store(block_row_ptr + location, row + start, mask=start < count)
     if count > 0:
         if COUNTED:
             for first in range(0, first_chunk, CHUNK):
@@ -95,6 +95,6 @@ def schedule_kernel(
             pair = chunk * CHUNK + lane
             ids = _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts)
             mine = (ids == expert).to(tl.int32)
-            place = row + tl.cumsum(mine, 0) - 1
-            tl.store(order_ptr + place, pair, mask=mine != 0)
+            location = row + tl.cumsum(mine, 0) - 1
+            tl.store(order_ptr + location, pair, mask=mine != 0)
             row += tl.sum(mine, 0)

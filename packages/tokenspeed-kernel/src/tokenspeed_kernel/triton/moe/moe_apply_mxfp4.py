@@ -234,7 +234,7 @@ def moe_apply_as(
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
     # 16-bit floats represent e4m3 values exactly, and also 16-bit floats rounded to mxfp4.
     tokens_in = rounded(x, plan.activation_dtype, x.dtype, static_scale=weights.w13_input_scale)
-    _product(first, schedules[first.columns], tokens_in, w13, gate_up, topk_ids, plan, gated=True)
+    _project(first, schedules[first.columns], tokens_in, w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
     scaled = plan.activation_dtype in ("fp8", "fp8_static")
@@ -244,7 +244,7 @@ def moe_apply_as(
         rows, row_scale = fitted(rows)
     slots = slots_for(x, pairs, second.split_k)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
-    _product(second, schedules[second.columns], (rows, row_scale), w2, slots, topk_ids, plan, gated=False)
+    _project(second, schedules[second.columns], (rows, row_scale), w2, slots, topk_ids, plan, gated=False)
     combine(slots, topk_weights, topk_ids, plan.num_experts, out)
     return out
 
@@ -268,7 +268,7 @@ def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
     )
 
 
-def _product(
+def _project(
     tile: Tile,
     schedule: BlockSchedule | None,
     rows_and_scale: tuple[Tensor, Tensor | None],

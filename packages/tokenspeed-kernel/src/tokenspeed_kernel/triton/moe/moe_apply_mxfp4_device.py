@@ -24,8 +24,8 @@ def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.c
     same = (ids == expert).to(tl.int32)
     before = tl.sum(tl.where(other < me, same, 0), 0)
     column = tl.arange(0, COLUMNS)
-    place = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
-    pair = tl.sum(tl.where(place[:, None] == column[None, :], other[:, None], 0), 0)
+    location = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
+    pair = tl.sum(tl.where(location[:, None] == column[None, :], other[:, None], 0), 0)
     valid = column < tl.sum(same, 0) - before
     return tl.where(before % COLUMNS == 0, expert, -1), pair, valid
 

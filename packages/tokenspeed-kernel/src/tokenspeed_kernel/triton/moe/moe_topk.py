@@ -111,10 +111,10 @@ def moe_topk(
     return weights, ids
 
 
-def _tile(tokens: int, padded: int, multiprocessor_count: int) -> tuple[int, int]:
+def _tile(tokens: int, padded: int, sm_count: int) -> tuple[int, int]:
     """Tokens and warps per program."""
     config = TopkConfig()
-    if tokens > 4 * multiprocessor_count and padded < config.elements:
+    if tokens > 4 * sm_count and padded < config.elements:
         return config.elements // padded, config.warps
     # For few tokens, one token per program is fastest, in one warp while its registers hold the logits. 64 tokens of 128 experts
     # take 1.7 us, or 1.9 us with 2 or 4 warps.

@@ -8,7 +8,7 @@ import triton.language as tl
 from tokenspeed_kernel.triton.common_device import start
 
 # The key of padding, excluded groups and already chosen experts. It is below the key of every float, minus infinity included.
-_TAKEN = tl.constexpr(-(2**31))
+_REMOVED = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
 _SMALLEST_SUM = tl.constexpr(1e-20)
 _UNROLLED = tl.constexpr(8)
@@ -84,7 +84,7 @@ def _softmax(x):
 
 
 @triton.jit
-def _take(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
+def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
     """Puts the id of each row's largest key into ``chosen[:, slot]``, the lowest id among equal keys, and removes the key.
 
     Returns the updated keys and ids.
@@ -96,7 +96,7 @@ def _take(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
     else:
         best_id = tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), axis=1)[:, None]
         struck = ids == best_id
-    return tl.where(struck, _TAKEN, keys), tl.where(slots == slot, best_id, chosen)
+    return tl.where(struck, _REMOVED, keys), tl.where(slots == slot, best_id, chosen)
 
 
 @triton.jit
@@ -106,10 +106,10 @@ def _best(keys, ids, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, PACKED: tl
     chosen = tl.zeros([keys.shape[0], COUNT_PADDED], tl.int32)
     if COUNT <= _UNROLLED:
         for slot in tl.static_range(COUNT):
-            keys, chosen = _take(keys, ids, chosen, slot, slots, PACKED)
+            keys, chosen = _pop_largest(keys, ids, chosen, slot, slots, PACKED)
     else:
         for slot in range(COUNT):
-            keys, chosen = _take(keys, ids, chosen, slot, slots, PACKED)
+            keys, chosen = _pop_largest(keys, ids, chosen, slot, slots, PACKED)
     return chosen
 
 
@@ -123,7 +123,7 @@ def _close_groups(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Sets the keys ``[rows, groups * group]`` outside of the best groups to ``_TAKEN``.
+    """Sets the keys ``[rows, groups * group]`` outside of the best groups to ``_REMOVED``.
 
     The score of a group is its largest score, or the sum of its two largest if ``TWO``.
     """
@@ -134,17 +134,17 @@ def _close_groups(
     worth = tl.max(grouped, axis=2)
     if TWO and GROUP > 1:
         first = tl.min(tl.where(grouped == worth[:, :, None], member, GROUP_PADDED), axis=2)
-        second = tl.max(tl.where(member == first[:, :, None], _TAKEN, grouped), axis=2)
+        second = tl.max(tl.where(member == first[:, :, None], _REMOVED, grouped), axis=2)
         worth = _key(_value(worth) + _value(second))
-    worth = tl.where(group < GROUPS, worth, _TAKEN)
+    worth = tl.where(group < GROUPS, worth, _REMOVED)
     open_groups = tl.zeros([rows, GROUPS_PADDED], tl.int1)
     for _ in range(TOP_GROUPS):
         best = tl.max(worth, axis=1)[:, None]
-        taken = group == tl.min(tl.where(worth == best, group, GROUPS_PADDED), axis=1)[:, None]
-        open_groups = open_groups | taken
-        worth = tl.where(taken, _TAKEN, worth)
+        best_group = group == tl.min(tl.where(worth == best, group, GROUPS_PADDED), axis=1)[:, None]
+        open_groups = open_groups | best_group
+        worth = tl.where(best_group, _REMOVED, worth)
     closed = (open_groups == 0)[:, :, None] & (group < GROUPS)[:, :, None] & (member < GROUP)
-    return tl.reshape(tl.where(closed, _TAKEN, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
+    return tl.reshape(tl.where(closed, _REMOVED, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def route(
     wide = loaded.to(tl.float32)
 
     if PACKED:
-        keys = tl.where(exists, _key_with_id(loaded, expert), _TAKEN)
+        keys = tl.where(exists, _key_with_id(loaded, expert), _REMOVED)
     else:
         ranked = wide
         if BIAS:
@@ -199,7 +199,7 @@ def route(
                 scores = _score(wide, SCORING)
             bias = tl.load(correction_bias + expert * bias_stride, mask=exists, other=0.0)
             ranked = scores + bias.to(tl.float32)
-        keys = tl.where(exists, _key(ranked), _TAKEN)
+        keys = tl.where(exists, _key(ranked), _REMOVED)
     if GROUPS > 1:
         keys = _close_groups(keys, GROUPS, group_size, GROUPS_PADDED, GROUP_PADDED, TOP_GROUPS, BIAS)
     chosen = _best(keys, expert, TOP_K, TOP_K_PADDED, PACKED)
