@@ -1,13 +1,13 @@
 """Split-KV for paged decode, planned on the device.
 
-A work item is a range of blocks of keys of one sequence, for one KV head (or tile of query rows). One program processes it. The
+A work item is a range of blocks of keys of one sequence. One program per KV head (or per tile of query rows) processes it. The
 number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on host values
 (`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and balanced
 when lengths change.
 
 A work item has at most ``max_blocks`` blocks, the same limit for every sequence (`blocks_per_work_item`). The work items of one
 sequence differ by at most one block. Each stores a normalised partial output and its LSE in float32, and `merge_partials` merges
-the partial outputs in a fixed order. A sequence with a single work item needs no merge: its program writes the final result.
+the partial outputs in a fixed order. A sequence with a single work item needs no merge: its programs write the final result.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SplitPlan(NamedTuple):
 
     Attributes:
         batch: sequences.
-        work_items: upper bound of the work items of all sequences (for one head): the grid.
+        work_items: upper bound of the work items of all sequences, which determines the grid.
         most: upper bound of the work items of one sequence; 1 if no sequence is ever split.
         least: fewest blocks of a work item.
         wave: work items that run concurrently. A batch with little work is split into this many.

@@ -99,7 +99,7 @@ def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
 
 @triton.jit
 def work_items_of(blocks, max_blocks):
-    """The work items of a sequence. A sequence without keys has one, whose program writes the result of attention to no keys."""
+    """The number of work items of a sequence. A sequence without keys has one, whose programs write the result over no keys."""
     return tl.maximum((blocks + max_blocks - 1) // max_blocks, 1)
 
 

@@ -1,4 +1,4 @@
-"""Device code of attention of draft trees: a node sees its ancestors, see `_softmax.tree_visible`."""
+"""Device code of attention of draft trees: a node sees the tree's prefix, its ancestors and itself, see `_softmax.tree_visible`."""
 
 from __future__ import annotations
 

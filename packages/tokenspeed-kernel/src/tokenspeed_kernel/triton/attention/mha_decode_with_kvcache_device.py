@@ -126,7 +126,7 @@ def decode_kernel(
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One work item: a tile of the query rows of one KV head (or of several), over a range of the keys of their sequence.
+    """One program of a work item: a tile of the query rows of one KV head (or of several), over the work item's range of keys.
 
     If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
     head's columns of the result are kept. The tile is no larger than for one head, and memory accesses are longer. An infinite key

@@ -97,7 +97,7 @@ class Configs(NamedTuple):
 
 
 # One H200, 8192 x 8192 x 8192, e4m3fn. All accumulation in the tensor core: 1484 TFLOP/s with 128 x 256 tiles (1258 without
-# descriptors, 1446 without persistence), 1390 with two persistent programs of 128 x 128 tiles per SM. The tensor core's accumulator
+# descriptors, 1446 without persistence), 1390 with two CTAs of 128 x 128 tiles per SM. The tensor core's accumulator
 # loses 1.4% of a sum of 8192 positive terms, and 5.5% of 28672. Beyond k = 2048, steps are therefore added in float32, as block
 # scales require anyway. Block scales: 947 TFLOP/s (858 with three stages, 772 persistent, 886 with 64 x 128 tiles).
 # Few rows (64 x 7168 x 4096): 12.9 us; 13.7 us with tiles 128 wide, 13.2 us with k = 128; 14.4 us with block scales.

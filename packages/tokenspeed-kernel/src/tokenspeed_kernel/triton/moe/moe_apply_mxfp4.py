@@ -42,8 +42,8 @@ class Tile(NamedTuple):
         warps, stages: warps of the program, and its pipeline stages.
         unroll: most chunks of k per loop iteration; fewer if it does not divide the number of chunks.
         split_k: programs that split k; another kernel adds their partial sums.
-        tail: a smaller number of columns, for blocks with at most this many pairs (from 32 on, half as many is a third size); 0 for
-            one size.
+        tail: columns for blocks with at most ``tail`` pairs; 0 for one size. If at least 32, blocks with at most ``tail / 2`` pairs
+            use ``tail / 2`` columns.
         separate: whether the two blocks of a chunk have separate accumulators: shorter dependency chains of MMAs, more registers.
     """
 
