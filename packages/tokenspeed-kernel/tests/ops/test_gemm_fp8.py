@@ -52,7 +52,7 @@ def chosen(arch: str, arguments: dict[str, Any]) -> str:
 def test_many_rows_are_served(pair: str, dtype: torch.dtype) -> None:
     kind = "blocks" if pair == "blocks" else "tensors" if pair == "tensors" else "rows"
     result = "float32" if dtype == SINGLE else "halves"
-    m = module._SERVED[kind].fewest_rows
+    m = module._SUPPORTED[kind].fewest_rows
     assert chosen("sm_90", arguments_of(pair, m, 512, 128, out_dtype=dtype)) == f"torch_mm_fp8_{kind}_to_{result}"
     few = arguments_of(pair, m // 2, 512, 128, out_dtype=dtype)
     assert not chosen("sm_90", few).startswith("torch")
@@ -164,7 +164,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "checked":
         monkeypatch.setattr(torch, "_scaled_mm", _as_checked)
         return "cpu"
-    if not torch.cuda.is_available() or (gap := module._SERVED["rows"].capability.gap(current_platform())) is not None:
+    if not torch.cuda.is_available() or (gap := module._SUPPORTED["rows"].capability.gap(current_platform())) is not None:
         pytest.skip(f"needs a GPU with these products: {gap if torch.cuda.is_available() else 'there is none'}")
     return "cuda"
 

@@ -69,7 +69,7 @@ def test_direct_products_of_fp8_with_exponents(kind: str) -> None:
     codes = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
     scales = _exponents(m, k, n, kind)
     x, w = (operand(each, scale, axis) for each, scale, axis in zip(codes, scales, (-2, -1), strict=True))
-    if not current_platform().is_cpu and not direct.serves(x, w):
+    if not current_platform().is_cpu and not direct.is_eligible(x, w):
         pytest.skip("the matrix units of this device do not take 8-bit floats")
     out = torch.empty(m, n, device=codes[0].device)
     direct.multiply(x, w, None, out, direct.Config(64, 64, 128, 4, 2))
@@ -82,7 +82,7 @@ def test_direct_products_of_fp8_with_exponents(kind: str) -> None:
 def test_direct_products_of_fp8(descriptors: bool, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = _coarse(70, 1600, seed=1, dtype=E4M3)
     plain = torch.ones(1, device=codes.device)
-    if not current_platform().is_cpu and not direct.serves(operand(codes, plain, -2), operand(codes.t(), plain, -1)):
+    if not current_platform().is_cpu and not direct.is_eligible(operand(codes, plain, -2), operand(codes.t(), plain, -1)):
         pytest.skip("the matrix units of this device do not take 8-bit floats")
     m, k, n = 70, 1600, 136
     monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 6 * splits)
@@ -235,13 +235,13 @@ def test_words_want_lines_along_k() -> None:
     b, b_scale = _weights("nvfp4", 48, 128)
     w = operand(b, b_scale, -1)
     a = _normal(4, 128, seed=1, dtype=BF16)
-    assert words.serves(operand(a, None, -2), w)
+    assert words.is_eligible(operand(a, None, -2), w)
     most = for_architecture(words._ROWS, a.device)
-    assert words.serves(operand(_normal(most, 128, seed=1, dtype=BF16), None, -2), w)
-    assert not words.serves(operand(_normal(most + 1, 128, seed=1, dtype=BF16), None, -2), w)
+    assert words.is_eligible(operand(_normal(most, 128, seed=1, dtype=BF16), None, -2), w)
+    assert not words.is_eligible(operand(_normal(most + 1, 128, seed=1, dtype=BF16), None, -2), w)
     odd = _normal(4, 129, seed=1, dtype=BF16)[:, 1:]
     for other in (_transposed(a), odd):
-        assert not words.serves(operand(other, None, -2), w)
+        assert not words.is_eligible(operand(other, None, -2), w)
         alpha = torch.tensor(0.3, device=a.device)
         got = tk.mm(other, b, None, b_scale, alpha=alpha, override="triton_mm")
         _close(got, tk.mm(other, b, None, b_scale, alpha=alpha, override="reference_mm"))
@@ -254,7 +254,7 @@ def test_direct_products_with_scales_of_smaller_blocks(block: int, columns: int)
     a_scale = _normal(m, -(-k // block), seed=3).abs() + 0.1
     b_scale = (_normal(-(-n // columns), -(-k // block), seed=4).abs() + 0.1).t()
     x, w = operand(a, a_scale, -2), operand(b, b_scale, -1)
-    if not current_platform().is_cpu and not direct.serves(x, w):
+    if not current_platform().is_cpu and not direct.is_eligible(x, w):
         pytest.skip("the matrix units of this device do not take 8-bit floats")
     out = torch.empty(m, n, device=a.device)
     direct.multiply(x, w, None, out, direct.Config(64, 64, block, 4, 2))

@@ -1,1 +1,1 @@
-"""PyTorch's own kernels."""
+"""Kernels of PyTorch itself, registered as a backend."""

@@ -1,7 +1,6 @@
-"""Attention on a CPU by PyTorch's own fused kernel, sequence by sequence: offsets are on the host there anyway.
+"""Attention on a CPU by PyTorch's fused kernel, one sequence at a time. Reading ``cu_seqlens`` on the host needs no device sync.
 
-It serves what that kernel knows, which is causal attention and nothing more: no windows, sinks, caps or log-sum-exps. Sums are
-float32 (float64 for float64).
+It handles causal attention only, without windows, sinks, logit caps or LSE. It accumulates in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 
-# Above the portable kernels that can be interpreted on a CPU: this one is compiled.
+# Ranked above the portable Triton kernels: on a CPU they are interpreted, and this kernel is compiled.
 @register_kernel(
     "attention",
     "mha_prefill",

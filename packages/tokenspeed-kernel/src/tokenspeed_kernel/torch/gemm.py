@@ -1,12 +1,13 @@
-"""Dense products by PyTorch's own matrix multiplication, which calls the vendor's library: no copies, no decoding.
+"""Dense GEMMs by ``torch.mm``, ``torch.addmm`` and ``torch.bmm``, which call the vendor's library: no copies, no dequantisation.
 
-On a CPU, float16 and bfloat16 products are summed in float32 and rounded once, the bias included. On a GPU that holds unless the
-user allows reductions in reduced precision (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its
-siblings, which PyTorch allows by default; split sums are then added in the operands' format).
+On a CPU, float16 and bfloat16 GEMMs accumulate in float32 and round once, after the bias. The same holds on a GPU unless PyTorch
+may reduce in lower precision (``torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`` and its siblings). PyTorch
+allows that by default, and then adds split-K partial sums in the operands' dtype.
 
-On a CPU with AMX, 16-bit products of more than 16 rows read up to the next multiple of `CPU_K` elements of each row of the left
-operand, and multiply what lies there by zero: a NaN or an infinity behind a row, or at the start of the next one, makes it NaN.
-Copies do not help, because contiguous rows lie behind each other. So those kernels take whole multiples of k alone.
+On a CPU with AMX, a 16-bit GEMM of more than 16 rows reads each row of the left operand up to the next multiple of `CPU_K`
+elements, and multiplies the excess elements by zero. A NaN or an infinity after a row, or at the start of the next row, therefore
+makes the row's results NaN. A contiguous copy does not help, because its rows are adjacent. The 16-bit CPU kernels thus require k
+to be a multiple of `CPU_K`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tokenspeed_kernel_base.signature import dtype_name, format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import ANY, Constraint, multiple_of
 
-CPU_K = 32  # bfloat16, PyTorch 2.13: multiples of 32 up to 2912 are right; k of 31, 33, 70, 80, 100, 144, 200 and 1000 are not
+CPU_K = 32  # bfloat16, PyTorch 2.13: multiples of 32 up to 2912 are right; k = 31, 33, 70, 80, 100, 144, 200 and 1000 are wrong
 
 
 def torch_mm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None) -> Tensor:
@@ -38,15 +39,15 @@ _GPU, _CPU = (CapabilityRequirement(vendors=frozenset(vendors)) for vendors in (
 
 
 def _declare(dtype: torch.dtype, suffix: str, capability: CapabilityRequirement, k: Constraint) -> None:
-    """The result has the operands' dtype and so must the bias have, so there is one declaration a dtype."""
-    served, name = format_signatures(("a", "b"), "dense", [dtype]), dtype_name(dtype)
+    """Registers `mm` and `bmm` for one dtype, because the result and the bias must have the operands' dtype."""
+    formats, name = format_signatures(("a", "b"), "dense", [dtype]), dtype_name(dtype)
     register_kernel(
         "gemm",
         "mm",
         name=f"torch_mm_{name}{suffix}",
         solution="torch",
         capability=capability,
-        signatures=served,
+        signatures=formats,
         traits={"bias": any, "wide_bias": False, "out_dtype": name, "k": k},
         priority=Priority.PORTABLE,
     )(torch_mm)
@@ -56,7 +57,7 @@ def _declare(dtype: torch.dtype, suffix: str, capability: CapabilityRequirement,
         name=f"torch_bmm_{name}{suffix}",
         solution="torch",
         capability=capability,
-        signatures=served,
+        signatures=formats,
         traits={"out_dtype": name, "k_multiple": k},
         priority=Priority.PORTABLE,
     )(torch_bmm)

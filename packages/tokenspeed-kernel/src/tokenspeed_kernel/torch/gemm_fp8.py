@@ -1,9 +1,9 @@
-"""Products of 8-bit floats by PyTorch's scaled product, which calls the vendor's library: no decoding.
+"""GEMMs of 8-bit floats by ``torch._scaled_mm``, which calls the vendor's library: no dequantisation.
 
-Sums are PyTorch's without fast accumulation: what the matrix unit has summed is added up in float32 along the way. The library
-wants operands that lie along k, in rows at multiples of 16 bytes, and scales of its own layout: those of rows without gaps, those
-of blocks with neighbouring rows beside each other. What does not lie so is copied, for no trait says how operands lie. Scales are
-small, and operands of models lie so.
+Fast accumulation is off: the tensor cores' partial sums are added in float32 along k. The library requires operands that are
+contiguous along k, with rows at multiples of 16 bytes. Row scales must be contiguous, and block scales of neighbouring rows must be
+adjacent. Tensors in another layout are copied, because no trait describes layouts. Such copies are small or rare: scales are small,
+and models' operands have the required layout.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tokenspeed_kernel_base.traits import at_least, multiple_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16  # bytes
-# Rows that scales of blocks come in: 16 bytes of them. Measured with PyTorch 2.11 and CUDA 13.0: the library refuses other numbers.
+# With block scales, m must be a multiple of this: 16 bytes of float32 scales. PyTorch 2.11 with CUDA 13.0 rejects any other m.
 ROWS_OF_SCALES = 4
-# Of a and b. The library has no product of two e5m2.
+# Dtypes of (a, b). The library has no GEMM of e5m2 with e5m2.
 DTYPES = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether the last axis is contiguous and rows begin at multiples of 16 bytes; rows themselves are of whole 16 bytes."""
+    """Whether the last axis is contiguous and rows begin at multiples of 16 bytes. Row lengths already are such multiples."""
     if x.data_ptr() % ALIGNMENT:
         return False
     if x.is_contiguous():
@@ -47,12 +47,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _vector(x: Tensor) -> Tensor:
-    """Without gaps, as the library reads scales and biases."""
+    """The vector, contiguous and aligned to 16 bytes, as the library reads scales and biases."""
     return x if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _are_blocks(b: Tensor, b_scale: Tensor) -> bool:
-    # One block along k with a scale for each column has the shape of scales of columns, and means the same.
+    # One block along k with a scale for each column has the shape of per-column scales, and the same meaning.
     return b_scale.ndim == 2 and b_scale.shape != (1, b.shape[1])
 
 
@@ -65,12 +65,12 @@ def torch_scaled_mm(
     if _are_blocks(b, b_scale):
         rows += -m % ROWS_OF_SCALES
         if rows > m:
-            # Rows of zeros behind the others, and results that nobody sees.
+            # Pad with rows of zeros, whose results are dropped.
             a = pad(a.view(torch.uint8), (0, 0, 0, rows - m)).view(a.dtype)
             a_scale = pad(a_scale.mT, (0, rows - m)).mT
         a_scale, b_scale = _vector(a_scale.mT).mT, _vector(b_scale.mT).mT
     elif a_scale.numel() > 1 or b_scale.numel() > 1:
-        # The library knows scales of rows with scales of columns, and no other pair.
+        # Unless both scales are per tensor, the library accepts only row scales with column scales.
         a_scale, b_scale = _vector(a_scale.expand(m, 1)), _vector(b_scale.expand(1, n))
     written = out if out is not None and rows == m and _is_aligned(out) else a.new_empty((rows, n), dtype=dtype)
     given = None if bias is None else _vector(bias)
@@ -84,7 +84,7 @@ def torch_scaled_mm(
 
 @functools.cache
 def _gap() -> str | None:
-    """Why the installed PyTorch does not have these products, or None where it does. One without CUDA launches nothing anyway."""
+    """Why the installed PyTorch lacks these GEMMs, or None if it has them. A build without CUDA never launches them."""
     cuda = torch.version.cuda
     if cuda is None:
         return None
@@ -105,8 +105,8 @@ def _nvidia(first: tuple[int, int], last: tuple[int, int] | None = None) -> Capa
     return CapabilityRequirement(ArchVersion(*first), highest, vendors=frozenset({"nvidia"}), probe=_gap)
 
 
-class _Served(NamedTuple):
-    """A kind of scales: where it is served, from how many rows of a on, and in which sizes."""
+class _Support(NamedTuple):
+    """A granularity of scales: its devices and formats, the fewest rows of a, and the divisors of k and n."""
 
     capability: CapabilityRequirement
     signatures: set[FormatSignature]
@@ -120,8 +120,8 @@ def _pairs(a: tuple[str, ...], b: tuple[str, ...]) -> set[FormatSignature]:
 
 
 _TENSORS = _pairs(("tensor",), ("tensor",))
-# From as many rows on as it was measured to be quicker than the portable kernel. One H100, microseconds, this kernel's and then the
-# portable one's; "rows" are scales of rows and columns:
+# ``fewest_rows``: from where this kernel was measured to be faster than the portable kernel. One H100, microseconds: this kernel,
+# then the portable kernel. "rows" means scales of rows and columns:
 #
 # | rows of a | k x n       | rows          | blocks        |    | rows of a | k x n       | tensors       |
 # |-----------|-------------|---------------|---------------|    |-----------|-------------|---------------|
@@ -137,15 +137,15 @@ _TENSORS = _pairs(("tensor",), ("tensor",))
 # | 4096      | 7168 x 2048 | 93.2   133.8  | 104.2  147.5  |
 # |           | 4096 x 7168 | 192.3  304.4  | 212.5  318.9  |
 # |           | 2048 x 7168 | 101.3   97.7  | 107.6  163.5  |
-_SERVED = {
-    "tensors": _Served(_nvidia((8, 9)), _TENSORS, fewest_rows=64, k=16, n=16),
-    # On later architectures PyTorch has another kernel for these, which is not the library's.
-    "rows": _Served(
+_SUPPORTED = {
+    "tensors": _Support(_nvidia((8, 9)), _TENSORS, fewest_rows=64, k=16, n=16),
+    # On later architectures PyTorch uses a kernel that is not the library's.
+    "rows": _Support(
         _nvidia((9, 0), (9, 0)), _pairs(("tensor", "token"), ("tensor", "channel")) - _TENSORS, fewest_rows=512, k=16, n=16
     ),
-    # The library steps from column to column of b's scales by four blocks along k. Measured with PyTorch 2.11 and CUDA 13.0: with
-    # five blocks, or with one that is not full, it computes something wrong. Neither m nor n need be of whole blocks.
-    "blocks": _Served(
+    # The library strides between columns of b's scales by a multiple of four blocks along k. With PyTorch 2.11 and CUDA 13.0,
+    # results are wrong for five blocks and for a partial block. The library itself needs no whole blocks of m or n.
+    "blocks": _Support(
         _nvidia((9, 0), (9, 0)),
         {format_signature(a=fp8_format(of_a, "block", (1, 128)), b=fp8_format(of_b, "block", (128, 128))) for of_a, of_b in DTYPES},
         fewest_rows=512,
@@ -153,10 +153,10 @@ _SERVED = {
         n=128,
     ),
 }
-# PyTorch adds a bias of the result's dtype, and none to float32.
+# PyTorch adds a bias only if it has the result's dtype, and none to a float32 result.
 _RESULTS: dict[str, tuple[set[str], Any]] = {"halves": ({"bfloat16", "float16"}, any), "float32": ({"float32"}, False)}
 
-for _name, _kind in _SERVED.items():
+for _name, _kind in _SUPPORTED.items():
     for _result, (_dtypes, _bias) in _RESULTS.items():
         register_kernel(
             "gemm",
@@ -166,7 +166,7 @@ for _name, _kind in _SERVED.items():
             capability=_kind.capability,
             signatures=_kind.signatures,
             traits={
-                "m": at_least(_kind.fewest_rows),  # a power of two: sizes that vary are rounded up
+                "m": at_least(_kind.fewest_rows),  # a power of two, because the trait m is rounded up to one
                 "k": at_least(_kind.k) & multiple_of(_kind.k),
                 "n": at_least(_kind.n) & multiple_of(_kind.n),
                 "out_dtype": _dtypes,

@@ -1,1 +1,1 @@
-"""The portable kernels, in Triton: declared beside their launchers, which import no compiler."""
+"""The portable Triton kernels. Each launcher declares its kernel and imports no compiler."""

@@ -1,4 +1,4 @@
-"""What the portable Triton kernels of all families share on the host. Imports no Triton: declarations use it too."""
+"""Host code shared by the portable Triton kernels of all families. It imports no Triton, because declarations use it too."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tokenspeed_kernel_base.platform import CapabilityRequirement, platform_of
 T = TypeVar("T")
 
 TRITON = CapabilityRequirement(required_features=frozenset({"triton"}))
-"""What a portable Triton kernel needs of a platform: that Triton compiles for it, or interprets on it."""
+"""The platform requirement of a portable Triton kernel: Triton compiles for the platform, or interprets on it."""
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes of dense operands that the portable kernels take."""
+"""Dtypes of dense operands that the portable kernels accept."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 """Dtypes of 8-bit operands."""
@@ -25,15 +25,15 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 common_device = DeviceModule(__name__ + "_device")
 tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
 
-# Architectures with programmatic dependent launch.
+# Architectures with PDL (programmatic dependent launch).
 _OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 
-# Where a platform does not say: between the small and the large devices of today.
-_TYPICAL_MULTIPROCESSORS = 128
+# The SM/CU count of a platform that does not report one: between today's small and large devices.
+_TYPICAL_SM_COUNT = 128
 
 
 def for_architecture(choices: Mapping[str, T], device: torch.device) -> T:
-    """The entry of ``choices`` for a device: by its architecture (``"sm_90"``), else its vendor (``"nvidia"``), else ``"any"``.
+    """Returns the entry of ``choices`` for a device: by architecture (``"sm_90"``), else vendor (``"nvidia"``), else ``"any"``.
 
     >>> for_architecture({"sm_90": 128, "any": 64}, torch.device("cpu"))
     64
@@ -46,22 +46,22 @@ def for_architecture(choices: Mapping[str, T], device: torch.device) -> T:
 
 
 def may_overlap(device: torch.device) -> bool:
-    """Whether a kernel may be launched on the device while the kernel before it still runs: programmatic dependent launch.
+    """Whether the device supports PDL: a kernel may launch while the preceding kernel still runs.
 
-    Such a kernel is compiled with a flag for it, is launched with `launch_options`, and calls `common_device.start` before it
-    reads or writes anything that others do.
+    A kernel launched with PDL is compiled with a flag for it and launched with `launch_options`. It calls `common_device.start`
+    before it accesses memory that other kernels access.
     """
     return for_architecture(_OVERLAPPING, device)
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """Options of a launch that may begin before the kernel in front of it has ended; none if it may not."""
+    """Launch options: PDL if ``early``, else none."""
     return {"launch_pdl": True} if early else {}
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors or compute units of a device; a typical number where that is not known (a pretended platform)."""
-    return platform_of(device).sm_count or _TYPICAL_MULTIPROCESSORS
+    """SM/CU count of a device; a typical count where it is unknown (a pretended platform)."""
+    return platform_of(device).sm_count or _TYPICAL_SM_COUNT
 
 
 def cdiv(a: int, b: int) -> int:
@@ -75,16 +75,16 @@ def next_power_of_2(n: int) -> int:
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """The tensor, or a contiguous copy: for vectors that a kernel reads without regard to their strides."""
+    """The tensor if contiguous, else a contiguous copy: for vectors whose strides the kernel does not take."""
     return None if x is None else x.contiguous()
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """``[..., n]`` as ``[rows, n]`` of unit stride in the last axis: a view where the strides allow it, else a copy."""
+    """``[..., n]`` as ``[rows, n]`` with unit stride in the last axis: a view where the strides allow it, else a copy."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def has_rows(out: Tensor) -> bool:
-    """Whether `as_rows` of it is a view, for a tensor that is to be written to."""
+    """Whether `as_rows` of an output tensor is a view, so that a kernel can write through it."""
     return out.is_contiguous() or (out.dim() == 2 and out.stride(1) == 1)

@@ -1,4 +1,4 @@
-"""Device code that the portable Triton kernels of several families share."""
+"""Device code shared by the portable Triton kernels of several families."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ DTYPES = {
     torch.float32: tl.float32,
     torch.float8_e4m3fn: tl.float8e4nv,
 }
-"""Triton's name of a dtype, for launchers that pass one to a kernel."""
+"""Triton dtypes by PyTorch dtype, for launchers that pass one to a kernel."""
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
 def wait_for_products() -> None:
-    """Waits, on Hopper, until the matrix units are done with what they were given; elsewhere products are not asynchronous.
+    """Waits on Hopper until all outstanding WGMMAs have completed. Does nothing elsewhere.
 
-    To be called in a loop before the first operand of its product is computed (decoded weights, converted fp8). Such an operand
-    stays in registers. Triton (3.6 to 3.9) lets the products of one turn run into the next, and the next turn's operand is then
-    written over registers that they still read: results are wrong now and then, the more the busier the multiprocessor. Waiting
-    here costs up to 2%, for other warps have work meanwhile.
+    Call it in a loop before computing the dot's first operand (dequantised weights, converted fp8). Such an operand stays in
+    registers. Triton (3.6 to 3.9) lets the WGMMAs of one iteration overlap the next iteration. The next operand then overwrites
+    registers that a WGMMA still reads. Results are wrong intermittently, more often on a busier SM. The wait costs up to 2%,
+    because other warps have work meanwhile.
     """
     if not _INTERPRETED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
-        # Not pure: it must stay where it is.
+        # Declared impure, so that the compiler does not move or remove the wait.
         asm: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def start(EARLY: tl.constexpr) -> None:
-    """Lets the next kernel be launched, and waits until the kernels before have ended and their writes are visible.
+    """PDL prologue: lets the next kernel launch, then waits until the preceding kernels' writes are visible.
 
-    The first call of a kernel that is launched early. The next kernel's own wait is for the end of this one, so it may be
-    launched at any time; the sooner it is, the more of its start is over when this kernel ends.
+    A kernel launched with PDL must call this first. The next kernel may launch at any time, because its own wait is for the end
+    of this kernel. An earlier launch hides more of the next kernel's launch latency.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -47,22 +47,24 @@ def start(EARLY: tl.constexpr) -> None:
 
 @triton.jit
 def prefetch(rows) -> None:
-    """Has the L2 cache read the 128 bytes that each pointer of a tile points into. A hint: nothing is loaded, so what is there may
-    still be written by the kernel before."""
+    """Prefetches to L2 the 128-byte line that each pointer of a tile points into.
+
+    The prefetch is a hint and loads nothing into registers, so the preceding kernel may still be writing the line.
+    """
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l", [rows], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def prefetch_rows(rows, inside, width, stride, elsewhere, PADDED: tl.constexpr) -> None:
-    """Prefetches rows to the L2 cache: one address for each 128 bytes of elements.
+    """Prefetches rows to L2: one address per 128-byte line.
 
     Args:
         rows: pointers to the rows' first elements, ``[rows, 1]``.
         inside: which rows exist, ``[rows, 1]``.
-        width: elements of a row.
-        stride: from one element of a row to the next.
-        elsewhere: an address of the same tensor, prefetched in place of what does not exist.
+        width: elements in a row.
+        stride: stride between the elements of a row, in elements.
+        elsewhere: an address of the same tensor, prefetched instead of lines that do not exist.
         PADDED: a power of two that is at least the width.
     """
     LINE: tl.constexpr = 1024 // elsewhere.dtype.element_ty.primitive_bitwidth
@@ -73,7 +75,7 @@ def prefetch_rows(rows, inside, width, stride, elsewhere, PADDED: tl.constexpr) 
 
 @triton.jit
 def bits_of(masks):
-    """int32: how many bits of int64 masks are set."""
+    """Population count of int64 masks, int32."""
     twos = masks - ((masks >> 1) & 0x5555555555555555)
     fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -82,9 +84,11 @@ def bits_of(masks):
 
 @triton.jit
 def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.constexpr):
-    """The sequence that owns a slot of ROWS rows, where sequence b of GROUP rows a token has its slots from
-    ``cu_seqlens[b] * GROUP // ROWS + b`` on: as many as its rows need, and at least one. AT_ONCE sequences are looked at at a
-    time."""
+    """The sequence that owns work item ``slot``. A work item is ROWS rows; a token has GROUP rows.
+
+    The items of sequence b begin at ``cu_seqlens[b] * GROUP // ROWS + b``: at least as many as its rows need, and at least one.
+    The search compares AT_ONCE sequences at a time.
+    """
     count = 0
     for start in range(0, batch, AT_ONCE):
         at = start + tl.arange(0, AT_ONCE)
@@ -95,9 +99,9 @@ def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.
 
 @triton.jit
 def softplus(x):
-    """``log(1 + exp(x))`` of float32, also where the exponential is out of range, and as precise as float32 where it is small."""
-    # max(x, 0) + log(1 + e), e = exp(-|x|). The logarithm is e times a polynomial, to 2^-22 of itself: of the logarithm of a number
-    # next to 1, as 1 + e is for small e, few digits would be left.
+    """``log(1 + exp(x))`` in float32, without overflow for large x and without cancellation where the result is small."""
+    # max(x, 0) + log(1 + e) with e = exp(-|x|). A polynomial times e approximates log(1 + e) to a relative error of 2^-22.
+    # tl.log(1 + e) would lose most digits for small e, because 1 + e is rounded.
     e = tl.exp2(tl.abs(x) * -1.4426950408889634)
     series = e * 0.005126102361828089 - 0.029074065387248993
     series = series * e + 0.0775160863995552

@@ -1,7 +1,7 @@
 """Tensors with their strides, for device functions.
 
-Kernels get flat arguments and make these of them: Triton takes about half a microsecond longer a launch for every struct among a
-kernel's arguments.
+Kernels take flat arguments and build these structs themselves: each struct among a kernel's arguments adds about 0.5 us to a Triton
+launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Rows(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """``[tokens, heads, dim]``, columns of unit stride."""
+    """``[tokens, heads, dim]`` with unit stride in dim."""
 
     first: Any
     token_stride: Any
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys or values: ``[pages, slots, heads, dim]``; or ``[tokens, heads, dim]``, then slots are tokens and there are no pages."""
+    """Keys or values: ``[pages, slots, heads, dim]``; or ``[tokens, heads, dim]``, where slots are tokens and no page is used."""
 
     first: Any
     page_stride: Any
@@ -40,7 +40,7 @@ class Cache(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The page table: ``[batch, pages of a sequence]``."""
+    """The page table: ``[batch, max pages per sequence]``."""
 
     first: Any
     sequence_stride: Any
@@ -48,7 +48,7 @@ class Pages(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """float32 scales of queries, keys and values, each for all heads or one a key head; None where there are none."""
+    """float32 scales of q, k and v, each one scalar or one per KV head; None where there is none."""
 
     q: Any
     k: Any

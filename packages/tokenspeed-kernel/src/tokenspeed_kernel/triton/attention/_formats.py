@@ -9,7 +9,7 @@ from tokenspeed_kernel_base.signature import dense_tensor_format, format_signatu
 from tokenspeed_kernel_base.traits import at_most
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Dtypes of the queries and of the cache, which may be narrower.
+# Dtypes of (queries, cache). The cache may be narrower.
 _PAIRS = (
     *((dtype, dtype) for dtype in FLOATS),
     *((dtype, cache) for dtype in (*FLOATS, *_FP8) for cache in _FP8),
@@ -19,10 +19,10 @@ CACHED = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
     for q, cache in _PAIRS
 )
-"""Formats of multi-head attention to a cache."""
+"""Formats of multi-head attention over a cache."""
 
 LATENT = frozenset(format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache)) for q, cache in _PAIRS)
-"""Formats of latent attention to a cache."""
+"""Formats of MLA over a cache."""
 
 LATENT_GROUPS = frozenset(
     format_signature(
@@ -30,7 +30,7 @@ LATENT_GROUPS = frozenset(
     )
     for dtype in (torch.float16, torch.bfloat16)
 )
-"""Formats of latent attention to a cache whose rotary parts lie apart."""
+"""Formats of MLA over a cache that stores rotary parts in a tensor of their own."""
 
 MHA = {
     "head_dim": at_most(256),
@@ -50,4 +50,4 @@ MLA = {
     "scaled": any,
     "sliding_window": any,
 }
-"""Traits of latent attention to a cache."""
+"""Traits of MLA over a cache."""

@@ -1,4 +1,4 @@
-"""How fp8 operands become operands of wider products, on hardware that knows their format and on hardware that does not."""
+"""Conversion of fp8 operands for dots in a wider dtype, on hardware with and without support for fp8."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import for_architecture
 
-# Whether the compiler converts e4m3: not in the interpreter, not before sm_89; gfx942 has another e4m3, and emulates this one at
-# some cost.
+# Whether the compiler converts e4m3: not in the interpreter, and not before sm_89. gfx942 has another e4m3 (e4m3fnuz), and emulates
+# this one at some cost.
 _CONVERTS_E4M3 = {"cpu": False, "sm_80": False, "sm_86": False, "gfx942": False, "any": True}
 
 
 def fp8_operand(x: Tensor) -> tuple[Tensor, str | None]:
-    """What to pass to a kernel for ``x``, and the ``FP8`` of `widened` for it: None where x is not fp8."""
+    """The tensor to pass to a kernel for ``x``, and the ``FP8`` argument of `widened`: None where x is not fp8."""
     if x.dtype == torch.float8_e5m2:
         return x.view(torch.uint8), "e5m2 in bits"
     if x.dtype == torch.float8_e4m3fn:

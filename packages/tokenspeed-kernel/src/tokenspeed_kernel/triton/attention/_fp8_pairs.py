@@ -1,8 +1,8 @@
-"""fp8 caches read as 16-bit numbers, each two neighbours of a row.
+"""fp8 caches read as int16 elements, each with two neighbouring columns of a row.
 
-The operands of a product lie in registers by pairs along the summed axis. Where that is not the axis along which a row lies in
-memory, as for values, 8-bit numbers must be gathered one by one: hardware transposes 16-bit numbers at least. So a row's even and
-odd columns become two operands, whose products are added (keys) or lie side by side (values).
+A register of an MMA operand holds neighbours along k, the reduced axis. If k is not the contiguous axis in memory, as for values,
+8-bit elements must be gathered one by one, because the hardware transposes elements of at least 16 bits. A row's even and odd
+columns therefore become two operands. Their dots are added (keys) or interleaved (values).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from tokenspeed_kernel.triton.common import for_architecture
 from tokenspeed_kernel_base.checks import FP8
 
-# Where PTX converts two e4m3 numbers at once, and bytes are permuted; elsewhere numbers are taken apart.
+# Architectures whose PTX converts two e4m3 values at once and permutes bytes. Others unpack values by integer operations.
 _PTX = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
-_LEAST_WIDTH = 32  # half of it is the least that a product sums over
+_LEAST_WIDTH = 32  # half of it is the least k of a dot
 
 
 def pairable(cache: Tensor) -> bool:
@@ -32,6 +32,6 @@ def pairable(cache: Tensor) -> bool:
 
 
 def paired(cache: Tensor) -> tuple[Tensor, str]:
-    """The cache as int16 ``[..., width / 2]``, and the ``FP8`` of `even_and_odd` for it."""
+    """The cache viewed as int16 ``[..., width / 2]``, and the ``FP8`` argument of `even_and_odd`."""
     name = "e4m3" if cache.dtype == torch.float8_e4m3fn else "e5m2"
     return cache.view(torch.int16), name if for_architecture(_PTX, cache.device) else f"{name} in bits"

@@ -8,19 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def _from_bits(bits, E4M3: tl.constexpr):
-    """fp8 numbers, given as the bits of uint16 [...], in float16."""
-    if E4M3:  # exponent and mantissa, moved, are a float16 that is 2^-8 times too small
+    """Converts fp8 values, in the low bytes of uint16, to float16."""
+    if E4M3:  # shifted exponent and mantissa bits make a float16 that is 2^-8 times the value
         moved = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
         value = moved.to(tl.float16, bitcast=True) * 256.0
         value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
-    else:  # the upper half of a float16
+    else:  # e5m2 is the upper byte of a float16
         value = (bits << 8).to(tl.float16, bitcast=True)
     return value
 
 
 @triton.jit
 def even_and_odd(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """int16 [M, N], two fp8 numbers each, as the even and the odd columns of [M, 2 N], in the dtype of the products."""
+    """Converts int16 [M, N], two fp8 values each, to the even and the odd columns of [M, 2 N], in the dtype of the dots."""
     if FP8 == "e4m3":
         even, odd = tl.inline_asm_elementwise(
             """{

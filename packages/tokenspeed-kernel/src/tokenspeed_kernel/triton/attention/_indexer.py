@@ -1,4 +1,4 @@
-"""The scores of a sparse attention's indexer: tiles of keys against all heads of a few tokens, of which only sums are written."""
+"""The scores of a sparse attention's indexer. A tile of keys meets all heads of a few tokens; only sums over heads are stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes: heads, columns of a query, tokens of a page; 0 where keys lie in a row."""
+    """Sizes that a model fixes: heads, columns of a query, and tokens in a page, 0 where keys are contiguous and not paged."""
 
     heads: int
     head_dim: int
@@ -26,15 +26,15 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program computes.
+    """The tile of one program.
 
     Attributes:
-        tokens: whose queries it holds.
-        heads, columns: of a query, as powers of two.
-        block_n: keys at once.
-        blocks: of keys, in turn.
-        at_once: sequences that are looked at together, to find the program's own.
-        stages: blocks of keys on the way, the one at work included.
+        tokens: tokens whose queries the program holds.
+        heads, columns: heads and columns of a query, padded to powers of two.
+        block_n: keys per block.
+        blocks: blocks of keys that the program loops over.
+        at_once: sequences compared at a time, when the program searches for its sequence.
+        stages: pipeline stages of the loop.
     """
 
     tokens: int
@@ -46,24 +46,23 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Keys are the rows of a product, so that the sum over heads stays within threads that lie side by side. 64 keys, which are a page
-# of DeepSeek's, against 128 rows of queries take 64 sums a thread of 4 warps: three such programs share a multiprocessor, and one
-# adds while others multiply.
+# Keys are the rows (M) of the dot, so that the sum over heads stays within neighbouring lanes. 64 keys (a page of DeepSeek) by 128
+# query rows take 64 accumulators per thread with 4 warps. Three such programs fit on an SM, and one reduces while others run MMAs.
 _BLOCK_N, _ROWS, _WARPS, _STAGES = 64, 128, 4, 3
-# The queries are loaded once for so many blocks. Programs of fewer are launched where there would not be some for every
-# multiprocessor.
+# Queries are loaded once per _BLOCKS blocks of keys. Programs get fewer blocks where the grid would have fewer than _PROGRAMS
+# programs per SM/CU.
 _BLOCKS, _PROGRAMS = 16, 4
 _SEQUENCES_AT_ONCE = 256
-_COLUMNS = {False: 16, True: 32}  # at least, of a product; True: of fp8
+_COLUMNS = {False: 16, True: 32}  # least k of a dot; True: of fp8
 _MULTIPLIES_E4M3 = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "gfx950": True, "any": False}
 
 
 INDEXER = {"heads": at_most(128), "head_dim": at_most(256), "scaled": any}
-"""Traits of every kernel that computes an indexer's scores."""
+"""Traits of every Triton kernel that computes an indexer's scores."""
 
 
 def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scores and lengths that are provided, or new ones."""
+    """The caller's outputs for scores and lengths, or new tensors."""
     if out is None:
         out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
     if lengths_out is None:
@@ -72,10 +71,10 @@ def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor 
 
 
 def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, least: int, device: torch.device) -> Tile:
-    """The tile for tokens in sequences of ``keys`` keys at most. ``least``: columns of q."""
+    """The tile for tokens in sequences of at most ``keys`` keys. ``least``: the least padded number of columns."""
     rows = next_power_of_2(heads)
     together = min(max(1, _ROWS // rows), next_power_of_2(cdiv(tokens, max(batch, 1))))
-    together = max(together, cdiv(16, rows))  # a product has 16 columns at least
+    together = max(together, cdiv(16, rows))  # a dot has at least 16 columns
     slots = tokens // together + batch
     wanted = multiprocessors(device) * _PROGRAMS
     blocks = _BLOCKS
@@ -96,18 +95,18 @@ def write_scores(
     scores: Tensor,
     lengths: Tensor,
 ) -> None:
-    """Writes all scores, -inf where a token does not see a position, and how many positions each token sees.
+    """Writes all scores, -inf where a token does not see a position, and the number of positions that each token sees.
 
     Args:
-        k, k_scale: in pages, or in a row without a page_table.
-        seqlens_k: int32 ``[batch]``, how many keys each sequence has; in a row ``[batch + 1]``, where they begin.
+        k, k_scale: paged, or contiguous if there is no page_table.
+        seqlens_k: paged: int32 ``[batch]``, the keys of each sequence. Contiguous: int32 ``[batch + 1]``, cumulative lengths.
     """
     (tokens, heads, head_dim), keys = q.shape, scores.shape[1]
     batch = len(seqlens_k) - (page_table is None)
     if not tokens:
         return
     native = q.dtype in FP8 and for_architecture(_MULTIPLIES_E4M3, q.device)
-    # Every fp8 number is a bfloat16, and interpreted products of bfloat16 are wrong.
+    # bfloat16 represents every fp8 value exactly. Triton's interpreter computes bfloat16 dots wrongly.
     wide = for_architecture({"cpu": torch.float32, "any": torch.bfloat16 if q.dtype in FP8 else q.dtype}, q.device)
     (q, q_fp8), (k, k_fp8) = ((x, None) if native else fp8_operand(x) for x in (q, k))
     tile = tile_for(heads, head_dim, tokens, batch, keys, _COLUMNS[native], q.device)
@@ -140,6 +139,6 @@ def write_scores(
 
 
 def _in_pages(keys: Tensor, axes: int) -> tuple[int, ...]:
-    """The strides of keys or scales in pages. In a row every key begins a page, so that a sequence begins with one."""
+    """The strides of keys or scales as if paged. A contiguous key is a page of its own, so that a sequence can begin at any key."""
     strides = keys.stride()
     return strides if keys.dim() == axes else (strides[0], *strides)

@@ -15,7 +15,7 @@ def indexer_scores_kernel(
     k_cache,  # [pages, page_size, head_dim], or [keys, head_dim]
     weights,  # [tokens, heads]
     page_table,  # [batch, max_pages]
-    seqlens_k,  # keys of each sequence; or, where there are no pages, where each begins
+    seqlens_k,  # paged: keys of each sequence; else cumulative lengths
     cu_seqlens_q,  # None where every sequence has q_len new tokens
     k_scale_cache,  # [pages, page_size], or [keys], or None
     scores,  # [tokens, keys]
@@ -42,7 +42,7 @@ def indexer_scores_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A few tokens of a sequence against some blocks of its keys."""
+    """Scores a few tokens of a sequence against a range of blocks of its keys."""
     TOKENS: tl.constexpr = TILE.tokens
     HEADS: tl.constexpr = TILE.heads
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -67,7 +67,7 @@ def indexer_scores_kernel(
         if start >= q_len:
             return
     length = tl.load(seqlens_k + sequence)
-    if PAGE_SIZE == 0:  # all keys lie in one page, and those of a sequence begin somewhere in it
+    if PAGE_SIZE == 0:  # contiguous keys: the first key of the sequence stands in for a page
         first_key = length.to(tl.int64)
         length = tl.load(seqlens_k + sequence + 1) - length
     length = tl.minimum(tl.maximum(length, 0), keys)
@@ -76,7 +76,7 @@ def indexer_scores_kernel(
     at_token = first_token + tokens
     if part == 0:
         tl.store(lengths + at_token * lengths_stride, seen, mask=tokens < q_len)
-    most = tl.maximum(length - q_len + tl.minimum(start + TOKENS, q_len), 0)  # what the last of these tokens sees
+    most = tl.maximum(length - q_len + tl.minimum(start + TOKENS, q_len), 0)  # keys that the last of these tokens sees
 
     n = tl.arange(0, BLOCK_N)
     first = part * TILE.blocks
@@ -112,8 +112,8 @@ def indexer_scores_kernel(
             block_keys = tl.load(
                 k_at[:, None] + c[None, :] * k_stride_d, mask=stored[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0
             )
-            products = tl.dot(widened(block_keys, DTYPE, K_FP8), queries, input_precision="ieee")
-            weighted = tl.maximum(products, 0.0) * of_heads[None, :]
+            dots = tl.dot(widened(block_keys, DTYPE, K_FP8), queries, input_precision="ieee")
+            weighted = tl.maximum(dots, 0.0) * of_heads[None, :]
             sums = tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
             if k_scale_cache is not None:
                 scale_at = k_scale_cache + (page * scale_stride_p + offset * scale_stride_s)

@@ -1,8 +1,8 @@
-"""Causal attention in a narrow window: all keys that a tile of packed rows sees at once, so that the softmax takes one step.
+"""Causal attention in a narrow window: a program loads all keys that a tile of packed rows sees, and the softmax takes one step.
 
-A tile of few positions sees the window of its first position, MAIN keys that end with that position, and the positions after it,
-at most TAIL. Only the former are masked at their window's start, only the latter on the diagonal. A program is one tile, without a
-loop, so that all its loads are in flight together.
+A tile of few positions sees two ranges of keys: MAIN keys that end with its first position, and at most TAIL later positions. Only
+MAIN keys are masked by the window's start, and only TAIL keys by the causal diagonal. A program computes one tile without a loop,
+so that all its loads are in flight together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Band(NamedTuple):
     """The tile of a program.
 
     Attributes:
-        block_m: rows.
-        num_warps: of a program.
+        block_m: rows of a tile.
+        num_warps: warps of a program.
     """
 
     block_m: int
@@ -29,8 +29,10 @@ class Band(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program computes: rows, keys up to its first position and after it, columns of keys and of values (powers of two).
-    ``at_once``: see `Call.at_once`."""
+    """The constants of a program: rows, keys up to its first position and after it, padded columns of keys and of values.
+
+    ``at_once``: see `Call.at_once`.
+    """
 
     block_m: int
     main: int
@@ -41,8 +43,10 @@ class Tile(NamedTuple):
 
 
 def band_widths(block_m: int, group: int, window_left: int) -> tuple[int, int]:
-    """``(MAIN, TAIL)`` of `band_kernel`. It wants ``TAIL <= window_left + 1``: keys after the first position are not masked at the
-    start of a window, so no window may start after them."""
+    """``(MAIN, TAIL)`` of `band_kernel`, which requires ``TAIL <= window_left + 1``.
+
+    Keys after the first position are not masked by the window's start, so no row's window may start after the first of them.
+    """
     later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first
     return max(16, next_power_of_2(window_left + 1)), max(16, next_power_of_2(later))
 

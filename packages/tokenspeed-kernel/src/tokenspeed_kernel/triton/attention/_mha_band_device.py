@@ -50,7 +50,7 @@ def band_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of one key head."""
+    """One tile of query rows of one KV head."""
     KV_HEADS: tl.constexpr = SHAPE.heads
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -92,12 +92,12 @@ def band_kernel(
     w = tl.arange(0, BLOCK_W)
     D_WIDTH: tl.constexpr = None if BLOCK_D == HEAD_DIM else HEAD_DIM
     W_WIDTH: tl.constexpr = None if BLOCK_W == V_HEAD_DIM else V_HEAD_DIM
-    # Offsets from the tile's first position fit 32 bits.
+    # Offsets from the tile's first position fit into 32 bits.
     q_first = q + (start + first_position).to(tl.int64) * q_rows.token_stride + head * GROUP * q_rows.head_stride
     q_at = q_first + (held_row // GROUP - first_position) * q_rows.token_stride + held_row % GROUP * q_rows.head_stride
 
-    # Keys, by their positions after the oldest row's. A key that no row sees may be NaN, and is not read: the nearest key that some
-    # row sees is read in its place.
+    # Key positions relative to the oldest row. A key that no row sees may be NaN and is not read: the nearest visible key is read
+    # instead.
     main = tl.arange(0, TILE.main) - (TILE.main - 1)
     tail = tl.arange(0, TILE.tail) + 1
     main_held = tl.maximum(main, -tl.minimum(oldest, window_left))
@@ -127,17 +127,17 @@ def band_kernel(
     main_values = columns_of(v_main, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
     tail_values = columns_of(v_tail, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
 
-    # The softmax, in one step.
+    # Softmax in one step.
     if scales.q is not None:
         multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
     if scales.k is not None:
         multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
     scaling = Scaling(multiplier, cap_log2)
-    main_products = tl.dot(queries, tl.trans(main_keys), input_precision="ieee")
-    tail_products = tl.dot(queries, tl.trans(tail_keys), input_precision="ieee")
-    main_scores, factor = scale_scores(main_products, scaling, SHAPE.has_cap)
-    tail_scores, _ = scale_scores(tail_products, scaling, SHAPE.has_cap)
-    later_by = row // GROUP - first_position  # of positions, than the oldest row
+    main_dots = tl.dot(queries, tl.trans(main_keys), input_precision="ieee")
+    tail_dots = tl.dot(queries, tl.trans(tail_keys), input_precision="ieee")
+    main_scores, factor = scale_scores(main_dots, scaling, SHAPE.has_cap)
+    tail_scores, _ = scale_scores(tail_dots, scaling, SHAPE.has_cap)
+    later_by = row // GROUP - first_position  # positions after the oldest row
     earliest = tl.maximum(later_by - window_left, -oldest)
     main_scores = tl.where(main[None, :] >= earliest[:, None], main_scores, -float("inf"))
     tail_scores = tl.where(tail[None, :] <= later_by[:, None], tail_scores, -float("inf"))
@@ -147,7 +147,7 @@ def band_kernel(
         row_max = tl.maximum(row_max, sink)
     main_weights = tl.exp2(main_scores * factor - row_max[:, None])
     tail_weights = tl.exp2(tail_scores * factor - row_max[:, None])
-    row_sum = tl.sum(main_weights, 1) + tl.sum(tail_weights, 1)  # a row sees itself at least
+    row_sum = tl.sum(main_weights, 1) + tl.sum(tail_weights, 1)  # not 0, because every row sees its own position
     if sinks is not None:
         row_sum += tl.exp2(sink - row_max)
     acc = tl.dot(main_weights.to(DTYPE), main_values, input_precision="ieee")

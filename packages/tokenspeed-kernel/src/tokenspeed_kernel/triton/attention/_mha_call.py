@@ -1,10 +1,10 @@
-"""A call of multi-head attention of many queries, and the arguments that its kernels take of it.
+"""A call of multi-head attention of many queries, and the arguments of its kernels.
 
-Rows are *packed*: row r of a sequence is position ``r // GROUP`` and, of the query heads that share a key head, ``r % GROUP``. So
-a key is read once for all of them, and a tile of rows spans few positions.
+Rows are *packed* (GQA): row r of a sequence is position ``r // GROUP``, and query head ``r % GROUP`` of the KV head's group. A key
+is therefore read once for all query heads of its group, and a tile of rows spans few positions.
 
-Only the device knows the lengths. The rows of all sequences share a grid of *slots* of equally many rows; sequence b owns the slots
-from ``cu_seqlens[b] * GROUP // rows + b`` on, which are enough for its rows and at most one too many.
+Only the device knows the lengths. The grid consists of *slots*, work items of ``rows`` rows each. The slots of sequence b begin at
+``cu_seqlens[b] * GROUP // rows + b``. These are enough for its rows, and at most one too many.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SEQUENCES_AT_ONCE = 256
 
 
 class Formats(NamedTuple):
-    """What is multiplied.
+    """Dtypes of the dots' operands.
 
     Attributes:
-        dtype: of the products' operands, Triton's.
-        q_fp8, kv_fp8: how 8-bit queries, keys and values become operands, see `_fp8`; None where they are none.
+        dtype: Triton's dtype of the dots' operands.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8`; None where they are not 8-bit.
     """
 
     dtype: Any
@@ -40,12 +40,12 @@ class Call(NamedTuple):
     """The arguments of `mha_prefill` or `mha_extend_with_kvcache`, with defaults and outputs filled in.
 
     Attributes:
-        k, v: ``[tokens, kv_heads, dim]``, or ``[pages, page_size, kv_heads, dim]`` where there is a page_table.
+        k, v: ``[tokens, kv_heads, dim]``, or ``[pages, page_size, kv_heads, dim]`` with a page_table.
         lse: contiguous, or None.
-        cu_seqlens: of the queries.
+        cu_seqlens: cumulative lengths of the queries.
         longest: an upper bound of the keys of a sequence.
-        shortest: sequences of fewer queries are passed over.
-        cu_seqlens_kv: of the keys, where there is no page_table and they are not the queries' own tokens.
+        shortest: sequences with fewer queries are skipped.
+        cu_seqlens_kv: cumulative lengths of the keys, if there is no page_table and the keys are not the queries' own tokens.
     """
 
     q: Tensor
@@ -85,7 +85,7 @@ class Call(NamedTuple):
         return 0 if self.page_table is None else self.k.shape[1]
 
     def slots(self, rows: int) -> int:
-        """Slots of so many rows."""
+        """The number of slots of ``rows`` rows."""
         return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] else 0
 
     def operands(self) -> list[Any]:
@@ -105,10 +105,10 @@ class Call(NamedTuple):
         ]
 
     def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for, but for its tiles."""
-        # Every fp8 number is a bfloat16.
+        """The compile-time arguments of a kernel, except its tiles."""
+        # bfloat16 represents every fp8 value exactly.
         dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
-        dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted products of bfloat16 are wrong
+        dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted bfloat16 dots are wrong
         return {
             "SHAPE": Shape(
                 heads=self.kv_heads,
@@ -126,10 +126,10 @@ class Call(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """Sequences that a program looks at together, to find its own."""
+        """Sequences that a program compares at a time, when it searches for its sequence."""
         return min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch)))
 
 
 def _dense_distance(scale: Tensor | None) -> int:
-    """`scales_apart` of a dense copy, which kernels get."""
+    """`scales_apart` of the contiguous copy that kernels get."""
     return int(scale is not None and scale.numel() > 1)

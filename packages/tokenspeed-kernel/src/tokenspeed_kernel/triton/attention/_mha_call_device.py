@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.attention._fp8_device import widened
 
 @triton.jit
 def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Columns of the rows that begin at pointers ``rows``, in the dtype of the products; those from WIDTH on are 0."""
+    """Loads columns of the rows that begin at pointers ``rows``, in the dtype of the dots. Columns from WIDTH on are 0."""
     if WIDTH is None:
         x = tl.load(rows[:, None] + columns[None, :] * stride)
     else:

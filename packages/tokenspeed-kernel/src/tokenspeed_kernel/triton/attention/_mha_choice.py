@@ -1,6 +1,6 @@
-"""Which tiles serve a call of multi-head attention to many queries, by architecture.
+"""The choice of tiles for multi-head attention of many queries, by architecture.
 
-Figures are TFLOP/s on an H200, causal, 8192 tokens in a sequence unless said otherwise, with Triton 3.6.
+Figures are TFLOP/s on an H200, causal, 8192 tokens per sequence unless stated otherwise, with Triton 3.6.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.checks import FP8
 
 
 class Choices(NamedTuple):
-    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. fp8 keys may have others for 128."""
+    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. fp8 keys may have other tiles for 128."""
 
     narrow: Tiles
     wide: Tiles
@@ -28,19 +28,17 @@ class Choices(NamedTuple):
 
 _CHOICES = {
     "sm_90": Choices(
-        # 400 to 418; 312 at 16 x 1024. Four programs to a multiprocessor, which takes the limit of registers: while one
-        # exponentiates, another multiplies. Without it three, 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by
-        # pointers: 379.
+        # 400 to 418, or 312 at 16 x 1024. The register limit allows four CTAs per SM: one computes exponentials while another runs
+        # MMAs. Without the limit three CTAs fit: 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by pointers: 379.
         narrow=Tiles(64, 64, 4, 2, "apart", descriptors=True, edge_stages=2, registers=128, edges_first=True),
-        # 500 to 514. With edges_first the compiler serialises the products: 390. 128 x 128 and 8 warps: 475; by pointers 448 at
-        # most.
+        # 500 to 514. With edges_first the compiler serialises the WGMMAs: 390. 128 x 128 and 8 warps: 475; by pointers at most 448.
         wide=Tiles(64, 64, 4, 3, "apart", descriptors=True, edge_stages=2),
         # 497 with 256 columns; 64 x 64: 358, 128 x 32: 411.
         widest=Tiles(128, 64, 8, 2, "apart", descriptors=True, edge_stages=2),
-        # 348, where keys and values are widened on their way; 64 x 64: 290.
+        # 348, with keys and values converted from fp8 in registers; 64 x 64: 290.
         wide_fp8=Tiles(128, 128, 8, 2),
     ),
-    # The others were not measured: what compiles without spills.
+    # The others were not measured: tiles that compile without register spills.
     "sm_100": Choices(
         narrow=Tiles(128, 64, 4, 3, "apart", descriptors=True),
         wide=Tiles(128, 64, 8, 3, "apart", descriptors=True),
@@ -49,14 +47,14 @@ _CHOICES = {
     "amd": Choices(narrow=Tiles(128, 64, 4, 2), wide=Tiles(128, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
     "any": Choices(narrow=Tiles(64, 64, 4, 2), wide=Tiles(64, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
 }
-# A window of 128 over 16 x 8192 tokens: 1.37 ms; by blocks of 32 keys 1.8 ms.
+# A window of 128 over 16 x 8192 tokens: 1.37 ms, or 1.8 ms with a loop over blocks of 32 keys.
 _BAND = Band(64, 4)
 _BAND_KEYS = (64, 128)
 _FEW_LATER = 16
 
 
 def choose(call: Call, longest_q: int) -> Tiles | Band:
-    """The tiles for a call, of which a sequence has at most ``longest_q`` queries."""
+    """The tiles for a call whose sequences have at most ``longest_q`` queries."""
     widest = max(call.q.shape[2], call.v.shape[-1])
     rows = longest_q * call.group
     if call.q.dtype == torch.float32:
@@ -64,7 +62,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
     if _in_a_band(call, rows, widest):
         return _BAND
     choices = for_architecture(_CHOICES, call.q.device)
-    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # there a tile of 64 rows costs no more: its products are asynchronous
+    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # on sm_90, 64 rows cost no more (WGMMA)
         return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4, 2)
     if widest > 128:
         return choices.widest
@@ -76,7 +74,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
 
 
 def _in_a_band(call: Call, rows: int, widest: int) -> bool:
-    """Whether all keys of a tile go into one block that is not much larger than the window."""
+    """Whether all keys of a tile fit into one block that is not much larger than the window."""
     if call.cu_seqlens_kv is not None or not call.causal or call.window_left < 0 or rows <= _BAND.block_m or widest > 128:
         return False
     main, tail = _mha_band.band_widths(_BAND.block_m, call.group, call.window_left)
@@ -84,7 +82,7 @@ def _in_a_band(call: Call, rows: int, widest: int) -> bool:
 
 
 def attend(choice: Tiles | Band, call: Call) -> None:
-    """Launches what was chosen."""
+    """Launches the chosen kernel."""
     if isinstance(choice, Band):
         _mha_band.attend(choice, call)
     else:

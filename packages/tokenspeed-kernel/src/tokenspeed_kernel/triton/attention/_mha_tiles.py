@@ -1,4 +1,4 @@
-"""Multi-head attention of many queries: one program a tile of packed rows, over the blocks of keys that the tile can see."""
+"""Multi-head attention of many queries: one program per tile of packed rows loops over the blocks of keys that the tile can see."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-# Keys and values that all heads of a sequence may take before its heads go one after another: what stays in a second-level cache.
+# If the keys and values of all heads of a sequence exceed this size, heads are processed one after another, so that they hit L2.
 _HEADS_TOGETHER_BYTES = 16 << 20
 
 
 class Tiles(NamedTuple):
-    """How a program walks its keys.
+    """How a program loops over its keys.
 
     Attributes:
         block_m: rows of a tile.
-        block_n: keys at once.
-        num_warps, num_stages: of a program, and blocks of keys on the way.
-        edges: "branch": one loop, that masks where a block lies at an edge; "apart": blocks that need no mask have their own loop.
-        descriptors: keys come by tensor maps where those can describe them; wants edges apart.
-        edge_stages: as num_stages, of the loops over edges.
-        registers: of a thread at most, so that more programs share a multiprocessor; None for as many as the compiler likes.
-        edges_first: the last edge goes first. Any order will do for the softmax, but not for what the compiler makes of it.
+        block_n: keys per block.
+        num_warps, num_stages: warps of a program, and pipeline stages of the loop over keys.
+        edges: "branch": one loop, with a branch that masks edge blocks; "apart": blocks that need no mask have a loop of their own.
+        descriptors: load keys and values through tensor descriptors (TMA) where their layout allows it; requires edges "apart".
+        edge_stages: pipeline stages of the loops over edge blocks.
+        registers: register limit per thread, for more CTAs per SM; None for no limit.
+        edges_first: process the last edge first. The softmax allows any order, but the compiled code differs.
     """
 
     block_m: int
@@ -43,21 +43,21 @@ class Tiles(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which keys a query may not see: later ones, and those before its window."""
+    """Which keys are hidden from a query: later keys (``causal``), and keys before its window (``windowed``)."""
 
     causal: bool
     windowed: bool
 
 
 class Tile(NamedTuple):
-    """What a program computes, and how; where not said, see `Tiles`.
+    """The constants of a program. For attributes not listed here, see `Tiles`.
 
     Attributes:
-        d_low, d_high: columns of a head, as two powers of two; the second may be 0. See `split_width`.
-        block_w: columns of values, a power of two.
-        heads_first: whether programs of all heads of a tile follow each other, rather than those of all tiles of a head.
-        stages, edge_stages: of the loops over blocks without and with a mask.
-        shortest: sequences of fewer queries are passed over.
+        d_low, d_high: padded columns of a head, as two powers of two; the second may be 0. See `split_width`.
+        block_w: padded columns of values, a power of two.
+        heads_first: whether the grid iterates over all heads of a tile first, rather than over all tiles of a head.
+        stages, edge_stages: pipeline stages of the loops over blocks without and with a mask.
+        shortest: sequences with fewer queries are skipped.
         at_once: see `Call.at_once`.
     """
 
@@ -78,8 +78,8 @@ class Tile(NamedTuple):
 def split_width(width: int, v_width: int) -> tuple[int, int]:
     """A head's columns as one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
 
-    The second is 32 or more, and another than what the value's columns ``v_width`` fill. Where they were alike, and keys and values
-    took turns in one piece of shared memory, what Triton 3.6 compiled for sm_90 was wrong or read out of bounds.
+    The second is at least 32, and differs from the padded columns ``v_width`` of values. With equal widths, keys and values shared
+    one shared-memory buffer, and the code that Triton 3.6 compiled for sm_90 was wrong or read out of bounds.
     """
     whole = max(16, next_power_of_2(width))
     half = whole // 2
@@ -88,9 +88,9 @@ def split_width(width: int, v_width: int) -> tuple[int, int]:
 
 
 def _block_w(width: int, v_width: int) -> int:
-    """A value's columns as a power of two; as many as a key's where a value has less than 64 and a key more.
+    """A value's columns padded to a power of two; to the key's if the value has fewer than 64 and the key has more columns.
 
-    What Triton 3.6 compiled for sm_90 was wrong for 32 columns of values beside 64 or 128 of keys, and right where they were alike.
+    Code that Triton 3.6 compiled for sm_90 was wrong for values of 32 columns with keys of 64 or 128, and right for equal widths.
     """
     whole = max(16, int(next_power_of_2(width)))
     whole_v = max(16, int(next_power_of_2(v_width)))
@@ -136,14 +136,14 @@ def attend(tiles: Tiles, call: Call) -> None:
 
 
 def _whole_rows(x: Tensor, width: int) -> bool:
-    """Whether tensor maps can describe ``[..., heads, dim]`` as rows of all heads, each ``width`` columns."""
+    """Whether a tensor descriptor can view ``[..., heads, dim]`` as rows of all heads, with ``width`` columns per head."""
     dim, size = x.shape[-1], x.element_size()
     whole = x.stride(-1) == 1 and x.stride(-2) == dim and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
     return whole and dim == width and x.data_ptr() % 16 == 0 and x.stride(-3) * size % 16 == 0
 
 
 def _rows(x: Tensor, rows: int, columns: int) -> Any:
-    """A tensor map of ``[..., heads, dim]`` as rows of all heads, for blocks of some rows and columns; None for no columns."""
+    """A tensor descriptor of ``[..., heads, dim]`` as rows of all heads, in blocks ``[rows, columns]``; None for no columns."""
     heads, dim = x.shape[-2:]
     shape = [x.numel() // (heads * dim), heads * dim]
     return tensor_descriptor.TensorDescriptor(x, shape, [x.stride(-3), 1], [rows, columns]) if columns else None

@@ -23,7 +23,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 
 class Queries(NamedTuple):
-    """A tile's queries, their columns in two parts (the second one is not read where there is one), and their positions."""
+    """A tile's queries, their columns in two parts (``high`` is not read if there is one part), and their positions."""
 
     low: Any
     high: Any
@@ -31,11 +31,11 @@ class Queries(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where a tile's keys and values are: those of its head, each with its strides.
+    """Location of a tile's keys and values.
 
     Fields:
-        keys, values: `Cache`, ``first`` being the head's first of the sequence, or of all pages.
-        table, pages: `Pages`, and the sequence's first page number.
+        keys, values: `Cache`; ``first`` points to the head's first row of the sequence, or of all pages.
+        table, pages: `Pages`, and a pointer to the sequence's first page number.
         start, head: the sequence's first key, and the head; for descriptors.
     """
 
@@ -52,9 +52,9 @@ class Reach(NamedTuple):
 
     Fields:
         low_block: the first key of block 0.
-        low, kv_len: the first key that some row sees, and the end of the sequence.
-        full_begin, full_end: the blocks that every row sees whole.
-        window_left: keys before its own that a row sees, where there is a window.
+        low, kv_len: the first key that some row sees, and the length of the sequence.
+        full_begin, full_end: the range of blocks that need no mask.
+        window_left: keys before its own position that a row sees, if there is a window.
     """
 
     low_block: Any
@@ -73,9 +73,9 @@ def _walk(
     end,
     queries,
     source,
-    k_rows,  # descriptors of [tokens or slots, heads * columns], or None: of the first D_LOW columns of a head of keys,
-    k_rows_high,  # of the D_HIGH columns after those,
-    v_rows,  # and of values
+    k_rows,  # descriptor of keys [tokens or slots, heads * columns], for the first D_LOW columns of a head; or None
+    k_rows_high,  # for the next D_HIGH columns
+    v_rows,  # descriptor of values
     reach,
     scaling,
     SHAPE: tl.constexpr,
@@ -85,7 +85,7 @@ def _walk(
     MASKED: tl.constexpr,  # "never"; "always"; or "edges": blocks before full_begin and from full_end on
     STAGES: tl.constexpr,
 ):
-    """Attention to blocks begin to end, of which block i begins with key ``low_block + i * block_n``."""
+    """Attention over blocks ``begin`` to ``end``. Block i begins with key ``low_block + i * block_n``."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
@@ -110,7 +110,7 @@ def _walk(
 
     for block in tl.range(begin, end, num_stages=STAGES):
         first = low_block + block * BLOCK_N
-        # A key that no row sees may be NaN, and is not read: the nearest key that some row sees is read in its place.
+        # A key that no row sees may be NaN and is not read: the nearest visible key is read instead.
         if MASKED == "never":
             held = n
         else:
@@ -134,15 +134,15 @@ def _walk(
             k = widened(k_rows.load([first_slot, head * HEAD_DIM]), DTYPE, KV_FP8)
         else:
             k = columns_of(k_at, d, keys.dim_stride, D_LOW_WIDTH, DTYPE, KV_FP8)
-        products = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
+        dots = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
         if D_HIGH:
             if DESCRIBED:
                 k = widened(k_rows_high.load([first_slot, head * HEAD_DIM + D_LOW]), DTYPE, KV_FP8)
             else:
                 k = columns_of(k_at, d_high, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
-            products = tl.dot(queries.high, tl.trans(k), products, input_precision="ieee")
+            dots = tl.dot(queries.high, tl.trans(k), dots, input_precision="ieee")
 
-        scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
+        scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
         if MASKED != "never":  # noqa: SIM102 (this is known at compile time)
             if MASKED == "always" or (block < full_begin) | (block >= full_end):
                 visible = (first + n < kv_len)[None, :]
@@ -172,7 +172,7 @@ def tiles_kernel(
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None
     cu_seqlens,  # of the queries
-    kv_seqlens,  # lengths where there are pages; else the cu_seqlens of keys, or None where those are the queries' own
+    kv_seqlens,  # paged: lengths; else cu_seqlens of the keys, or None where they equal those of the queries
     page_table,
     sinks,
     q_scale,
@@ -200,7 +200,7 @@ def tiles_kernel(
     multiplier,
     cap_log2,
     k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], of the first D_LOW columns of a head; or None
-    k_rows_high,  # the D_HIGH columns after those
+    k_rows_high,  # for the next D_HIGH columns
     v_rows,
     slots,
     SHAPE: tl.constexpr,
@@ -208,7 +208,7 @@ def tiles_kernel(
     MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of queries of one key head."""
+    """One tile of query rows of one KV head."""
     KV_HEADS: tl.constexpr = SHAPE.heads
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -228,7 +228,7 @@ def tiles_kernel(
     values = Cache(v, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)
     scales = Scales(q_scale, k_scale, v_scale)
-    # The last tiles see the most keys, and go first.
+    # Later tiles see more keys, and are scheduled first for load balancing.
     if TILE.heads_first:
         head = tl.program_id(0) % KV_HEADS
         slot = slots - 1 - tl.program_id(0) // KV_HEADS
@@ -276,7 +276,7 @@ def tiles_kernel(
         multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
     scaling = Scaling(multiplier, cap_log2)
 
-    # Keys that some row sees are low to high; those that every row sees are full_low to full_high.
+    # Some row sees keys low to high; every row sees keys full_low to full_high.
     oldest = ahead + first_row // GROUP
     newest = ahead + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
     low = 0
@@ -300,7 +300,7 @@ def tiles_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     k_head = head_of(keys, head)
     v_head = head_of(values, head)
-    pages = cu_seqlens  # none
+    pages = cu_seqlens  # placeholder: not read without pages
     if PAGE_SIZE:
         pages = pages_of(table, sequence)
     else:
@@ -311,7 +311,7 @@ def tiles_kernel(
     source = Source(keys, values, table, pages, kv_start, head)
     reach = Reach(low_block, low, kv_len, full_begin, full_end, window_left)
     what = (queries, source, k_rows, k_rows_high, v_rows, reach, scaling)
-    if TILE.edges == "apart":  # any order will do
+    if TILE.edges == "apart":  # the softmax allows any order
         if WINDOWED:
             state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
         if TILE.edges_first:

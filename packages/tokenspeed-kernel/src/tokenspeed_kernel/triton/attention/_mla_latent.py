@@ -1,7 +1,7 @@
-"""Attention to a paged cache of latents, for decoding and extending.
+"""MLA over a paged cache of latents, for decode and extend.
 
-All heads read the same keys, and the values are the first columns of the keys: a block of latents that has been read serves both
-products. The rows of a tile are heads, then tokens, so that 128 heads make two full tiles of one token.
+All heads read the same keys, and values are the first columns of the keys, so that one load of a block of latents feeds both dots.
+Row r of a sequence is token ``r // heads`` and head ``r % heads``: 128 heads make two full tiles of 64 rows for one token.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._mha_call import Formats
-from tokenspeed_kernel.triton.attention._mla_schedule import schedule_units
+from tokenspeed_kernel.triton.attention._mla_schedule import schedule_work_items
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
-from tokenspeed_kernel.triton.attention._split_kv import merge_units
+from tokenspeed_kernel.triton.attention._split_kv import merge_partials
 from tokenspeed_kernel.triton.common import (
     cdiv,
     common_device,
@@ -35,9 +35,16 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes, and options that change what is computed: query heads, columns of a latent and of its rotary part,
-    tokens of a page, whether later keys are hidden, whether those before a window are, whether scores have a logit cap, whether
-    the page table names single slots, or none where it is negative."""
+    """Sizes that a model fixes, and options that change the result.
+
+    Attributes:
+        heads: query heads.
+        rank, rope: columns of a latent and of its rotary part.
+        page_size: tokens in a page.
+        causal, windowed: whether later keys, and keys before a window, are hidden.
+        has_cap: whether scores have a logit cap.
+        sparse: whether page table entries are single slots; a negative entry is no slot.
+    """
 
     heads: int
     rank: int
@@ -50,15 +57,16 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a program walks its keys.
+    """How a program loops over its keys.
 
     Attributes:
-        block_m, block_n: rows, and keys at once.
-        num_warps, num_stages: of a program, and blocks of keys on the way, the one at work included.
-        transposed: keys are the rows of the scores, and columns of the latents those of the accumulated values: matrix units that
-            take 64 rows at least are then full with few queries.
-        apart: the warps are laid out for each product alone, see `attend_latent_kernel`.
-        parts: into how many parts of a block the sums of weights are kept until the end, one for the warps that have those keys.
+        block_m, block_n: rows of a tile, and keys per block.
+        num_warps, num_stages: warps of a program, and pipeline stages of the loop.
+        transposed: swap-AB: keys are the rows (M) of the scores, and latent columns the rows of the accumulator. Few queries then
+            fill MMAs whose M is at least 64.
+        apart: each dot gets its own warp layout, see `attend_latent_kernel`.
+        parts: ranges of a block's keys with separate row sums, one per group of warps that holds those keys. The row sums are
+            added after the loop.
     """
 
     block_m: int
@@ -71,8 +79,10 @@ class Tile(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What a program computes, and how: a `Tile`, the columns of latents and of rotary parts as powers of two, the stages of its
-    loop, and whether it may start before the schedule is made."""
+    """The kernel's constants: fields of `Tile`, padded columns of latents (``block_c``) and rotary parts (``block_r``).
+
+    ``early``: whether the kernel is launched with PDL, before the schedule is complete.
+    """
 
     block_m: int
     block_n: int
@@ -85,24 +95,24 @@ class Program(NamedTuple):
     early: bool
 
 
-# By the most rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
-# 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Not apart 541, transposed 418, 32 keys at once 592 and more, 32 rows
-# 635; loads by tensor maps were no faster.
-# 16 heads: 150 us, 4.0 TB/s. 8 warps, apart 155; not transposed, 16 rows 228 and more, 64 rows 195.
+# Tiles by the most rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
+# 128 heads (two tiles of 64 rows): 350 us, 417 TFLOP/s. Not apart 541 us, transposed 418 us, blocks of 32 keys at least 592 us, 32
+# rows 635 us. Loads through tensor descriptors were no faster.
+# 16 heads: 150 us, 4.0 TB/s. 8 warps and apart 155 us; not transposed at least 228 us with 16 rows, and 195 us with 64 rows.
 _TILES = {
     "sm_90": {
         16: Tile(16, 64, 4, 2, transposed=True),
         32: Tile(32, 64, 8, 2, transposed=True, apart=True, parts=4),
         64: Tile(64, 64, 8, 2, apart=True, parts=2),
     },
-    # What fits 64 KB of shared memory, and elsewhere what spills no registers.
+    # Tiles that fit into 64 KB of shared memory, and elsewhere tiles that spill no registers.
     "gfx942": {16: Tile(16, 32, 4, 1)},
     "gfx950": {16: Tile(16, 32, 4, 1)},
     "any": {16: Tile(16, 64, 8, 2)},
-    # The interpreter takes about as long for an operation on a large tile as on a small one.
+    # Triton's interpreter takes about as long for an operation on a large tile as on a small one.
     "cpu": {16: Tile(16, 64, 1, 1), 128: Tile(128, 64, 1, 1)},
 }
-# Where latents have scales, they lie in registers as float32 for a while.
+# Latents with scales are float32 in registers for a while, and need smaller tiles.
 _GROUPED = {arch: {16: Tile(16, 16, 4, 1)} for arch in ("gfx942", "gfx950")}
 _FLOAT32 = Tile(16, 16, 4, 2)
 _WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
@@ -111,19 +121,19 @@ _WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
 def tile_for(
     rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cache: bool, device: torch.device, grouped: bool = False
 ) -> Tile:
-    """The tile for sequences of ``rows`` rows at most, and a cache of that many columns, those that only fill up included.
+    """The tile for sequences of at most ``rows`` rows, and a cache with these padded numbers of columns.
 
-    ``grouped``: latents have a scale for each 128.
+    ``grouped``: latents have a scale per 128 elements.
     """
     if block_c + block_r > 576:
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
-    # Below 64 columns a transposed product falls to other instructions than the scores, and results are wrong (Triton 3.6, sm_90).
+    # Below 64 columns, the two swap-AB dots compile to different instructions, and results are wrong (Triton 3.6, sm_90).
     tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
     if grouped:
         tiles = for_architecture({"any": tiles, **_GROUPED}, device)
-    # A transposed product has the keys in its first operand, which comes out of registers if it has to be widened first.
+    # fp8 caches do not use swap-AB: the converted keys would be a first operand in registers.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]
 
@@ -151,9 +161,9 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says.
+    """Attention of the newest tokens over a cache of latents: ``max_seqlen_q`` tokens per sequence, or as in ``cu_seqlens_q``.
 
-    ``sparse``: every token is a sequence of its own, whose keys are the slots that its row of ``page_table`` names.
+    ``sparse``: every token is a sequence of its own, whose keys are the slots in its row of ``page_table``.
     """
     cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
     tokens, heads, width = q.shape
@@ -165,9 +175,9 @@ def attend_latent(
         return out if lse is None else (out, lse)
 
     dtype = output_dtype(q)
-    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted products of bfloat16 are wrong
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted bfloat16 dots are wrong
     rows = min(max_seqlen_q, tokens) * heads
-    # Where sequences differ, the bound differs from call to call; the kernel that merges is compiled for each that it is given.
+    # With cu_seqlens_q the bound varies between calls. It is rounded up, because the merge kernel is compiled for each bound.
     q_bound = max_seqlen_q if cu_seqlens_q is None else next_power_of_2(min(max_seqlen_q, tokens))
     rope = width - kv_lora_rank
     block_c = next_power_of_2(max(16, kv_lora_rank))
@@ -176,19 +186,19 @@ def attend_latent(
     tile = tile or tile_for(rows, block_c, block_r, output_dtype(q), kv_cache.dtype in FP8, device, groups is not None)
     tiles = cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * (1 if sparse else page_size))
-    sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one by one
+    sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one after another
     early = may_overlap(device)
     reach = q_bound + window_left if window_left >= 0 else -1
-    schedule = schedule_units(cache_seqlens, capacity, reach, tiles, sm_count, tile.block_n, early)
+    schedule = schedule_work_items(cache_seqlens, capacity, reach, tiles, sm_count, tile.block_n, early)
     early = early and schedule is not None
-    units, partial, partial_lse = None, None, None
+    work_items, partial, partial_lse = None, None, None
     if schedule is not None:
-        units = schedule.units
+        work_items = schedule.work_items
         partial, partial_lse = schedule.plan.partials(1, q_bound * heads, kv_lora_rank, device)
     multiplier, cap_log2 = score_factors(softmax_scale, logit_cap)
     q, q_fp8 = fp8_operand(q)
     kv_cache, fp8 = fp8_operand(kv_cache)
-    device_code.attend_latent_kernel[((batch if units is None else units.shape[0]) * tiles,)](
+    device_code.attend_latent_kernel[((batch if work_items is None else work_items.shape[0]) * tiles,)](
         q,
         kv_cache,
         kv_scale_cache,
@@ -201,7 +211,7 @@ def attend_latent(
         kv_scale,
         out,
         lse,
-        units,
+        work_items,
         partial,
         partial_lse,
         *q.stride(),
@@ -233,7 +243,7 @@ def attend_latent(
         **launch_options(early),
     )
     if schedule is not None and partial is not None and partial_lse is not None:
-        merge_units(
+        merge_partials(
             schedule.plan,
             schedule.plan.walk(q_bound, -1, tile.block_n),
             partial,

@@ -25,20 +25,20 @@ from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
     """``q @ k.T + acc`` [M, N], or its transpose."""
     if TRANSPOSED:
-        products = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
+        dots = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
     else:
-        products = tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
-    return products
+        dots = tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
+    return dots
 
 
 @triton.jit
 def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """`softmax_step` with ``row_sum`` [M, PARTS]: sums over each of PARTS ranges of columns, which a warp has alone."""
+    """`softmax_step` with ``row_sum`` [M, PARTS]: partial sums over PARTS ranges of columns, without a reduction across warps."""
     row_max = tl.maximum(state.row_max, tl.max(scores, 1) * factor)
     shift = finite_or_zero(row_max)
     weights = tl.exp2(scores * factor - shift[:, None])
     decay = tl.exp2(state.row_max - shift)
-    # `decay` in the layout of the sums.
+    # `decay` in the layout of the row sums.
     decayed = tl.reshape(tl.broadcast_to(decay[:, None], [BLOCK_M, BLOCK_N]), [BLOCK_M, PARTS, BLOCK_N // PARTS])
     row_sum = state.row_sum * tl.max(decayed, 2) + tl.sum(tl.reshape(weights, [BLOCK_M, PARTS, BLOCK_N // PARTS]), 2)
     return weights, decay, Softmax(row_max, row_sum)
@@ -46,7 +46,7 @@ def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def _scaled(latent, scale, DTYPE: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr):
-    """Latents [N, C] times their scales [N, C / GROUP], rounded to the dtype of the products."""
+    """Latents [N, C] times their scales [N, C / GROUP], rounded to the dtype of the dots."""
     N: tl.constexpr = latent.shape[0]
     C: tl.constexpr = latent.shape[1]
     groups = tl.reshape(widened(latent, tl.float32, FP8), [N, C // GROUP, GROUP])
@@ -67,7 +67,7 @@ def attend_latent_kernel(
     kv_scale,
     out,
     lse,
-    units,  # a `Schedule`'s, or None where every sequence is one
+    work_items,  # those of a `Schedule`, or None where every sequence is one work item
     partial,
     partial_lse,
     q_stride_t,
@@ -93,7 +93,7 @@ def attend_latent_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of the rows of a sequence, and all of its keys or a unit of them."""
+    """One tile of the rows of a sequence, over all of its keys or over the keys of one work item."""
     HEADS: tl.constexpr = SHAPE.heads
     RANK: tl.constexpr = SHAPE.rank
     ROPE: tl.constexpr = SHAPE.rope
@@ -101,8 +101,8 @@ def attend_latent_kernel(
     CAUSAL: tl.constexpr = SHAPE.causal
     WINDOWED: tl.constexpr = SHAPE.windowed
     SPARSE: tl.constexpr = SHAPE.sparse
-    APART: tl.constexpr = GROUPS is not None  # scales and rotary parts
-    IN_PAGES: tl.constexpr = not SPARSE and not APART and PAGE_SIZE % TILE.block_n == 0  # a block of keys lies in one page
+    APART: tl.constexpr = GROUPS is not None  # scales and rotary parts are in tensors of their own
+    IN_PAGES: tl.constexpr = not SPARSE and not APART and PAGE_SIZE % TILE.block_n == 0  # each block of keys is in one page
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     FP8: tl.constexpr = FORMATS.kv_fp8
@@ -117,13 +117,13 @@ def attend_latent_kernel(
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)
     if TILE.early:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # for the schedule
-    # Tiles of the same keys lie side by side: the second finds them in the cache of the device.
+        tl.extra.cuda.gdc_wait()  # wait for the schedule
+    # Tiles of the same keys are adjacent in the grid, so that the second tile's loads hit L2.
     sequence = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    if units is not None:
-        unit = units + tl.program_id(0) // tiles * 4
-        sequence = tl.load(unit)
+    if work_items is not None:
+        work_item = work_items + tl.program_id(0) // tiles * 4
+        sequence = tl.load(work_item)
         if sequence < 0:
             return
     length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
@@ -131,7 +131,7 @@ def attend_latent_kernel(
         q_len = q_bound
         first_token = sequence.to(tl.int64) * q_len
     else:
-        tile = tiles - 1 - tile  # the later queries see the most keys
+        tile = tiles - 1 - tile  # later queries see more keys, and are scheduled first
         first_token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
         q_len = tl.load(cu_seqlens_q + sequence + 1) - first_token.to(tl.int32)
         if tile * BLOCK_M >= q_len * HEADS:
@@ -142,7 +142,7 @@ def attend_latent_kernel(
     token = first_token + row // HEADS
     head = row % HEADS
     position = length - q_len + row // HEADS
-    last = position  # up to which a query sees all keys
+    last = position  # the last key up to which a query sees all keys
     if tree_mask is not None:
         nodes = tl.load(tree_mask + token, mask=real, other=0)
         position, last = placed(nodes, position, length - q_len)
@@ -151,16 +151,16 @@ def attend_latent_kernel(
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
     begin = tile * 0
     if SPARSE:
-        # 0, too, but the compiler does not know, and keeps the branches below: without them it spills 480 bytes a thread.
+        # This is 0 too, but the compiler does not know, and keeps the branches below. Without them it spills 480 bytes per thread.
         begin = tl.minimum(length, 0)
     low = begin
     if WINDOWED:  # the first key that some query sees
-        # Nodes are as near to the tokens before them as their depth says, which may be 0.
+        # The distance of a tree node to the preceding tokens is its depth, which may be 0.
         oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
         low = tl.maximum(length - q_len + oldest - window_left, 0)
     end = (length + BLOCK_N - 1) // BLOCK_N
-    if units is not None:
-        begin, end, part = tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
+    if work_items is not None:
+        begin, end, part = tl.load(work_item + 1), tl.load(work_item + 2), tl.load(work_item + 3)
     begin = tl.maximum(begin, low // BLOCK_N)
     end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
 
@@ -196,7 +196,7 @@ def attend_latent_kernel(
     if IN_PAGES and begin < end:
         page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * table.page_stride)
     for block in tl.range(begin, end, num_stages=TILE.stages):
-        # A key that no query sees may be NaN, and is not read: the nearest key that some query sees is read in its place.
+        # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
         key = block * BLOCK_N + n
         held = tl.minimum(n, seen - 1 - block * BLOCK_N)
         if WINDOWED:
@@ -232,7 +232,7 @@ def attend_latent_kernel(
             if SPARSE:
                 scale_there &= named[:, None]
             scale = tl.load(scale_of[:, None] + g[None, :] * GROUPS.scale_group, mask=scale_there, other=0.0)
-        if SPARSE:  # what is in a slot that no index names may be NaN
+        if SPARSE:  # a slot that no index names may hold NaN
             latent = tl.load(latent_at, mask=named[:, None] & (c < RANK)[None, :], other=0.0)
         elif BLOCK_C == RANK:
             latent = tl.load(latent_at)
@@ -244,8 +244,8 @@ def attend_latent_kernel(
             rope = tl.load(rope_at)
         elif ROPE > 0:
             rope = tl.load(rope_at, mask=(r < ROPE)[None, :], other=0.0)
-        # This condition always holds. The compiler puts the code of a branch after the loads of the next block, which are then in
-        # flight during the products; without the branch it puts those loads after the products.
+        # This condition always holds. The compiler places a branch after the loads of the next block, which are then in flight
+        # during the dots. Without the branch it places those loads after the dots.
         if block >= begin:
             if APART:
                 values = _scaled(latent, scale, DTYPE, FP8, GROUPS.group)
@@ -256,21 +256,21 @@ def attend_latent_kernel(
                 if ROPE > 0:
                     rotary = widened(rope, DTYPE, FP8)
             if TILE.apart:
-                # These conditions always hold, too. The compiler chooses how warps share a product by how its result is used, up to
-                # the end of a branch. For the second product it would put all warps in one column, and each half of them would
-                # compute the other's scores again. The branches that never run hold code that costs too much to be moved out.
+                # These conditions always hold, too. The compiler chooses a dot's warp layout by the uses of its result, up to the
+                # end of a branch. The layout for the second dot would put all warps in one column, and the two halves of the warps
+                # would compute the same scores. The branches that never run hold code that is too expensive to be hoisted.
                 if block < end:
-                    products = _scores(q_rope, rotary, 0.0, TRANSPOSED)
+                    dots = _scores(q_rope, rotary, 0.0, TRANSPOSED)
                 else:
-                    products = _scores(q_rope, rotary, 1.0, TRANSPOSED)
+                    dots = _scores(q_rope, rotary, 1.0, TRANSPOSED)
                 if block >= 0:
-                    products = _scores(q_latent, values, products, TRANSPOSED)
+                    dots = _scores(q_latent, values, dots, TRANSPOSED)
             else:
-                products = _scores(q_latent, values, 0.0, TRANSPOSED)
+                dots = _scores(q_latent, values, 0.0, TRANSPOSED)
                 if ROPE > 0:
-                    products = _scores(q_rope, rotary, products, TRANSPOSED)
+                    dots = _scores(q_rope, rotary, dots, TRANSPOSED)
             if TRANSPOSED:
-                products = tl.trans(products)
+                dots = tl.trans(dots)
             if SPARSE:
                 visible = named[None, :]
             elif CAUSAL:
@@ -281,7 +281,7 @@ def attend_latent_kernel(
                 visible &= key[None, :] >= position[:, None] - window_left
             if tree_mask is not None:
                 visible |= continued(nodes, key, length - q_len, length)
-            scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
+            scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
             scores = tl.where(visible, scores, -float("inf"))
             if PARTS == 1:
                 weights, decay, state = softmax_step(state, scores, factor)
@@ -301,7 +301,7 @@ def attend_latent_kernel(
     if kv_scale is not None:
         acc *= tl.load(kv_scale)
     stored = real[:, None] & (c < RANK)[None, :]
-    if units is not None and part >= 0:
+    if work_items is not None and part >= 0:
         at_row = part.to(tl.int64) * (q_bound * HEADS) + row
         tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
         tl.store(partial + at_row[:, None] * RANK + c[None, :], acc, mask=stored)

@@ -1,8 +1,8 @@
-"""Which program attends to which keys, for sequences whose rows fill tiles of their own: decided on the device, by a kernel.
+"""The split-KV schedule of MLA, computed on the device: which program attends to which keys of which sequence.
 
-Programs are large here: one a multiprocessor, and a last wave of few of them takes as long as a full one. So several shares (blocks
-of keys of a unit, see `_split_kv`) are tried, and the one taken for which the waves take least. What was decided is a table that
-the programs read.
+Programs are large here: one per SM/CU, and a last wave of few programs takes as long as a full wave. The kernel therefore compares
+several sizes of a work item (blocks of keys, see `_split_kv`), and uses the one whose waves take the least time. The schedule is a
+table that the attention programs read.
 """
 
 from __future__ import annotations
@@ -19,62 +19,62 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-_SHARES = 16
-_WAVES = 3  # units that work is cut into at most: so many waves
-_LEAST = 2  # blocks of a unit, at least
+_CANDIDATES = 16
+_WAVES = 3  # most waves of work items
+_LEAST = 2  # fewest blocks of a work item
 _LENGTHS_AT_ONCE = 256
 
 
 class Schedule(NamedTuple):
-    """Units of sequences.
+    """Work items of all sequences.
 
     Attributes:
-        units: int32 ``[units, 4]``: sequence (-1: no unit), first block, block behind the last, and where the partial result goes
-            (-1: there is but this unit, whose result is not partial).
-        parts: int32 ``[batch, 2]``: where the first partial result of a sequence is, and how many it has (1: none).
-        plan: how many partial results there can be, in all and of a sequence.
+        work_items: int32 ``[work items, 4]``: sequence (-1: unused), first block, end block (exclusive), and index of the partial
+            result (-1: the only work item of its sequence, which writes the final result).
+        parts: int32 ``[batch, 2]``: index of the first partial result of a sequence, and their number (1: not split).
+        plan: bounds of the partial results, in total and per sequence.
     """
 
-    units: Tensor
+    work_items: Tensor
     parts: Tensor
     plan: SplitPlan
 
 
-def schedule_units(
+def schedule_work_items(
     cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, multiprocessors: int, block_n: int, early: bool
 ) -> Schedule | None:
-    """Units for sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each; None where all remain whole.
+    """Schedules sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each. None if no sequence is split.
 
-    ``reach``: of how many last tokens of a sequence some query sees one, where there is a window; -1 where there is none.
+    ``reach``: with a window, how many last tokens of a sequence are visible to some query; else -1.
     """
     batch = cache_seqlens.shape[0]
     longest = capacity if reach < 0 else min(capacity, reach + block_n)
     if longest <= _LEAST * block_n or tiles >= multiprocessors or batch * tiles >= 16 * multiprocessors:
         return None
     wave = max(1, multiprocessors // tiles)
-    finest_units = wave * _WAVES
-    most = min(cdiv(longest, _LEAST * block_n), finest_units)
-    count = min(batch + finest_units, batch * most)
-    units = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
+    finest_work_items = wave * _WAVES
+    most = min(cdiv(longest, _LEAST * block_n), finest_work_items)
+    count = min(batch + finest_work_items, batch * most)
+    work_items = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
     parts = torch.empty((batch, 2), dtype=torch.int32, device=cache_seqlens.device)
     at_once = min(_LENGTHS_AT_ONCE, max(16, next_power_of_2(batch)))
     device_code.schedule_kernel[(batch,)](
         cache_seqlens,
-        units,
+        work_items,
         parts,
         batch,
         capacity,
         reach,
         wave,
-        finest_units,
+        finest_work_items,
         count,
         LEAST=_LEAST,
         BLOCK_N=block_n,
-        SHARES=_SHARES,
+        CANDIDATES=_CANDIDATES,
         AT_ONCE=at_once,
         EARLY=early,
         num_warps=4,
     )
-    # A sequence that is split has more blocks than a share, and there are no more of such than shares.
-    partials = min(finest_units + min(batch, finest_units), count)
-    return Schedule(units, parts, SplitPlan(batch, partials, most, _LEAST, wave, finest_units, 1, at_once))
+    # A split sequence has more blocks than one work item, so at most ``finest_work_items`` sequences are split.
+    partials = min(finest_work_items + min(batch, finest_work_items), count)
+    return Schedule(work_items, parts, SplitPlan(batch, partials, most, _LEAST, wave, finest_work_items, 1, at_once))

@@ -1,4 +1,4 @@
-"""What the host knows of the softmax of `_online_softmax_device`."""
+"""Host side of the softmax in `_online_softmax_device`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Device code of the softmax that all attention kernels share: scores, one step over a block of keys, and its end.
+"""Device code of the online softmax of all attention kernels: scores, one step over a block of keys, and the epilogue.
 
-Everything is in base 2, because the hardware's exponential is: with ``multiplier = softmax_scale * log2(e)`` a score is
-``products * multiplier`` and its weight ``exp2(score - row_max)``. Under a logit cap ``multiplier`` is ``softmax_scale / cap`` and
-``cap_log2 = cap * log2(e)``, so that a score is ``cap_log2 * tanh(products * multiplier)``.
+Everything is in base 2, because the hardware's exponential is. ``dots`` are the dot products q·k. With ``multiplier =
+softmax_scale * log2(e)`` a score is ``dots * multiplier``, and its weight is ``exp2(score - row_max)``. With a logit cap
+``multiplier`` is ``softmax_scale / cap``, ``cap_log2`` is ``cap * log2(e)``, and a score is ``cap_log2 * tanh(dots *
+multiplier)``.
 
 A row that has seen no key has ``row_max = -inf`` and ``row_sum = 0``, and no step makes it NaN.
 """
@@ -20,14 +21,14 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 class Scaling(NamedTuple):
-    """How products of queries and keys become scores, see above. ``cap_log2`` is not read where there is no cap."""
+    """How dot products q·k become scores, see above. ``cap_log2`` is not read without a cap."""
 
     multiplier: Any
     cap_log2: Any
 
 
 class Softmax(NamedTuple):
-    """The state of some rows, float32 [M] each: the largest score so far, and the sum of weights relative to it."""
+    """The state of rows, float32 [M] each: the largest score so far (row max), and the sum of weights relative to it (row sum)."""
 
     row_max: Any
     row_sum: Any
@@ -41,35 +42,35 @@ def no_keys_yet(ROWS: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Good to about 1e-7 absolutely, for any x: the exponential may be 0 or infinite."""
+    """tanh with an absolute error of about 1e-7, for any x: the exponential may be 0 or infinite."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
 
 
 @triton.jit
-def scale_scores(products, scaling, HAS_CAP: tl.constexpr):
-    """``(scores, factor)``: the scores in base 2 are ``scores * factor``, and factor is positive.
+def scale_scores(dots, scaling, HAS_CAP: tl.constexpr):
+    """Returns ``(scores, factor)``: the base-2 scores are ``scores * factor``, and factor is positive.
 
-    Without a cap scores are the products, so that scaling them and subtracting the maximum become one instruction.
+    Without a cap, scores are the unscaled dot products, so that scaling and subtraction of the row max become one FMA.
     """
     if HAS_CAP:
-        scores = scaling.cap_log2 * tanh(products * scaling.multiplier)
+        scores = scaling.cap_log2 * tanh(dots * scaling.multiplier)
         factor = 1.0
     else:
-        scores = products
+        scores = dots
         factor = scaling.multiplier
     return scores, factor
 
 
 @triton.jit
 def softmax_step(state, scores, factor):
-    """One block of keys.
+    """One online-softmax step over a block of keys.
 
     Args:
-        state: of the rows.
-        scores, factor: of `scale_scores`, [M, N]; -inf where a key is not visible.
+        state: the state of the rows.
+        scores, factor: from `scale_scores`, [M, N]; -inf where a key is not visible.
 
     Returns:
-        ``(weights, decay, state)``: what has been accumulated is to be multiplied by ``decay`` [M] before ``weights @ v`` is added.
+        ``(weights, decay, state)``: rescale the accumulator by ``decay`` [M] before adding ``weights @ v``.
     """
     row_max = tl.maximum(state.row_max, tl.max(scores, 1) * factor)
     shift = finite_or_zero(row_max)
@@ -80,7 +81,7 @@ def softmax_step(state, scores, factor):
 
 @triton.jit
 def join_sink(state, sink):
-    """The state with one more score, ``sink`` [M] in natural units. Returns ``(decay, state)``."""
+    """Adds one score per row, ``sink`` [M] in base e, to the state. Returns ``(decay, state)``."""
     sink = sink.to(tl.float32) * LOG2_E
     row_max = tl.maximum(state.row_max, sink)
     shift = finite_or_zero(row_max)
@@ -90,23 +91,23 @@ def join_sink(state, sink):
 
 @triton.jit
 def finite_or_zero(row_max):
-    """The largest score, or 0 of a row that has seen no key: what scores are taken relative to, so that none becomes NaN."""
+    """The row max, or 0 for a row that has seen no key, so that ``score - shift`` is never NaN."""
     return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
 @triton.jit
 def log2_sum_exp(state):
-    """The logarithm in base 2 of the softmax's denominator; -inf of a row that has seen no key."""
+    """The LSE in base 2; -inf for a row that has seen no key."""
     return finite_or_zero(state.row_max) + tl.log2(state.row_sum)
 
 
 @triton.jit
 def log_sum_exp(state):
-    """The natural logarithm of the softmax's denominator; -inf of a row that has seen no key."""
+    """The LSE in base e; -inf for a row that has seen no key."""
     return log2_sum_exp(state) * LN_2
 
 
 @triton.jit
 def reciprocal_of(row_sum):
-    """``1 / row_sum``, and 1 for a row that has seen no key: its accumulated values are 0."""
+    """``1 / row_sum``, or 1 for a row that has seen no key, whose accumulator is 0."""
     return 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -1,4 +1,4 @@
-"""What kernels of multi-head attention are compiled for."""
+"""Compile-time sizes and options of multi-head attention kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes, and options that change what is computed.
+    """Sizes that a model fixes, and options that change the result.
 
     Attributes:
-        heads, group: key heads, and query heads of each.
+        heads, group: KV heads, and query heads per KV head (GQA group size).
         head_dim, v_head_dim: columns of queries and keys, and of values.
-        page_size: tokens of a page; 0 where keys lie in a row.
-        q_scales, k_scales, v_scales: the distance of the scales of neighbouring key heads; 0 where all share one.
+        page_size: tokens in a page; 0 where keys are contiguous and not paged.
+        q_scales, k_scales, v_scales: stride between the scales of neighbouring KV heads; 0 for one scale.
         has_cap: whether scores have a logit cap.
     """
 
@@ -30,5 +30,5 @@ class Shape(NamedTuple):
 
 
 def scales_apart(scale: Tensor | None) -> int:
-    """The distance of the scales of neighbouring key heads; 0 where all share one, or there is none."""
+    """The stride between the scales of neighbouring KV heads; 0 for one scale or none."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

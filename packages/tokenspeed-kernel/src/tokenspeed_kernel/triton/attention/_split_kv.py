@@ -1,12 +1,13 @@
-"""Paged decode with the keys of a sequence split over programs, planned on the device.
+"""Split-KV for paged decode, planned on the device.
 
-A *unit* is one program's share of one sequence: some blocks of keys, for one key head (or tile of query rows). How many units a
-sequence has follows from all lengths, which only the device knows; the grid is fixed by what the host knows (`SplitPlan`), and
-programs beyond the last unit return at once. So a captured graph stays right, and evenly loaded, when lengths change.
+A work item is a range of blocks of keys of one sequence. One program per KV head (or per tile of query rows) processes it. The
+number of work items of a sequence depends on all lengths, which only the device knows. The grid depends only on host values
+(`SplitPlan`), and programs beyond the last work item return at once. A captured CUDA graph therefore stays correct and balanced
+when lengths change.
 
-All units have at most ``share`` blocks, the same number for every sequence (`blocks_a_unit`), and the units of one sequence differ
-by one block at most. Each leaves a normalised partial output and its log-sum-exp in float32; `merge_units` makes them one, in a
-fixed order. A sequence of a single unit needs none of that: its program writes the result itself.
+A work item has at most ``max_blocks`` blocks, the same limit for every sequence (`blocks_per_work_item`). The work items of one
+sequence differ by at most one block. Each stores a normalised partial output and its LSE in float32, and `merge_partials` merges
+the partial outputs in a fixed order. A sequence with a single work item needs no merge: its programs write the final result.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 _LENGTHS_AT_ONCE = 1024
-_MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
-_FEW = 4  # programs of a multiprocessor that take no longer together than one
-_MANY = 256  # the same of programs that return at once
+_MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 per thread
+_FEW = 4  # programs per SM/CU that run in the time of one
+_MANY = 256  # the same, for programs that return at once
 
 
 class Walk(NamedTuple):
-    """How keys are cut into blocks; known when a kernel is compiled.
+    """How keys are split into blocks; compile-time constants.
 
     Attributes:
-        q_len: new tokens of a sequence, at most.
-        windowed: whether queries see a window of the keys only.
-        block_n: keys of a block.
-        at_once: lengths that are looked at together.
+        q_len: most new tokens of a sequence.
+        windowed: whether queries see only a window of the keys.
+        block_n: keys per block.
+        at_once: lengths read at a time.
     """
 
     q_len: int
@@ -44,81 +45,82 @@ class Walk(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How `merge_units_kernel` is compiled.
+    """Compile-time constants of `merge_units_kernel`.
 
     Attributes:
-        heads, group, width: key heads, query heads of each, columns of a value.
-        units, rows, block_w: partial results at once, rows of a tile, and ``width`` as a power of two.
-        early: whether it may start before the units are made.
+        heads, group, width: KV heads, query heads per KV head, columns of a value.
+        work_items, rows, block_w: partial results merged at a time, rows of a tile, and ``width`` padded to a power of two.
+        early: whether the kernel is launched with PDL, before the partial results are complete.
     """
 
     heads: int
     group: int
     width: int
-    units: int
+    work_items: int
     rows: int
     block_w: int
     early: bool
 
 
 class SplitPlan(NamedTuple):
-    """What the host decides from capacities. Lengths are in blocks.
+    """The host's part of the plan, from capacities. Lengths are in blocks.
 
     Attributes:
         batch: sequences.
-        units: bounds the units of all sequences together (for one head): the grid.
-        most: bounds the units of one sequence; 1 if there is nothing to merge, ever.
-        least: blocks of a unit, at least.
-        wave: units that run at once; a batch with little work is cut into as many.
-        waves_units: units that a batch with much work is cut into.
-        long: blocks that make a unit long enough: shares between that and ``1 / wave`` of the work are not cut further.
-        at_once: lengths that are looked at together.
+        work_items: upper bound of the work items of all sequences, which determines the grid.
+        most: upper bound of the work items of one sequence; 1 if no sequence is ever split.
+        least: fewest blocks of a work item.
+        wave: work items that run concurrently. A batch with little work is split into this many.
+        waves_work_items: work items that a batch with much work is split into.
+        long: blocks of a work item that amortise its overhead. Work items are not longer, unless ``waves_work_items`` of them would
+            not cover the work.
+        at_once: lengths read at a time.
     """
 
     batch: int
-    units: int
+    work_items: int
     most: int
     least: int
     wave: int
-    waves_units: int
+    waves_work_items: int
     long: int
     at_once: int
 
     def walk(self, q_len: int, window_left: int, block_n: int) -> Walk:
-        """How kernels that follow the plan walk the keys of sequences of ``q_len`` new tokens at most."""
+        """The `Walk` of kernels that follow the plan, for sequences of at most ``q_len`` new tokens."""
         return Walk(q_len, window_left >= 0, block_n, self.at_once)
 
     def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Room for partial outputs ``[units, heads, rows, width]`` and their log-sum-exps ``[units, heads, rows]``."""
-        units = self.units if self.most > 1 else 0
+        """Uninitialised partial outputs ``[work_items, heads, rows, width]`` and their LSEs ``[work_items, heads, rows]``."""
+        work_items = self.work_items if self.most > 1 else 0
         return (
-            torch.empty((units, heads, rows, width), dtype=torch.float32, device=device),
-            torch.empty((units, heads, rows), dtype=torch.float32, device=device),
+            torch.empty((work_items, heads, rows, width), dtype=torch.float32, device=device),
+            torch.empty((work_items, heads, rows), dtype=torch.float32, device=device),
         )
 
 
-def plan_units(
+def plan_work_items(
     batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int, least: int = 1, whole: int = 1
 ) -> SplitPlan:
-    """A plan.
+    """Makes a plan.
 
     Args:
-        blocks: that the longest sequence can have.
-        heads: programs of one unit: key heads times tiles of query rows.
-        at_once: programs that the device runs at once.
-        waves: how often the device is filled where there is much work.
+        blocks: most blocks of a sequence.
+        heads: programs per work item: KV heads times tiles of query rows.
+        at_once: programs that the device runs concurrently.
+        waves: waves of programs for a batch with much work.
         long, least: see `SplitPlan`.
-        whole: no sequence is split where none can have more blocks than this.
+        whole: no sequence is split if none can have more blocks than this.
     """
     wave = max(1, at_once // heads)
-    waves_units = wave * waves
-    most = 1 if blocks <= whole else max(1, min(cdiv(blocks, least), waves_units))
-    units = batch if most == 1 else min(batch + waves_units, batch * most)
+    waves_work_items = wave * waves
+    most = 1 if blocks <= whole else max(1, min(cdiv(blocks, least), waves_work_items))
+    work_items = batch if most == 1 else min(batch + waves_work_items, batch * most)
     lengths = min(_LENGTHS_AT_ONCE, max(16, next_power_of_2(batch)))
-    return SplitPlan(batch, units, most, least, wave, waves_units, long, lengths)
+    return SplitPlan(batch, work_items, most, least, wave, waves_work_items, long, lengths)
 
 
-def merge_units(
+def merge_partials(
     plan: SplitPlan,
     walk: Walk,
     partial: Tensor,
@@ -134,28 +136,28 @@ def merge_units(
     cu_seqlens_q: Tensor | None = None,
     parts: Tensor | None = None,
 ) -> None:
-    """Merges the units of every sequence that has several, and adds the sinks.
+    """Merges the partial results of every split sequence, and adds the sinks.
 
     Args:
-        walk: what the units were made with, as were ``capacity`` and ``window_left``.
-        partial, partial_lse: as `SplitPlan.partials` made them; filled, the log-sum-exp in base 2 and without sinks. Row r of
-            head h is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
-        capacity: bounds lengths, in tokens.
+        walk: the `Walk` of the attention kernel; ``capacity`` and ``window_left`` are also the same.
+        partial, partial_lse: from `SplitPlan.partials`, filled; the LSE in base 2 and without sinks. Row r of head h is token
+            ``r // group`` and query head ``h * group + r % group`` of the sequence.
+        capacity: upper bound of lengths, in tokens.
         lse: contiguous.
-        cu_seqlens_q: where a sequence may have fewer than ``walk.q_len`` queries; or, without parts, more: those are passed over.
-        parts: int32 ``[batch, 2]``, the first partial result of a sequence and their number (1: there is none), where another
-            kernel has decided that.
-        early: whether to launch before the kernel that fills the partials has ended; the device waits for it.
+        cu_seqlens_q: for sequences with fewer than ``walk.q_len`` queries. Without ``parts``, sequences with more are skipped.
+        parts: int32 ``[batch, 2]``, the index of the first partial result of a sequence and their number (1: not split), if another
+            kernel has computed them.
+        early: whether to launch with PDL; the device waits for the kernel that writes the partial results.
     """
     _, heads, rows, width = partial.shape
     block_w = next_power_of_2(width)
-    # With few sequences a program merges one row, all of its units at once; with more, all rows of a head. With many, of which few
-    # are split, a program takes several heads: most programs only find that their sequence is not split, which is quicker to find
-    # where ``parts`` says so.
+    # With few sequences a program merges one row, all of its partial results at once. With more sequences it merges all rows of a
+    # head, and with many several heads: few sequences are split then, and most programs only find that theirs is not. ``parts``
+    # makes that check cheaper.
     programs = (_FEW if parts is None else _MANY) * multiprocessors
     few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
-    units = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
+    work_items = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
     items = heads * cdiv(rows, at_once)
     device_code.merge_units_kernel[(plan.batch, items if few else min(items, max(1, programs // plan.batch)))](
         partial,
@@ -171,11 +173,11 @@ def merge_units(
         window_left,
         plan.least,
         plan.wave,
-        plan.waves_units,
+        plan.waves_work_items,
         plan.long,
         *out.stride(),
         WALK=walk,
-        MERGE=Merge(heads, rows // walk.q_len, width, units, at_once, block_w, early),
+        MERGE=Merge(heads, rows // walk.q_len, width, work_items, at_once, block_w, early),
         num_warps=4,
         **launch_options(early),
     )

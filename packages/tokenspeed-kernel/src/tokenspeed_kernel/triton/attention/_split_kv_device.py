@@ -1,4 +1,4 @@
-"""Device code of `_split_kv`: which blocks of keys a unit has, and the units of a sequence made one."""
+"""Device code of `_split_kv`: the blocks of keys of a work item, and the merge of partial results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Lengths(NamedTuple):
 
     Fields:
         cache_seqlens: int32 [batch].
-        cu_seqlens_q: None where every sequence has as many new tokens as `Walk` says; otherwise int32 [batch + 1], and a sequence
-            with none, or with more, is not served: it counts as one without keys.
+        cu_seqlens_q: None where every sequence has ``Walk.q_len`` new tokens; else int32 [batch + 1]. A sequence with no or more
+            new tokens is skipped: it counts as one without keys.
         batch: sequences.
-        capacity: keys that the page table has room for; no length counts for more.
-        window_left: where there is a window, keys before the newest that a query sees.
+        capacity: keys that the page table has room for. Lengths are clamped to it.
+        window_left: with a window, keys before its own position that a query sees.
     """
 
     cache_seqlens: Any
@@ -30,12 +30,12 @@ class Lengths(NamedTuple):
     window_left: Any
 
 
-class Sharing(NamedTuple):
-    """What a `SplitPlan` says of the size of shares; see there."""
+class SizeLimits(NamedTuple):
+    """The fields of `SplitPlan` that determine the size of a work item."""
 
     least: Any
     wave: Any
-    waves_units: Any
+    waves_work_items: Any
     long: Any
 
 
@@ -51,21 +51,21 @@ def first_block(length, window_left, WALK: tl.constexpr):
 
 @triton.jit
 def blocks_of(length, window_left, WALK: tl.constexpr):
-    """Blocks of keys that some query sees."""
+    """The number of blocks of keys that some query sees."""
     return (length + WALK.block_n - 1) // WALK.block_n - first_block(length, window_left, WALK)
 
 
 @triton.jit
 def lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
-    """Keys of AT_ONCE sequences from ``start`` on, and which of these sequences exist."""
+    """Lengths of AT_ONCE sequences from ``start`` on, and which of these sequences exist."""
     at = start + tl.arange(0, AT_ONCE)
     lengths = tl.load(cache_seqlens + at, mask=at < batch, other=0)
     return tl.minimum(tl.maximum(lengths, 0), capacity), at < batch
 
 
 @triton.jit
-def _served_from(lengths, start, end, WALK: tl.constexpr):
-    """The same of `Lengths`, for sequences before ``end``; 0 keys where a sequence is not served."""
+def _eligible_lengths(lengths, start, end, WALK: tl.constexpr):
+    """`lengths_from` for `Lengths` and sequences before ``end``, with length 0 for skipped sequences."""
     keys, real = lengths_from(lengths.cache_seqlens, start, end, lengths.capacity, WALK.at_once)
     if lengths.cu_seqlens_q is not None:
         at = start + tl.arange(0, WALK.at_once)
@@ -75,8 +75,8 @@ def _served_from(lengths, start, end, WALK: tl.constexpr):
 
 
 @triton.jit
-def served_length(lengths, sequence, WALK: tl.constexpr):
-    """Keys of one sequence; 0 where it is not served."""
+def eligible_length(lengths, sequence, WALK: tl.constexpr):
+    """The length of one sequence; 0 if it is skipped."""
     length = tl.minimum(tl.maximum(tl.load(lengths.cache_seqlens + sequence), 0), lengths.capacity)
     if lengths.cu_seqlens_q is not None:
         new = tl.load(lengths.cu_seqlens_q + sequence + 1) - tl.load(lengths.cu_seqlens_q + sequence)
@@ -85,66 +85,68 @@ def served_length(lengths, sequence, WALK: tl.constexpr):
 
 
 @triton.jit
-def blocks_a_unit(lengths, sharing, WALK: tl.constexpr):
-    """The share: one wave of units where they are short, ``waves_units`` of them where they are long."""
+def blocks_per_work_item(lengths, size_limits, WALK: tl.constexpr):
+    """The most blocks of a work item, for one wave of short work items, or for ``waves_work_items`` long work items."""
     total = 0
     for start in range(0, lengths.batch, WALK.at_once):
-        keys, _ = _served_from(lengths, start, lengths.batch, WALK)
+        keys, _ = _eligible_lengths(lengths, start, lengths.batch, WALK)
         total += tl.sum(blocks_of(keys, lengths.window_left, WALK))
-    finest = (total + sharing.waves_units - 1) // sharing.waves_units
-    return tl.maximum(tl.maximum(finest, tl.minimum((total + sharing.wave - 1) // sharing.wave, sharing.long)), sharing.least)
+    finest = (total + size_limits.waves_work_items - 1) // size_limits.waves_work_items
+    return tl.maximum(
+        tl.maximum(finest, tl.minimum((total + size_limits.wave - 1) // size_limits.wave, size_limits.long)), size_limits.least
+    )
 
 
 @triton.jit
-def units_of(blocks, share):
-    """Units of a sequence. One without keys has a unit too, whose program writes the result of attention to no keys."""
-    return tl.maximum((blocks + share - 1) // share, 1)
+def work_items_of(blocks, max_blocks):
+    """The number of work items of a sequence. A sequence without keys has one, whose programs write the result over no keys."""
+    return tl.maximum((blocks + max_blocks - 1) // max_blocks, 1)
 
 
 @triton.jit
-def find_unit(unit, share, lengths, WALK: tl.constexpr):
-    """``(sequence, its first unit)`` of a unit; sequence is ``batch`` where the unit is beyond the last."""
+def find_work_item(work_item, max_blocks, lengths, WALK: tl.constexpr):
+    """``(sequence, its first work item)`` of a work item; the sequence is ``batch`` beyond the last work item."""
     sequence = 0
     first = 0
     before = 0
     for start in range(0, lengths.batch, WALK.at_once):
-        keys, real = _served_from(lengths, start, lengths.batch, WALK)
-        units = tl.where(real, units_of(blocks_of(keys, lengths.window_left, WALK), share), 0)
-        ends = before + tl.cumsum(units, 0)
-        passed = (ends <= unit) & real
+        keys, real = _eligible_lengths(lengths, start, lengths.batch, WALK)
+        work_items = tl.where(real, work_items_of(blocks_of(keys, lengths.window_left, WALK), max_blocks), 0)
+        ends = before + tl.cumsum(work_items, 0)
+        passed = (ends <= work_item) & real
         sequence += tl.sum(passed.to(tl.int32))
         first = tl.maximum(first, tl.max(tl.where(passed, ends, 0)))
-        before += tl.sum(units)
+        before += tl.sum(work_items)
     return sequence, first
 
 
 @triton.jit
-def units_before(sequence, share, lengths, WALK: tl.constexpr):
-    """The first unit of a sequence."""
+def work_items_before(sequence, max_blocks, lengths, WALK: tl.constexpr):
+    """The first work item of a sequence."""
     first = 0
     for start in range(0, sequence, WALK.at_once):
-        keys, real = _served_from(lengths, start, sequence, WALK)
-        units = units_of(blocks_of(keys, lengths.window_left, WALK), share)
-        first += tl.sum(tl.where(real, units, 0))
+        keys, real = _eligible_lengths(lengths, start, sequence, WALK)
+        work_items = work_items_of(blocks_of(keys, lengths.window_left, WALK), max_blocks)
+        first += tl.sum(tl.where(real, work_items, 0))
     return first
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "window_left", "least", "wave", "waves_units", "long"])
+@triton.jit(do_not_specialize=["batch", "capacity", "window_left", "least", "wave", "waves_work_items", "long"])
 def merge_units_kernel(
-    partial,  # float32 [units, heads, rows, width]
-    partial_lse,  # float32 [units, heads, rows], base 2
+    partial,  # float32 [work items, heads, rows, width]
+    partial_lse,  # float32 [work items, heads, rows], base 2
     out,  # [batch * q_len, heads * group, width]
     lse,  # float32 [batch * q_len, heads * group] or None
     sinks,  # [heads * group] or None
     cache_seqlens,
     cu_seqlens_q,
-    parts,  # int32 [batch, 2]: the first unit and their number, or None where they follow from the lengths
+    parts,  # int32 [batch, 2]: the first partial result and their number, or None where they follow from the lengths
     batch,
     capacity,
     window_left,
     least,
     wave,
-    waves_units,
+    waves_work_items,
     long,
     out_token_stride,
     out_head_stride,
@@ -152,11 +154,11 @@ def merge_units_kernel(
     WALK: tl.constexpr,  # `Walk`
     MERGE: tl.constexpr,  # `Merge`
 ):
-    """Some rows of a sequence: their partial outputs weighted by their log-sum-exps."""
+    """Merges the partial outputs of some rows of a sequence, weighted by their LSEs."""
     HEADS: tl.constexpr = MERGE.heads
     GROUP: tl.constexpr = MERGE.group
     WIDTH: tl.constexpr = MERGE.width
-    UNITS: tl.constexpr = MERGE.units
+    PARTIALS: tl.constexpr = MERGE.work_items
     ROWS: tl.constexpr = MERGE.rows
     BLOCK_W: tl.constexpr = MERGE.block_w
     PACKED: tl.constexpr = MERGE.group * WALK.q_len  # rows of a head in a sequence
@@ -164,15 +166,15 @@ def merge_units_kernel(
     out_rows = Rows(out, out_token_stride, out_head_stride, out_dim_stride)
     sequence = tl.program_id(0)
     if parts is None:
-        share = blocks_a_unit(lengths, Sharing(least, wave, waves_units, long), WALK)
-        units = units_of(blocks_of(served_length(lengths, sequence, WALK), window_left, WALK), share)
-        first = units_before(sequence, share, lengths, WALK)
-    if MERGE.early:  # until here the kernel that makes the units may be running; no program ends before it has
+        max_blocks = blocks_per_work_item(lengths, SizeLimits(least, wave, waves_work_items, long), WALK)
+        work_items = work_items_of(blocks_of(eligible_length(lengths, sequence, WALK), window_left, WALK), max_blocks)
+        first = work_items_before(sequence, max_blocks, lengths, WALK)
+    if MERGE.early:  # the attention kernel may still run up to here; all programs wait for it before they return
         tl.extra.cuda.gdc_wait()
     if parts is not None:
         first = tl.load(parts + sequence * 2)
-        units = tl.load(parts + sequence * 2 + 1)
-    if units == 1:
+        work_items = tl.load(parts + sequence * 2 + 1)
+    if work_items == 1:
         return
     token = sequence.to(tl.int64) * WALK.q_len
     queries = WALK.q_len
@@ -192,10 +194,10 @@ def merge_units_kernel(
             row_max = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
             row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
         merged = tl.zeros([ROWS, BLOCK_W], tl.float32)
-        for start in range(0, units, UNITS):
-            at = start + tl.arange(0, UNITS)
+        for start in range(0, work_items, PARTIALS):
+            at = start + tl.arange(0, PARTIALS)
             where = ((first + at).to(tl.int64)[:, None] * HEADS + head) * PACKED + row[None, :]
-            usable = (at < units)[:, None] & real[None, :]
+            usable = (at < work_items)[:, None] & real[None, :]
             part_lse = tl.load(partial_lse + where, mask=usable, other=-float("inf"))
             part = tl.load(
                 partial + where[:, :, None] * WIDTH + column[None, None, :],

@@ -1,6 +1,7 @@
-"""The threshold of a row that no list decides: a sample brackets it, and few scores lie in the bracket. One program a row.
+"""Slow path of the top-k search, for a row whose lists do not determine the threshold. One program per row.
 
-The *threshold* is the least score that is chosen. All that follows is about the keys by which scores sort, `sort_key`.
+The *threshold* is the smallest chosen score. A sample of the row brackets it, and few scores lie in the bracket. The code compares
+int32 keys that sort as the scores do, see `sort_key`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 from tokenspeed_kernel.triton.sampling._rows_device import sort_key
 
 NO_KEY = tl.constexpr(-0x80000000)
-"""Less than the key of any score."""
+"""A key below that of any score."""
 
 HIDDEN = tl.constexpr(-0x7F800001)
 """The key of -inf, which is never chosen."""
@@ -21,33 +22,33 @@ _LARGEST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def keys_at(scores, at, length, key_stride):
-    """int32 keys of some scores of a row; `NO_KEY` beyond its length."""
+    """int32 keys of some scores of a row; `NO_KEY` beyond the row's length."""
     x = tl.load(scores + at.to(tl.int64) * key_stride, mask=at < length, other=0.0).to(tl.float32)
     return tl.where(at < length, sort_key(x), NO_KEY)
 
 
 @triton.jit
 def _unsigned(key):
-    """uint32 that sorts like a key: differences of two are uint32 too."""
+    """A uint32 that sorts like the key, so that the difference of two keys fits into uint32."""
     return (key.to(tl.int64) - NO_KEY).to(tl.uint32)
 
 
 @triton.jit
 def _as_key(number):
-    """int32, the key that `_unsigned` made a number of."""
+    """The int32 key of a result of `_unsigned`."""
     return number.to(tl.int32, bitcast=True) ^ NO_KEY
 
 
 @triton.jit
 def _third(low, high, i):
-    """The first of a third of the numbers from low to high, or high: uint32."""
+    """The first value of third ``i`` of the range low to high, at most high: uint32."""
     return low + tl.minimum(i * ((high - low) // 3 + 1), high - low)
 
 
 @triton.jit
 def _reaching_thirds(keys, low, high):
-    """How many of fewer than 2^15 keys reach the second, and how many the last third of the numbers from low to high: int32."""
-    # Both counts in one sum of 32 bits, which a warp takes at once.
+    """How many of fewer than 2^15 keys reach the second, and how many reach the last third of the range low to high: int32."""
+    # Both counts are packed into one int32, so that one reduction adds them.
     reaching = (keys >= _as_key(_third(low, high, 1))).to(tl.int32)
     reaching += tl.where(keys >= _as_key(_third(low, high, 2)), 1 << 16, 0)
     total = tl.sum(reaching, axis=0)
@@ -56,8 +57,10 @@ def _reaching_thirds(keys, low, high):
 
 @triton.jit
 def _third_that_holds(low, high, second, last, wanted):
-    """Low and high of the third that holds the largest number which ``wanted`` reach, where so many reach two of the thirds; and
-    which it is, 0 to 2."""
+    """The third of the range low to high that contains the largest value that ``wanted`` keys reach.
+
+    ``second``, ``last``: the number of keys that reach those thirds. Returns the third's low and high, and its index 0 to 2.
+    """
     held = (second >= wanted).to(tl.uint32) + (last >= wanted).to(tl.uint32)
     end = tl.where(held == 2, high, tl.maximum(_third(low, high, held + 1) - 1, low))
     return _third(low, high, held), end, held
@@ -65,13 +68,13 @@ def _third_that_holds(low, high, second, last, wanted):
 
 @triton.jit
 def wanted_key(keys, low, wanted, spare):
-    """The largest key that at least ``wanted`` of some keys reach, or a lower one that up to ``spare`` more reach.
+    """The largest key that at least ``wanted`` of the keys reach, or a lower key that up to ``spare`` more keys reach.
 
-    Like `threshold_of`, for so many keys that comparing each with all parts of the range at once takes too many registers.
+    A ternary search. `threshold_of` compares each key with all parts of the range at once, which takes too many registers here.
 
     Args:
         keys: int32, fewer than 2^15.
-        low: int64, a key that at least ``wanted`` reach.
+        low: int64, a key that at least ``wanted`` keys reach.
 
     Returns:
         int64.
@@ -88,14 +91,14 @@ def wanted_key(keys, low, wanted, spare):
 
 @triton.jit
 def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """int64, a range of keys that very likely holds the threshold, and few others."""
+    """A range of keys, int64, that very likely contains the threshold, and few other keys of the row."""
     SAMPLE: tl.constexpr = SEARCH.sample
     stride = (length + SAMPLE - 1) // SAMPLE
     keys = keys_at(scores, tl.arange(0, SAMPLE) * stride, length, key_stride)
     live = keys > HIDDEN
     sampled = (length + stride - 1) // stride
     rank = top_k.to(tl.float32) * sampled.to(tl.float32) / length.to(tl.float32)
-    # The rank of the threshold in a random sample is off by no more than its root, usually, and hardly ever by four times that.
+    # The standard deviation of the threshold's rank in a random sample is about the root of the rank. The margin is four of these.
     margin = 4.0 * tl.sqrt(rank) + 1.0
     upper = (rank - margin).to(tl.int32)
     lower = (rank + margin).to(tl.int32) + 1
@@ -111,13 +114,13 @@ def _bracket(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
 
 @triton.jit
 def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.constexpr):
-    """Writes the keys from low to high to candidates, as many as there is room for.
+    """Writes the keys from low to high to candidates, as many as fit.
 
     Returns:
-        int32: how many keys are above high, how many from low to high, how many more than that of -inf.
+        int32: the number of keys above high, from low to high, and above the key of -inf.
     """
     BLOCK: tl.constexpr = SEARCH.lanes // 4
-    # Two counts in one number: a lane sees fewer than 2^15 keys.
+    # Two counts are packed into one int32: a lane sees fewer than 2^15 keys.
     both = tl.zeros([BLOCK], tl.int32)
     inside = length * 0
     tl.debug_barrier()  # candidates of an earlier range may still be read
@@ -125,16 +128,16 @@ def _collect(scores, length, key_stride, low, high, candidates, SEARCH: tl.const
         keys = keys_at(scores, start + tl.arange(0, BLOCK), length, key_stride)
         both += (keys > high).to(tl.int32) << 16 | (keys > HIDDEN).to(tl.int32)
         within = (keys >= low) & (keys <= high)
-        place = inside + tl.cumsum(within.to(tl.int32), axis=0) - 1
-        tl.store(candidates + place, keys.to(tl.int64), mask=within & (place < SEARCH.lanes))
+        location = inside + tl.cumsum(within.to(tl.int32), axis=0) - 1
+        tl.store(candidates + location, keys.to(tl.int64), mask=within & (location < SEARCH.lanes))
         inside += tl.sum(within.to(tl.int32), axis=0)
-    tl.debug_barrier()  # other threads read what these have stored
+    tl.debug_barrier()  # make the stores visible to the other threads
     return tl.sum(both >> 16, axis=0), inside, tl.sum(both & 0xFFFF, axis=0)
 
 
 @triton.jit
 def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr):
-    """The third of a range of keys that holds the threshold, if the range does."""
+    """One ternary-search step: the third of the range that contains the threshold, if the range does."""
     BLOCK: tl.constexpr = SEARCH.lanes // 4
     second = length * 0
     last = length * 0
@@ -149,13 +152,14 @@ def _narrowed(scores, length, key_stride, low, high, top_k, SEARCH: tl.constexpr
 
 @triton.jit
 def search_row(scores, length, key_stride, top_k, candidates, SEARCH: tl.constexpr):
-    """Searches a row.
+    """Finds the threshold of a row.
 
     Args:
         candidates: int64 ``[SEARCH.lanes]``, overwritten.
 
     Returns:
-        int64, the threshold, that of -inf where no more scores are shown than are wanted; int32, how many of its ties are chosen.
+        int64, the key of the threshold, or that of -inf if at most ``top_k`` scores are above -inf; int32, how many of its ties are
+        chosen.
     """
     CANDIDATES: tl.constexpr = SEARCH.lanes
     threshold = tl.full([], HIDDEN, tl.int64)

@@ -1,4 +1,4 @@
-"""Device code of attention of draft trees: their nodes see what they continue, see `_softmax.tree_visible`."""
+"""Device code of attention of draft trees: a node sees the tree's prefix, its ancestors and itself, see `_softmax.tree_visible`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from tokenspeed_kernel.triton.common_device import bits_of
 
 @triton.jit
 def placed(masks, position, first):
-    """``(position, last)`` of queries, of which those with a mask are nodes: their position by depth, and the last key up to which
-    they see all, but for a window. ``first``: the position of the first new token."""
+    """``(position, last)`` of queries: the position (by depth, for nodes), and the last key up to which they see all keys.
+
+    Queries with a nonzero mask are tree nodes. A window may hide some of the keys up to ``last``. ``first``: the position of the
+    first new token.
+    """
     is_node = masks != 0
     return tl.where(is_node, first + bits_of(masks) - 1, position), tl.where(is_node, first - 1, position)
 
 
 @triton.jit
 def continued(masks, key, first, length):
-    """Which keys are new tokens that a query sees as a node."""
+    """Which keys are new tokens that a query sees as a tree node."""
     new = key - first
     there = (new >= 0) & (new < 64) & (key < length)
     bit = tl.where(there, new, 0)
-    # Words of 32 bits take half the registers.
+    # 32-bit words take half the registers.
     low, high = masks.to(tl.int32), (masks >> 32).to(tl.int32)
     word = tl.where((bit < 32)[None, :], low[:, None], high[:, None])
     return there[None, :] & (((word >> (bit & 31)[None, :]) & 1) != 0)

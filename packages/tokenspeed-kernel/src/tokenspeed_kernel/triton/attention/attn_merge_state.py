@@ -1,4 +1,4 @@
-"""Two partial attentions made one."""
+"""Merge of two partial attention results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
-# Of one program: 16 bytes a thread and tensor, twice, where outputs are 16 bits wide. Fewer where rows do not divide into such
-# pieces, as each element then has an address of its own.
+# Elements per program. For 16-bit outputs, a thread accesses each tensor twice with 16 bytes. _ELEMENTS_ODD is for widths that do
+# not allow 16-byte accesses, where each element has its own address.
 _ELEMENTS = 2048
 _ELEMENTS_ODD = 512
 

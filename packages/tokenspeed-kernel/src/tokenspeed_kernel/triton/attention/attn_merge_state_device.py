@@ -37,7 +37,7 @@ def merge_kernel(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Some rows, each of a token and a head. A program reads all that it needs before it writes: results may replace a part."""
+    """Merges some (token, head) rows. A program loads all inputs before it stores, because outputs may alias an input."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < rows
     token, head = row // heads, row % heads
@@ -54,11 +54,11 @@ def merge_kernel(
     weight_a = tl.exp2((a - shift) * LOG2_E)
     weight_b = tl.exp2((b - shift) * LOG2_E)
     total = weight_a + weight_b
-    # An empty part may hold anything, NaN included.
+    # A part with weight 0 may hold anything, NaN included.
     part_a = tl.where(weight_a[:, None] == 0.0, 0.0, part_a * weight_a[:, None])
     part_b = tl.where(weight_b[:, None] == 0.0, 0.0, part_b * weight_b[:, None])
     merged = (part_a + part_b) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    tl.debug_barrier()  # the threads of a row may belong to several warps
+    tl.debug_barrier()  # several warps may hold one row: all must have loaded before any stores
     to = out + (token * out_stride_t + head * out_stride_h)[:, None] + column[None, :] * out_stride_d
     tl.store(to, merged.to(out.dtype.element_ty), mask=held)
     tl.store(lse + token * lse_stride_t + head * lse_stride_h, shift + tl.log2(total) * LN_2, mask=real)

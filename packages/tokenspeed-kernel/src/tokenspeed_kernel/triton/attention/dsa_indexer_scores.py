@@ -1,4 +1,4 @@
-"""The scores of tokens against index keys that lie in a row."""
+"""Indexer scores of tokens against contiguous index keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores of new tokens against the index keys of a paged cache."""
+"""Indexer scores of new tokens against the index keys of a paged cache."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Attention of the newest tokens to a paged cache.
+"""Decode attention of the newest tokens over a paged cache.
 
-All query heads of a key head, and all new tokens of a sequence, are the rows of one tile, so that a key is read once. Memory
-decides the speed: a program is a warp or a few, several share a multiprocessor, and each keeps some blocks of keys and values on
-the way. Long sequences are split over programs, see `_split_kv`.
+All query heads of a KV head, and all new tokens of a sequence, are the rows of one tile, so that a key is read once. The kernel is
+memory-bound: a program has one or a few warps, several programs share an SM/CU, and each keeps several blocks of keys and values in
+flight. Long sequences are split over programs, see `_split_kv`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._fp8_pairs import pairable, paired
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._shape import Shape, scales_apart
-from tokenspeed_kernel.triton.attention._split_kv import merge_units, plan_units
+from tokenspeed_kernel.triton.attention._split_kv import merge_partials, plan_work_items
 from tokenspeed_kernel.triton.common import (
     TRITON,
     cdiv,
@@ -40,39 +40,39 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Config(NamedTuple):
-    """How a program walks its keys, and how work is cut.
+    """How a program loops over its keys, and how work is split.
 
-    The figures beside the constants are microseconds on an H200, in a CUDA graph, of 64 query heads and 8 key heads of dimension
-    64, bfloat16, pages of 64, where nothing else is said: "64 x 8K" are 64 sequences of 8192 tokens.
+    The figures beside the constants are microseconds on an H200, in a CUDA graph, with 64 query heads and 8 KV heads of dimension
+    64, bfloat16, pages of 64, unless stated otherwise. "64 x 8K" means 64 sequences of 8192 tokens.
 
     Attributes:
-        block_n: keys at once.
-        num_warps: of a program.
-        num_stages: of the loop; the compiler halves them between page numbers, which come first, and keys and values.
-        resident: programs that share a multiprocessor.
-        waves: how often the device is filled with programs where there is much work.
-        long: keys of a program that are enough for its start and end not to matter.
-        least: keys that a program has at least, where a sequence has as many.
-        whole: a sequence of at most so many keys is never split.
+        block_n: keys per block.
+        num_warps: warps of a program.
+        num_stages: pipeline stages of the loop. Half of them cover the loads of page numbers, half those of keys and values.
+        resident: programs per SM/CU.
+        waves: waves of programs, for a batch with much work.
+        long: keys of a program that amortise its prologue and epilogue.
+        least: fewest keys of a program, if the sequence has that many.
+        whole: sequences of at most this many keys are never split.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     resident: int
-    waves: int = 3  # 64 x 8K: 261, with 5 or 6: 262; 64 x 1K: 39, with 6: 41
-    long: int = 2048  # 16 x 8K: 73, with 1024: 78. 64 x 8K with 4096: 256 for 261, but with an fp8 cache 169 for 147
-    least: int = 128  # 1 x 1K: 6.6, with 256: 7.7, with 64: 6.7
-    whole: int = 256  # 64 x 8K in a window of 128: 8.8; split and merged: 11.1
+    waves: int = 3  # 64 x 8K: 261, or 262 with 5 or 6 waves; 64 x 1K: 39, or 41 with 6 waves
+    long: int = 2048  # 16 x 8K: 73, or 78 with 1024. 64 x 8K: 261, or 256 with 4096; fp8 cache: 147, or 169 with 4096
+    least: int = 128  # 1 x 1K: 6.6, or 7.7 with 256, 6.7 with 64
+    whole: int = 256  # 64 x 8K in a window of 128: 8.8, or 11.1 with split-KV and merge
 
 
-# Shared memory of a multiprocessor, of which the keys on their way take most.
+# Shared memory per SM/CU. The pipeline stages of keys and values take most of it.
 _SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103": 225_000, "amd": 64_000, "any": 98_000}
-_OTHER_BYTES = 4_000  # of a program, besides those keys
+_OTHER_BYTES = 4_000  # shared memory of a program besides those stages
 
 
 class Measured(NamedTuple):
-    """What tuning found for a call; it replaces what `_config` would choose. For the fields, see `Config`."""
+    """Tuned values for a call, which override the choice of `_config`. For the fields, see `Config`."""
 
     block_n: int | None = None
     num_warps: int | None = None
@@ -82,25 +82,26 @@ _UNMEASURED = Measured()
 
 
 def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device, measured: Measured) -> Config:
-    """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``.
+    """The configuration for ``key_bytes`` bytes per key and value, tiles of ``rows`` query rows, and dots in ``dtype``.
 
-    ``lean``: no registers go to masks of a window or of each row, to the pages of each key, nor to operands in two parts.
+    ``lean``: the kernel needs no registers for a window's mask, per-row masks, a page number per key, or even and odd operands.
     """
     room = for_architecture(_SHARED_BYTES, device)
-    # 32 keys at once: 16 x 8K 76 for 72; 128: 75, and 64 x 1K 43 for 38.
-    # Two buffers (5 stages): 16 x 8K 86 for 72, four (9 stages): 83, as fewer programs are resident. But where a tile has many rows
-    # of 128 wide keys (64 heads on one, 64 x 4K), four: 47 for 56.
+    # 64 keys per block: 16 x 8K takes 72, or 76 with 32 keys and 75 with 128 keys; 64 x 1K takes 38, or 43 with 128 keys.
+    # Three buffers (7 stages): 16 x 8K takes 72, or 86 with two buffers (5 stages) and 83 with four (9 stages), because fewer
+    # programs are resident. Tiles with many rows and keys 128 wide (64 query heads on one KV head, 64 x 4K): four buffers 47, three
+    # 56.
     block_n, num_stages = 64, 9 if rows > 32 and key_bytes >= 512 else 7
     if rows > 32 or key_bytes > 512:
-        num_warps = 4  # the tile's registers; with 64 rows two warps: 341 for 297
+        num_warps = 4  # for the tile's registers; 64 rows: 297, or 341 with two warps
     else:
-        # 64 x 1K: one warp 37, two 38, four 40; but what is not lean would spill. 64 x 8K, 4 new tokens: 273, 292, 300.
+        # 64 x 1K: one warp 37, two 38, four 40. 64 x 8K with 4 new tokens: 273, 292, 300. One warp spills registers if not lean.
         num_warps = 1 if lean and key_bytes <= 256 else 2
-    if dtype == torch.float32:  # no tensor cores: products take registers
+    if dtype == torch.float32:  # no tensor cores: dots take registers
         block_n, num_warps = 32, 8 if rows > 32 else 4
-    if platform_of(device).is_amd:  # not measured: what compiles without spills
+    if platform_of(device).is_amd:  # not measured: compiles without register spills
         num_warps, num_stages = 4, 2
-    while block_n > 16 and block_n * key_bytes > 32_768:  # of dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
+    while block_n > 16 and block_n * key_bytes > 32_768:  # dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
         block_n //= 2
     block_n, num_warps = measured.block_n or block_n, measured.num_warps or num_warps
     while num_stages > 3 and num_stages // 2 * block_n * key_bytes > room - 8 * _OTHER_BYTES:
@@ -110,13 +111,13 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
 
 
 class Formats(NamedTuple):
-    """What is multiplied.
+    """Dtypes of the dots' operands.
 
     Attributes:
-        dtype: of the products' operands, Triton's.
-        rescaled: whether queries are brought to float16's range, by a power of two that scores are multiplied with again.
-        q_fp8, kv_fp8: how 8-bit queries, keys and values become operands, see `_fp8` and `_fp8_pairs`; None where they are none.
-        pairs: whether the cache is read as pairs of 8-bit numbers.
+        dtype: Triton's dtype of the dots' operands.
+        rescaled: whether queries are scaled into float16's range by a power of two, which multiplies the scores again.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values are converted, see `_fp8` and `_fp8_pairs`; None where they are not 8-bit.
+        pairs: whether the cache is read as pairs of 8-bit values.
     """
 
     dtype: Any
@@ -127,17 +128,17 @@ class Formats(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a program computes, and how.
+    """The constants of a program.
 
     Attributes:
-        packed: key heads that are one wide head for the program.
-        split: whether a sequence may have several units.
-        alike: whether keys and values lie at the same places of their caches.
+        packed: KV heads that the program treats as one wide head.
+        split: whether a sequence may have several work items.
+        alike: whether both caches have the same page and slot strides.
         far: whether offsets within a cache need 64 bits.
-        block_m, block_n: query rows, and keys at once.
-        block_d, block_w: columns of keys and values, powers of two.
-        stages: of the loop over keys.
-        early: whether it may start before the kernel in front of it has ended.
+        block_m, block_n: query rows, and keys per block.
+        block_d, block_w: padded columns of keys and values, powers of two.
+        stages: pipeline stages of the loop over keys.
+        early: whether the kernel is launched with PDL.
     """
 
     packed: int
@@ -152,14 +153,14 @@ class Tile(NamedTuple):
     early: bool
 
 
-_LEAST_ROWS = 16  # of a product's tile
-# Key heads are packed until a key takes so many bytes, a line of the cache. With an fp8 cache, 64 x 8K: 146, unpacked 208; with
-# 256 bytes, bfloat16: 261 for 264, but 1 x 1K 7.5 for 6.7.
+_LEAST_ROWS = 16  # fewest rows of a dot
+# KV heads are packed until a key takes this many bytes, a cache line. fp8 cache, 64 x 8K: 146, or 208 unpacked. Packing bfloat16 up
+# to 256 bytes gives 261 instead of 264, but 7.5 instead of 6.7 for 1 x 1K.
 _PACKED_BYTES = 128
 
 
 def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
-    """How many key heads of ``rows`` query rows share a program: all in the least tile, side by side in memory."""
+    """How many KV heads of ``rows`` query rows share a program. They must fit into the smallest tile and be adjacent in memory."""
     packed, heads = 1, k_cache.shape[2]
     for cache in (k_cache, v_cache):
         dim = cache.shape[3]
@@ -172,7 +173,7 @@ def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
 
 
 def _reach(x: Tensor) -> int:
-    """How far the last element is from the first, in elements."""
+    """The offset of the last element from the first, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -256,12 +257,12 @@ def attend_newest(
     measured: Measured = _UNMEASURED,
     tree_mask: Tensor | None = None,
 ) -> None:
-    """Attention of a few new tokens a sequence, into ``out`` and ``lse``.
+    """Attention of a few new tokens per sequence, written to ``out`` and ``lse``.
 
     Args:
-        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. Otherwise those with more are passed over: nothing is
+        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. Otherwise sequences with more are skipped: nothing is
             written for them.
-        tree_mask: as of `mha_with_kvcache`.
+        tree_mask: as in `mha_with_kvcache`.
     """
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return
@@ -272,12 +273,12 @@ def attend_newest(
 
     pairs = pairable(k_cache) and pairable(v_cache)
     each = 2 if pairs else 1
-    # Narrow queries and keys meet in the dtype that holds both.
+    # With an fp8 cache, dots use float16, except for float32 queries.
     if k_cache.dtype not in FP8 or q.dtype == torch.float32:
         dtype = q.dtype
     else:
         dtype = torch.float16
-    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # the interpreter's products of bfloat16 are wrong
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted bfloat16 dots are wrong
     rescaled = q.dtype == torch.bfloat16 and dtype == torch.float16
     group = q.shape[1] // heads
     rows = group * max_seqlen_q
@@ -294,7 +295,7 @@ def attend_newest(
     if window_left >= 0:
         blocks = min(blocks, cdiv(max_seqlen_q + window_left, config.block_n) + 1)
     sm_count = multiprocessors(device)
-    plan = plan_units(
+    plan = plan_work_items(
         batch,
         blocks,
         programs,
@@ -315,7 +316,7 @@ def attend_newest(
         (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
     multiplier, cap_log2 = score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
     early = may_overlap(device)
-    device_code.decode_kernel[(plan.units * programs,)](
+    device_code.decode_kernel[(plan.work_items * programs,)](
         q,
         k_cache,
         v_cache,
@@ -343,7 +344,7 @@ def attend_newest(
         cap_log2,
         plan.least,
         plan.wave,
-        plan.waves_units,
+        plan.waves_work_items,
         plan.long,
         SHAPE=Shape(
             heads=heads,
@@ -374,7 +375,7 @@ def attend_newest(
         **launch_options(early),
     )
     if split:
-        merge_units(
+        merge_partials(
             plan,
             walk,
             partial,

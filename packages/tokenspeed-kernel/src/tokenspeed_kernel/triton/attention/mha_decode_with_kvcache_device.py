@@ -19,13 +19,13 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
 )
 from tokenspeed_kernel.triton.attention._split_kv_device import (
     Lengths,
-    Sharing,
-    blocks_a_unit,
+    SizeLimits,
     blocks_of,
-    find_unit,
+    blocks_per_work_item,
+    eligible_length,
+    find_work_item,
     first_block,
-    served_length,
-    units_of,
+    work_items_of,
 )
 from tokenspeed_kernel.triton.attention._trees_device import continued, placed
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
@@ -33,7 +33,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, he
 
 @triton.jit
 def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
-    """Queries divided by a power of two such that they are in float16's range, and that power."""
+    """Divides queries by a power of two that brings them into float16's range. Returns the queries and the power of two."""
     largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
     exponent = ((largest.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
     exponent = tl.minimum(tl.maximum(exponent, -100), 112)
@@ -44,7 +44,7 @@ def _to_float16_range(queries, queries_odd, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a cache; columns from WIDTH on are 0."""
+    """Loads rows of a cache. Columns from WIDTH on are 0."""
     if BLOCK == WIDTH:
         rows = tl.load(pointers)
     else:
@@ -53,20 +53,20 @@ def _load_columns(pointers, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _products(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
+def _qk_mma(queries, queries_odd, keys, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
     """``queries @ keys.T``, float32."""
     if PAIRS:
         keys_even, keys_odd = even_and_odd(tl.trans(keys), DTYPE, FP8)
-        products = tl.dot(queries, keys_even, input_precision="ieee")
-        products = tl.dot(queries_odd, keys_odd, products, input_precision="ieee")
+        dots = tl.dot(queries, keys_even, input_precision="ieee")
+        dots = tl.dot(queries_odd, keys_odd, dots, input_precision="ieee")
     else:
-        products = tl.dot(queries, widened(tl.trans(keys), DTYPE, FP8), input_precision="ieee")
-    return products
+        dots = tl.dot(queries, widened(tl.trans(keys), DTYPE, FP8), input_precision="ieee")
+    return dots
 
 
 @triton.jit
 def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr):
-    """``acc * decay + weights @ values``, the values' even and odd columns apart where they are read in pairs."""
+    """``acc * decay + weights @ values``, with separate accumulators for even and odd columns if the cache is read in pairs."""
     weights = weights.to(DTYPE)
     if PAIRS:
         values_even, values_odd = even_and_odd(values, DTYPE, FP8)
@@ -77,14 +77,16 @@ def _pv_mma(weights, values, acc, acc_odd, decay, DTYPE: tl.constexpr, FP8: tl.c
     return acc, acc_odd
 
 
-@triton.jit(do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_units", "long"])
+@triton.jit(
+    do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_work_items", "long"]
+)
 def decode_kernel(
     q,  # [batch * q_len, heads * group, head_dim]
     k_cache,  # [pages, page_size, heads, head_dim]
     v_cache,  # [pages, page_size, heads, v_head_dim]
     page_table,  # [batch, max_pages]
     cache_seqlens,
-    cu_seqlens_q,  # None where every sequence has q_len new tokens; else sequences with none, or more, are passed over
+    cu_seqlens_q,  # None where every sequence has q_len new tokens; else sequences with no or more new tokens are skipped
     sinks,
     tree_mask,  # int64 [tokens], or None
     q_scale,
@@ -117,18 +119,18 @@ def decode_kernel(
     cap_log2,
     least,
     wave,
-    waves_units,
+    waves_work_items,
     long,
     SHAPE: tl.constexpr,
     FORMATS: tl.constexpr,
     WALK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One unit: a tile of the query rows of a key head (or of several), and a share of the keys of their sequence.
+    """One program of a work item: a tile of the query rows of one KV head (or of several), over the work item's range of keys.
 
-    Where heads have few rows, ``packed`` of them are one head of keys as wide as all: a query is 0 in the columns of other heads,
-    and of its values' sum only the columns of its own head are kept. The tile would have been as large, and memory is read in
-    longer pieces. (So an infinite key of one head also spoils those that share its program.)
+    If heads have few rows, ``packed`` of them become one wide head. A query is 0 in the columns of other heads, and only its own
+    head's columns of the result are kept. The tile is no larger than for one head, and memory accesses are longer. An infinite key
+    of one head therefore also makes the results of the other heads of its program NaN.
     """
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -146,7 +148,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_W: tl.constexpr = TILE.block_w
     ROWS: tl.constexpr = GROUP * Q_LEN
-    EACH: tl.constexpr = 2 if PAIRS else 1  # numbers in an element of the cache as it is read
+    EACH: tl.constexpr = 2 if PAIRS else 1  # values per element of the cache as it is read
     COLUMNS: tl.constexpr = PACKED * HEAD_DIM // EACH
     V_COLUMNS: tl.constexpr = PACKED * V_HEAD_DIM // EACH
     PROGRAMS: tl.constexpr = SHAPE.heads // PACKED
@@ -161,15 +163,15 @@ def decode_kernel(
     if TILE.early:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # Programs of all heads of the same keys lie side by side: their keys are neighbours in memory.
-    unit = tl.program_id(0) // (PROGRAMS * TILES)
+    # Programs of all heads of the same tokens are adjacent in the grid, because their keys are adjacent in memory.
+    work_item = tl.program_id(0) // (PROGRAMS * TILES)
     head = tl.program_id(0) // TILES % PROGRAMS * PACKED
     tile = tl.program_id(0) % TILES
-    sequence = unit
-    first_unit = unit
+    sequence = work_item
+    first_work_item = work_item
     if SPLIT:
-        share = blocks_a_unit(lengths, Sharing(least, wave, waves_units, long), WALK)
-        sequence, first_unit = find_unit(unit, share, lengths, WALK)
+        max_blocks = blocks_per_work_item(lengths, SizeLimits(least, wave, waves_work_items, long), WALK)
+        sequence, first_work_item = find_work_item(work_item, max_blocks, lengths, WALK)
         if sequence >= batch:
             return
     first_token = sequence.to(tl.int64) * Q_LEN
@@ -182,49 +184,49 @@ def decode_kernel(
         if TILES > 1:  # noqa: SIM102 (this is known at compile time; heads are not packed then)
             if tile * BLOCK_M >= q_len * GROUP:
                 return
-    length = served_length(lengths, sequence, WALK)
+    length = eligible_length(lengths, sequence, WALK)
     first = first_block(length, window_left, WALK)
     blocks = blocks_of(length, window_left, WALK)
-    units = 1
+    work_items = 1
     begin, end = first, first + blocks
-    if SPLIT:  # shares of a sequence differ by one block at most
-        units = units_of(blocks, share)
-        each, more, at = blocks // units, blocks % units, unit - first_unit
+    if SPLIT:  # work items of a sequence differ by at most one block
+        work_items = work_items_of(blocks, max_blocks)
+        each, more, at = blocks // work_items, blocks % work_items, work_item - first_work_item
         begin = first + at * each + tl.minimum(at, more)
         end = begin + each + (at < more).to(tl.int32)
 
     # Queries.
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < PACKED * ROWS
-    own = row // ROWS  # which of the heads
+    own = row // ROWS  # the row's head among the packed heads
     row = row % ROWS
     if cu_seqlens_q is not None:
         real &= row < q_len * GROUP
     token = first_token + row // GROUP
     q_head = (head + own) * GROUP + row % GROUP
     position = length - q_len + row // GROUP
-    last = position  # up to which a query sees all keys
+    last = position  # the last key up to which a query sees all keys
     if tree_mask is not None:
         nodes = tl.load(tree_mask + token, mask=real, other=0)
         position, last = placed(nodes, position, length - q_len)
     d = tl.arange(0, TILE.block_d)
     w = tl.arange(0, BLOCK_W)
     if PACKED > 1:
-        asked = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
+        wanted = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
     else:
-        asked = real[:, None] & (d < COLUMNS)[None, :]
+        wanted = real[:, None] & (d < COLUMNS)[None, :]
     q_at = row_of(q_rows, token[:, None], q_head[:, None]) + (d * EACH % HEAD_DIM)[None, :] * q_rows.dim_stride
-    queries = tl.load(q_at, mask=asked, other=0.0)
+    queries = tl.load(q_at, mask=wanted, other=0.0)
     queries_odd = queries
     if PAIRS:
-        queries_odd = tl.load(q_at + q_rows.dim_stride, mask=asked, other=0.0)
+        queries_odd = tl.load(q_at + q_rows.dim_stride, mask=wanted, other=0.0)
     if FORMATS.rescaled:
         queries, queries_odd, power = _to_float16_range(queries, queries_odd, DTYPE)
         multiplier *= power
     else:
         queries = widened(queries, DTYPE, Q_FP8)
         queries_odd = widened(queries_odd, DTYPE, Q_FP8)
-    # Heads that share a program have scales of their own.
+    # Packed heads have their own scales, which are applied per row.
     EACH_SCALED: tl.constexpr = PACKED > 1 and (SHAPE.q_scales > 0 or SHAPE.k_scales > 0)
     row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if scales.q is not None:
@@ -251,14 +253,14 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     acc_odd = acc
     for block in tl.range(begin, end, num_stages=TILE.stages):
-        # A key that no query sees may be NaN, and is not read: the nearest key that some query sees is read in its place.
+        # A key that no query sees may be NaN and is not read: the nearest visible key is read instead.
         key = block * BLOCK_N + n
         held = tl.maximum(tl.minimum(key, length - 1), low)
         slot = held % PAGE_SIZE
         if PAGE_SIZE % BLOCK_N == 0:
             seen = block
             if WINDOWED and cu_seqlens_q is not None:
-                # Shares begin where Q_LEN new tokens would see; with fewer, the first page may be one that was freed.
+                # Work items begin at the window of Q_LEN new tokens. With fewer new tokens, the first page may have been freed.
                 seen = tl.maximum(block, low // BLOCK_N)
             page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * table.page_stride)
         else:
@@ -275,9 +277,9 @@ def decode_kernel(
         k = _load_columns(k_at, d, COLUMNS, TILE.block_d)
         v = _load_columns(v_at, w, V_COLUMNS, BLOCK_W)
 
-        products = _products(queries, queries_odd, k, DTYPE, FP8, PAIRS)
+        dots = _qk_mma(queries, queries_odd, k, DTYPE, FP8, PAIRS)
         if EACH_SCALED:
-            products *= row_scale[:, None]
+            dots *= row_scale[:, None]
         if Q_LEN == 1:
             visible = key < length
             if WINDOWED:
@@ -289,11 +291,11 @@ def decode_kernel(
                 visible &= key[None, :] >= position[:, None] - window_left
             if tree_mask is not None:
                 visible |= continued(nodes, key, length - q_len, length)
-        scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
+        scores, factor = scale_scores(dots, scaling, SHAPE.has_cap)
         weights, decay, state = softmax_step(state, tl.where(visible, scores, -float("inf")), factor)
         acc, acc_odd = _pv_mma(weights, v, acc, acc_odd, decay, DTYPE, FP8, PAIRS)
 
-    # Results, or the unit's part of them.
+    # Store the final result, or the partial result of the work item.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
         w = tl.arange(0, 2 * BLOCK_W)
@@ -301,8 +303,8 @@ def decode_kernel(
         acc *= tl.load(scales.v + (head + own) * SHAPE.v_scales, mask=real, other=1.0)[:, None]
     stored = real[:, None] & ((w // V_HEAD_DIM)[None, :] == own[:, None])
     w = w % V_HEAD_DIM
-    if SPLIT and units > 1:
-        at_row = (unit.to(tl.int64) * SHAPE.heads + head + own) * ROWS + row
+    if SPLIT and work_items > 1:
+        at_row = (work_item.to(tl.int64) * SHAPE.heads + head + own) * ROWS + row
         tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
         acc *= reciprocal_of(state.row_sum)[:, None]
         tl.store(partial + at_row[:, None] * V_HEAD_DIM + w[None, :], acc, mask=stored)

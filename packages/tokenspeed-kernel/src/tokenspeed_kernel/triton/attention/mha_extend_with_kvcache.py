@@ -1,4 +1,4 @@
-"""Attention of new tokens to a paged cache."""
+"""Attention of new tokens over a paged cache (extend)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_extend_with_kvcache`. Lengths are read on the device only."""
+    """See `tokenspeed_kernel.mha_extend_with_kvcache`. Only the device reads lengths."""
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))
@@ -93,7 +93,7 @@ def attend_stretches(
     lse: Tensor | None,
     shortest: int = 1,
 ) -> None:
-    """Writes out and lse of sequences with at least ``shortest`` new tokens; passes over the others."""
+    """Writes out and lse for sequences with at least ``shortest`` new tokens, and skips the others."""
     tokens, _, head_dim = q.shape
     call = Call(
         q=q,

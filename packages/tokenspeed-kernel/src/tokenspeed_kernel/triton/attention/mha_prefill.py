@@ -1,4 +1,4 @@
-"""Causal attention of whole sequences, whose keys lie in a row."""
+"""Causal attention of whole sequences with contiguous keys (prefill)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.spec import Priority
 
 
 def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Twice as many warps are for twice as many rows. In a narrow window tiles are bands, which have no choice."""
+    """Rejects tiles with fewer than 16 rows per warp, or with too many stages. `_mha_band` ignores these tunables."""
     if config["num_warps"] * 16 > config["block_m"]:
         return f"{config['num_warps']} warps have less than 16 rows each in a tile of {config['block_m']}"
     if request.traits["head_dim"] > 128 and config["num_stages"] > 2:
@@ -60,9 +60,9 @@ def mha_prefill(
     num_warps: int | None = None,
     num_stages: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_prefill`. Never waits for the device: the hint on the host is not looked at.
+    """See `tokenspeed_kernel.mha_prefill`. Never synchronises with the device, and ignores ``cu_seqlens_cpu``.
 
-    The last three are of `Tiles`, for calls that are not served in a band.
+    ``block_m``, ``num_warps`` and ``num_stages`` are those of `Tiles`. Calls that `_mha_band` handles ignore them.
     """
     tokens, heads, head_dim = q.shape
     if out is None:

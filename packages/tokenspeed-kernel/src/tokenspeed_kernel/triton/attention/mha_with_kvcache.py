@@ -1,7 +1,7 @@
-"""Attention of a mixed batch to a paged cache.
+"""Attention of a mixed batch over a paged cache.
 
-Sequences of a few new tokens are decoded, with their keys split over programs; those of more are extended, by tiles of queries. On
-the device each of the two passes over the other's sequences. Where a window leaves few keys, all go through the tiles.
+Sequences with few new tokens use the decode kernel with split-KV. Sequences with more use the extend kernel with tiles of queries.
+Each kernel skips the other's sequences on the device. If a window leaves few keys, the extend kernel handles all sequences.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 
-_DECODED_ROWS = 16  # query rows of a key head that decoding has in its least tile
-_FEW_KEYS = 256  # in a window
+_DECODED_ROWS = 16  # query rows per KV head in the smallest tile of the decode kernel
+_FEW_KEYS = 256  # keys of a window up to which the extend kernel handles all sequences
 
 
 @register_kernel(
@@ -51,14 +51,14 @@ def mha_with_kvcache(
     tree_mask: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
+    """See `tokenspeed_kernel.mha_with_kvcache`. Only the device reads lengths."""
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
     longest_q = min(max_seqlen_q, tokens)
     decoded = max(1, _DECODED_ROWS * k_cache.shape[2] // heads)
-    if tree_mask is not None:  # decoding knows trees
+    if tree_mask is not None:  # only the decode kernel supports trees
         decoded = MAX_TREE
     elif window_left >= 0 and window_left + decoded <= _FEW_KEYS:
         decoded = 0

@@ -1,4 +1,4 @@
-"""Attention of the newest tokens to a paged cache of latents: a fixed number of tokens of every sequence."""
+"""MLA decode over a paged cache of latents, for a fixed number of new tokens per sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a paged cache of latents, as many of each sequence as it has."""
+"""MLA of new tokens over a paged cache of latents, for any number of new tokens per sequence (extend)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill of latent attention, by the tiles of `_mha_tiles`. Keys are wider than values, and each query head has its own."""
+"""MLA prefill, by the kernels of multi-head attention. Keys are wider than values, and each query head has its own KV head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
-# Keys of 192 columns, values of 128. On an H200 4 x 4096 tokens, 128 heads: 434 TFLOP/s. With tensor maps 420, 4 stages 430, edges
-# in the same loop 423, 128 keys at once 411, 64 rows 403 and less.
+# Keys of 192 columns, values of 128. On an H200, 4 x 4096 tokens, 128 heads: 434 TFLOP/s. With tensor descriptors 420, with 4
+# stages 430, with edges in the same loop 423, with blocks of 128 keys 411, with 64 rows at most 403.
 _TILES: dict[str, Tiles | None] = {"sm_90": Tiles(128, 64, 8, 3, "apart"), "cpu": Tiles(128, 128, 1, 1), "any": None}
 
 
@@ -57,7 +57,7 @@ def mla_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.mla_prefill`. Never waits for the device: the hint on the host is not looked at."""
+    """See `tokenspeed_kernel.mla_prefill`. Never synchronises with the device, and ignores ``cu_seqlens_cpu``."""
     tokens, heads, head_dim = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=output_dtype(q))

@@ -1,4 +1,4 @@
-"""Attention of tokens to chosen latents of a paged cache: every token is a sequence of its own, of as many keys as were chosen."""
+"""Sparse MLA over chosen latents of a paged cache. Every token is a sequence of its own, whose keys are the chosen latents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Normalisation and rotation of q and k, and the write of k and v into the paged cache, in one launch.
+"""RMSNorm and rotary embedding of q and k, and the write of k and v to the paged cache, in one launch.
 
-A program takes a tile of heads, of q, or of k and v: `apply_rope`'s tiles, which hold whole heads and so have what a head's mean
-square wants. Every byte of qkv is read once; of k and v nothing is written but to the cache.
+A program handles a tile of heads of q, or of k and v. The tiles of `apply_rope` hold whole heads, as RMSNorm requires. Every byte
+of qkv is read once, and k and v are written only to the cache.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def qk_rmsnorm_rope_store_kv_cache(
     if k_cache.element_size() == 1:
         k_cache, v_cache = as_storable(k_cache), as_storable(v_cache)
     tile = tile_for(head_dim, rotary_dim, v_head_dim)
-    # A cache without pages takes no tokens.
+    # A cache without pages stores no tokens.
     k_programs = cdiv(tokens * kv_heads, tile.k_heads) if k_cache.numel() else 0
     if tokens:
         early = may_overlap(qkv.device)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.embedding.apply_rope_device import Angles, Norm, Slots, turn_keys, turn_queries
+from tokenspeed_kernel.triton.embedding.apply_rope_device import Angles, Norm, Slots, rotate_keys, rotate_queries
 from tokenspeed_kernel.triton.views_device import Cache, Heads
 
 
@@ -49,12 +49,12 @@ def qk_rmsnorm_rope_store_kv_cache_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``k_programs`` programs take k and v, the others q."""
+    """The first ``k_programs`` programs handle k and v, the others q."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, stream_stride)
     program = tl.program_id(0)
     if program < k_programs:
-        turn_keys(
+        rotate_keys(
             Heads(k, token_stride, SHAPE.head_dim),
             Heads(v, token_stride, WRITE.v_head_dim),
             None,
@@ -75,4 +75,4 @@ def qk_rmsnorm_rope_store_kv_cache_kernel(
     else:
         q_heads = Heads(q, token_stride, SHAPE.head_dim)
         q_out_heads = Heads(q_out, q_out_token_stride, q_out_head_stride)
-        turn_queries(q_heads, q_out_heads, Norm(q_weight, eps), angles, program - k_programs, tokens, SHAPE, TILE, INTERPRETED)
+        rotate_queries(q_heads, q_out_heads, Norm(q_weight, eps), angles, program - k_programs, tokens, SHAPE, TILE, INTERPRETED)

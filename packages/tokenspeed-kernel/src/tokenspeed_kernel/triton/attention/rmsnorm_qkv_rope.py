@@ -1,7 +1,7 @@
-"""Normalisation, the product for q, k and v, rotation and the write to the cache for one or two tokens, in one kernel.
+"""RMSNorm, the QKV projection, rotary embedding and the cache write of one or two tokens, in one kernel.
 
-Memory decides the speed: each program reads the weights of a few pairs of elements that turn together, for all tokens, and turns
-them where it has them. Tokens are normalised on the way, by every program again, which costs little while they are few.
+The kernel is memory-bound. Each program reads the weights of a few rotary pairs, computes these pairs for all tokens, and rotates
+them in registers. Every program normalises the tokens again, which costs little for few tokens.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 MOST_TOKENS = 2
-# A program keeps at most so many elements of a token in registers, beside the weights that it multiplies them with.
+# Most elements of a token that a program keeps in registers beside the weights.
 MOST_HIDDEN = 8192
-# Heads that are turned as a whole; one kernel is declared for each, because traits are constrained one by one.
+# Head dimensions, all of whose columns are rotated. Each has its own declaration, because a trait cannot refer to another trait.
 HEAD_DIMS = (32, 64, 128)
 
 
 class Program(NamedTuple):
-    """What a program takes, and what else is known when it is compiled.
+    """Compile-time constants of the kernel.
 
     Attributes:
-        tokens: all of them, as a power of two.
-        pairs: of elements that turn together.
-        hidden: the hidden size, as a power of two.
-        head_dim: of all heads.
-        has_residual: whether something is added to the tokens.
-        early: whether it may start before the kernel in front of it has ended.
-        interpreted: whether Triton interprets it.
+        tokens: all tokens, padded to a power of two.
+        pairs: rotary pairs per program.
+        hidden: the hidden size, padded to a power of two.
+        head_dim: columns of every head of q, k and v.
+        has_residual: whether a residual is added to the tokens.
+        early: whether the kernel is launched with PDL.
+        interpreted: whether Triton's interpreter runs the kernel.
     """
 
     tokens: int
@@ -56,8 +56,8 @@ class Program(NamedTuple):
     interpreted: bool
 
 
-# A program of 8 warps holds 128 weights a thread, all of them on their way at once. One H200, one token of 2880 in bfloat16 and
-# 5120 outputs, in a decode step of GPT-OSS-120B: 18.4 us. By matrix units, 16 rows of weights at a time: 54 to 58.
+# A program of 8 warps holds 128 weights per thread, and loads them all at once. One H200, one token of hidden size 2880 in bfloat16
+# and 5120 outputs, in a decode step of GPT-OSS-120B: 18.4 us. With MMAs on 16 rows of weights at a time: 54 to 58 us.
 _ELEMENTS, _WARPS = 32768, 8
 
 
@@ -83,7 +83,7 @@ def rmsnorm_qkv_rope(
     columns = qkv_weight.shape[1]
     heads = columns // head_dim - 2 * kv_heads
     qkv = out if out is not None and has_rows(out) else x.new_empty(tokens, columns)
-    # Other programs read x and the residual when the first ones write their sum, so it may not lie in either.
+    # Other programs may still read x and the residual when their sum is stored, so the sum must alias neither.
     total = None if residual is None else residual.new_empty(tokens, hidden)
     x, added = (t if t.stride(1) == 1 else t.contiguous() for t in (x, x if residual is None else residual))
     weight = qkv_weight.t() if qkv_weight.stride(0) == 1 else qkv_weight.t().contiguous()
@@ -150,7 +150,7 @@ def rmsnorm_qkv_rope(
     return qkv, total if residual_out is None else residual_out.copy_(total)
 
 
-_SERVED = [
+_SUPPORTED = [
     format_signature(x=d, qkv_weight=d, **({"k_cache": d} if cached else {}))
     for d in map(dense_tensor_format, (torch.bfloat16, torch.float32))
     for cached in (False, True)
@@ -162,7 +162,7 @@ for _head_dim in HEAD_DIMS:
         name=f"triton_rmsnorm_qkv_rope_{_head_dim}",
         solution="triton",
         capability=TRITON,
-        signatures=_SERVED,
+        signatures=_SUPPORTED,
         traits={
             "tokens": at_most(MOST_TOKENS),
             "hidden": at_most(MOST_HIDDEN),
@@ -173,7 +173,7 @@ for _head_dim in HEAD_DIMS:
             "bias": any,
             "cache_write": any,
         },
-        # On an H200 the parts were quicker, 15.1 us with PyTorch's product: this one is asked for by name, or found by tuning.
+        # On an H200 separate kernels were faster: 15.1 us with PyTorch's GEMM. This kernel is selected only by name or by tuning.
         priority=Priority.COMPOSED - 1,
         tags={"determinism"},
     )(rmsnorm_qkv_rope)

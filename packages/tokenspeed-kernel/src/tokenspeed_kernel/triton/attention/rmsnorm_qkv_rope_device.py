@@ -15,9 +15,9 @@ from tokenspeed_kernel.triton.views_device import Cache
 
 
 class Inputs(NamedTuple):
-    """Tokens ``[tokens, hidden]``, what is added to them, where their sum goes, and the norm's weight.
+    """Tokens ``[tokens, hidden]``, the residual that is added, the output of their sum, and the norm's weight.
 
-    ``residual_out`` is not read, so that it may not be any of the others.
+    ``residual_out`` is written while other programs read the inputs, so it must alias none of them.
     """
 
     x: Any
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 @triton.jit
 def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Some elements of x, or of x plus the residual, rounded to the residual's dtype; 0 outside of the mask."""
+    """Elements of x, or of x plus the residual rounded to the residual's dtype; 0 outside of the mask."""
     total = tl.load(inputs.x + row * inputs.x_stride + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(inputs.residual + row * inputs.residual_stride + column, mask=mask, other=0.0)
@@ -45,8 +45,10 @@ def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: 
 
 @triton.jit
 def _multiply(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
-    """The normalised tokens' product with some rows of weights, ``[TOKENS, outputs]``. The rows lie in registers as a whole, so
-    that all of them are on their way at once."""
+    """Multiplies the normalised tokens by some rows of weights: ``[TOKENS, outputs]``.
+
+    The rows are kept in registers as a whole, so that all their loads are in flight at once.
+    """
     TOKENS: tl.constexpr = TILE.tokens
     column = tl.arange(0, TILE.hidden)[None, :]
     inside = column < inputs.hidden
@@ -107,7 +109,7 @@ def rmsnorm_qkv_rope_kernel(
     WRITE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Computes, rotates and stores elements of heads. A program has some pairs, which turn together, of one head and all tokens."""
+    """Computes, rotates and stores some rotary pairs of one head, for all tokens."""
     HEAD_DIM: tl.constexpr = TILE.head_dim
     PAIRS: tl.constexpr = TILE.pairs
     TOKENS: tl.constexpr = TILE.tokens
@@ -119,11 +121,11 @@ def rmsnorm_qkv_rope_kernel(
     program = tl.program_id(0)
     head = program // (half // PAIRS)
     first = program % (half // PAIRS) * PAIRS
-    # Elements of a pair side by side, so that they can be told apart in the product.
+    # The two elements of a pair are adjacent outputs, so that `tl.split` can separate them below.
     column = tl.arange(0, 2 * PAIRS)
     output = head * HEAD_DIM + first + column // 2 + column % 2 * half
     weight_rows = qkv_weight + output.to(tl.int64) * weight_row
-    if TILE.early:  # while the preceding kernel still runs; it may be the one that writes them, so they are not loaded yet
+    if TILE.early:  # prefetch only: the preceding kernel may still run, and may write the weights
         rows = weight_rows[:, None]
         prefetch_rows(rows, tl.full(rows.shape, True, tl.int1), hidden, 1, qkv_weight, TILE.hidden)
     start(TILE.early)
@@ -142,9 +144,9 @@ def rmsnorm_qkv_rope_kernel(
         cos, sin = tl.load(angles), tl.load(angles + half)
         a, b = a * cos - b * sin, b * cos + a * sin
     a, b = round_to(a, dtype, TILE.interpreted), round_to(b, dtype, TILE.interpreted)
-    place = out + token.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + pair[None, :]
-    tl.store(place, a, mask=real[:, None])
-    tl.store(place + half, b, mask=real[:, None])
+    location = out + token.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + pair[None, :]
+    tl.store(location, a, mask=real[:, None])
+    tl.store(location + half, b, mask=real[:, None])
     if WRITE and head >= heads:
         slot = tl.load(slot_mapping + token * slots_stride, mask=real, other=-1)[:, None]
         kv_head = (head - heads) % kv_heads

@@ -1,14 +1,13 @@
-"""The largest scores of each row: a sample tells a bound that a few more than are wanted reach, and these are listed and searched.
+"""The top-k positions of each row. A sample gives a bound that slightly more than k scores reach; these are listed and searched.
 
-1. `list_scores_kernel`, where rows are so few that each has several programs: a program takes a sample of the whole row and lists
-   what reaches the sample's bound in one span of it, in order of position.
-2. `top_k_indices_kernel`, a program a row, finds the threshold among what is listed and writes the positions. Of many rows it
-   makes the list itself; of short rows it holds all scores and needs none.
+1. `list_scores_kernel` runs if rows are few, with several programs per row. A program samples the whole row, and lists the scores
+   of one span of the row that reach the bound, in order of position.
+2. `top_k_indices_kernel`, with one program per row, finds the threshold among the listed scores and writes the positions. For many
+   rows it makes the list itself. For short rows it holds all scores in registers, without a list.
 
-So a row is read once, and a small part of it twice. Sums along a row place everything, never atomic operations: a row always gives
-the same lists. Where a bound turns out to be too high, or so low that a list overflows, the row is searched as a whole,
-`_top_k_search_device`: seldom, for the bound leaves room for what chance does to a sample, and scores that equal the bound are
-listed no more often than they may be chosen.
+A row is therefore read once, and a small part of it twice. Prefix sums, not atomics, determine all positions, so that a row always
+gives the same lists. If a bound is too high, or so low that a list overflows, `_top_k_search_device` searches the whole row. This
+is rare, because the bound allows for sampling error, and a list holds at most ``top_k`` scores equal to the bound.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ class Search(NamedTuple):
     """How rows are searched.
 
     Attributes:
-        lanes: scores or entries of lists that a program holds at once, at least 16.
-        spans: of a row, each of which has a program that lists its large scores; 1 where the row's own program does, 0 where
-            nothing is listed.
-        segment: entries of a span's list, at most.
-        block: scores at once that go into a list.
-        run: of these, scores side by side that a thread takes.
-        sample: scores of a sample, at most.
-        deviations: standard deviations of the threshold's rank in a sample for which a list has room.
-        stages: blocks on the way to a list, the one at work included.
-        warps: of a program.
+        lanes: scores or list entries that a program holds at once, at least 16.
+        spans: spans of a row, each with a program that lists its large scores; 1 if the row's own program makes the list, 0 if
+            there is no list.
+        segment: most entries of a span's list.
+        block: scores per step of the listing loop.
+        run: adjacent scores of a block per thread.
+        sample: most scores of a sample.
+        deviations: margin of the bound, in standard deviations of the threshold's rank in a sample.
+        stages: pipeline stages of the listing loop.
+        warps: warps of a program.
     """
 
     lanes: int
@@ -64,21 +63,21 @@ class Search(NamedTuple):
     warps: int
 
 
-# What a program holds, 16 a thread. A list of that many serves top_k of up to half of it: there is room for a threshold of as many
-# ties as are wanted, behind as many larger scores.
+# Entries that a program holds, 16 per thread. A list of _LANES entries is enough for top_k up to half of that: top_k larger scores,
+# and top_k ties of the threshold.
 _LANES, _WARPS, _FEWEST_LANES, _LANES_A_WARP = 4096, 8, 64, 512
 _BLOCK, _RUN = 4096, 4
-# Of 65536 scores one in 32 is in the sample, so that about 3,100 are listed where 2,048 are wanted.
+# One in 32 of 65536 scores is in the sample, so that about 3,100 scores are listed for a top_k of 2,048.
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLED = 1024, 4096, 32
 _DEVIATIONS = 4.0
 _STAGES = {"nvidia": 3, "any": 1}
-# Two programs share a multiprocessor.
+# Register limit for two CTAs per SM.
 _REGISTERS: dict[str, dict[str, int]] = {"nvidia": {"maxnreg": 128}, "any": {}}
-_MOST_SPANS, _PROGRAMS = 16, 2  # of a row; of a multiprocessor
+_MOST_SPANS, _PROGRAMS = 16, 2  # per row; per SM/CU
 
 
 def search_of(rows: int, keys: int, top_k: int, device: torch.device) -> Search:
-    """The search in rows of so many scores."""
+    """The search for ``rows`` rows of ``keys`` scores."""
     lanes = min(max(next_power_of_2(keys), _FEWEST_LANES), _LANES)
     warps = max(1, min(lanes // _LANES_A_WARP, _WARPS))
     sample = min(max(next_power_of_2(keys // _SAMPLED), _LEAST_SAMPLE), _MOST_SAMPLE)
@@ -109,20 +108,20 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None, out: Tenso
     if rows == 0:
         return out
     search = search_of(rows, keys, top_k, scores.device)
-    # Programs that wait for others would take the room of those.
+    # PDL only if both kernels fit on the device at once: waiting programs would otherwise occupy the SMs of the first kernel.
     early = may_overlap(scores.device) and rows * (search.spans + 1) <= multiprocessors(scores.device)
     lengths = dense(lengths)
     room = 0 if keys <= search.lanes else max(search.spans, 1) * search.segment
     entries = torch.empty(rows, room, dtype=torch.int64, device=scores.device)
     counts = torch.empty(rows, search.spans, 3, dtype=torch.int32, device=scores.device)
-    asked = (keys, top_k)
+    wanted = (keys, top_k)
     options: dict[str, Any] = {"SEARCH": search, "EARLY": early, "num_warps": search.warps, **launch_options(early)}
     options.update(for_architecture(_REGISTERS, scores.device))
     if search.spans > 1:
         device_code.list_scores_kernel[(rows * search.spans,)](
-            scores, lengths, entries, counts, *scores.stride(), *asked, **options
+            scores, lengths, entries, counts, *scores.stride(), *wanted, **options
         )
     device_code.top_k_indices_kernel[(rows,)](
-        scores, lengths, entries, counts, out, *scores.stride(), room, *out.stride(), *asked, **options
+        scores, lengths, entries, counts, out, *scores.stride(), room, *out.stride(), *wanted, **options
     )
     return out

@@ -1,7 +1,7 @@
 """Device code of `top_k_indices`.
 
-The *threshold* is the least score that is chosen; what equals it are *ties*, of which the first are chosen. All that follows is
-about the keys by which scores sort, `sort_key`. An entry of a list is an int64: the bits of a float32 above its position.
+The *threshold* is the smallest chosen score. Scores equal to it are *ties*, the first of which are chosen. The code compares int32
+keys that sort as the scores do, see `sort_key`. A list entry is an int64: the bits of the float32 score above its position.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 
 COUNTS = tl.constexpr(3)
-"""int32 numbers that a list comes with: how many scores are above a key, how many equal it, and the key."""
+"""int32 values stored with a list: the number of scores above a key, the number equal to the key, and the key."""
 
 _INFINITE = tl.constexpr(0x7F800000)  # the key of inf
-_FEW_ALIKE = tl.constexpr(2)  # that equal the bound, in a sample
+_FEW_ALIKE = tl.constexpr(2)  # scores of a sample that equal the bound
 
 
 @triton.jit
 def _length_of(lengths, row, keys):
-    """How many scores of a row are looked at."""
+    """The number of valid scores of a row."""
     length = keys
     if lengths is not None:
         length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), keys)
@@ -31,13 +31,13 @@ def _length_of(lengths, row, keys):
 
 @triton.jit
 def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
-    """A key that very likely at least top_k scores of a row reach, and few more; of short rows all that are shown reach it.
+    """A key that very likely at least top_k scores of a row reach, and few more. All scores above -inf of a short row reach it.
 
-    A sample tells: one score of each of many equal parts of the row, its place in there by chance, so that no regular row
-    misleads it.
+    The key comes from a sample: one score from each of many equal parts of the row, at a pseudo-random position in the part, so
+    that a regular pattern in the row does not bias the sample.
 
     Returns:
-        int32, the key, that of infinity at most; whether several of the sample equal it.
+        int32, the key, at most that of infinity; whether more than _FEW_ALIKE scores of the sample equal it.
     """
     SAMPLE: tl.constexpr = SEARCH.sample
     key = length * 0 + HIDDEN + 1
@@ -61,9 +61,9 @@ def _bound(scores, length, key_stride, top_k, SEARCH: tl.constexpr):
 
 @triton.jit
 def _scores_at(scores, first, length, key_stride, SEARCH: tl.constexpr, WHOLE: tl.constexpr):
-    """A block of a row's scores, float32 ``[SEARCH.block / SEARCH.run, SEARCH.run]``, -inf beyond the length, and where they are.
+    """A block of a row's scores, float32 ``[SEARCH.block / SEARCH.run, SEARCH.run]``, and their positions. Beyond the length -inf.
 
-    A thread takes a run of scores, so that threads exchange sums of runs only. ``WHOLE``: none of them lies beyond the length.
+    A thread holds a run of scores, so that threads exchange only sums of runs. ``WHOLE``: the whole block is within the length.
     """
     RUN: tl.constexpr = SEARCH.run
     at = first + tl.arange(0, SEARCH.block // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
@@ -76,35 +76,36 @@ def _scores_at(scores, first, length, key_stride, SEARCH: tl.constexpr, WHOLE: t
 
 @triton.jit
 def _sums_before(numbers):
-    """The sum of all numbers that stand before each, row by row, and that of all."""
+    """The exclusive prefix sum in row-major order, and the total."""
     of_runs = tl.sum(numbers, axis=1)
     return (tl.cumsum(of_runs, axis=0) - of_runs)[:, None] + tl.cumsum(numbers, axis=1) - numbers, tl.sum(of_runs, axis=0)
 
 
 @triton.jit
-def _store_entries(entries, place, x, at, listed):
-    tl.store(entries + place, (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
+def _store_entries(entries, location, x, at, listed):
+    tl.store(entries + location, (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | at.to(tl.int64), mask=listed)
 
 
 @triton.jit
 def _list_block(scores, first, length, key_stride, bound, listed, entries, SEARCH: tl.constexpr, WHOLE: tl.constexpr):
-    """Lists what reaches the bound, a float32, in a block. Returns how many are listed now."""
+    """Lists the scores of a block that reach the bound, a float32. Returns the new number of listed scores."""
     x, at = _scores_at(scores, first, length, key_stride, SEARCH, WHOLE)
     reaching = (x >= bound) | (x != x)
     before, number = _sums_before(reaching.to(tl.int32))
-    place = listed + before
-    _store_entries(entries, place, x, at, reaching & (place < SEARCH.segment))
+    location = listed + before
+    _store_entries(entries, location, x, at, reaching & (location < SEARCH.segment))
     return listed + number
 
 
 @triton.jit
 def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH: tl.constexpr):
-    """Lists what is above a key in a span of a row, in order, and as many as can be chosen of those that equal it.
+    """Lists the scores of a span that are above a key, in order, and up to top_k of the scores that equal the key.
 
-    Where few equal the bound, the key is the one below: all that reach the bound are listed, and nothing equals the key.
+    If few scores of the sample equal the bound, the key is the one below the bound: all scores that reach the bound are listed, and
+    none equals the key.
 
     Args:
-        entries: int64 ``[SEARCH.segment]``. What there is no room for is counted only.
+        entries: int64 ``[SEARCH.segment]``. Entries that do not fit are only counted.
         counts: int32 ``[COUNTS]``.
     """
     BLOCK: tl.constexpr = SEARCH.block
@@ -121,11 +122,11 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
             x, at = _scores_at(scores, first, length, key_stride, SEARCH, False)
             larger = (x > bound) | (x != x)
             ties = x == bound
-            # Both counts in one sum: neither reaches 2^15.
+            # Both counts are packed into one int32: neither reaches 2^15.
             before, total = _sums_before((larger.to(tl.int32) << 16) | ties.to(tl.int32))
             rank = equal + (before & 0xFFFF)
-            place = above + (before >> 16) + tl.minimum(rank, top_k)
-            _store_entries(entries, place, x, at, (larger | (ties & (rank < top_k))) & (place < SEARCH.segment))
+            location = above + (before >> 16) + tl.minimum(rank, top_k)
+            _store_entries(entries, location, x, at, (larger | (ties & (rank < top_k))) & (location < SEARCH.segment))
             above += total >> 16
             equal += total & 0xFFFF
     else:
@@ -142,31 +143,30 @@ def _list_span(scores, length, key_stride, top_k, span, entries, counts, SEARCH:
 
 @triton.jit
 def _entries_at(entries, counts, lane, listed, top_k, SEARCH: tl.constexpr):
-    """Keys, int32, and positions, int32, of entries of a row's lists as if these were one; `NO_KEY` beyond it."""
-    place = lane
+    """Keys, int32, and positions, int32, of entries of a row's lists, indexed as one list; `NO_KEY` beyond the last."""
+    location = lane
     begin = listed * 0
     for _ in range(SEARCH.spans - 1):
         number = tl.load(counts) + tl.minimum(tl.load(counts + 1), top_k)
         begin += number
-        place += tl.where(lane >= begin, SEARCH.segment - number, 0)
+        location += tl.where(lane >= begin, SEARCH.segment - number, 0)
         counts += COUNTS
-    entry = tl.load(entries + place, mask=lane < listed, other=0)
+    entry = tl.load(entries + location, mask=lane < listed, other=0)
     x = (entry >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(lane < listed, sort_key(x), NO_KEY), (entry & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def _write_chosen(keys, at, threshold, ties, larger_before, equal_before, out, out_stride):
-    """Writes the positions of keys above the threshold, and of the first ``ties`` ones equal to it. Returns how many of both kinds
-    there have been."""
+    """Writes the positions of keys above the threshold, and of the first ``ties`` keys equal to it. Returns both running counts."""
     larger = keys > threshold
     equal = keys == threshold
-    # Both counts in one sum: neither reaches 2^15.
+    # Both counts are packed into one int32: neither reaches 2^15.
     both = (larger.to(tl.int32) << 16) | equal.to(tl.int32)
     before = tl.cumsum(both, axis=0) - both
     rank = equal_before + (before & 0xFFFF)
-    place = larger_before + (before >> 16) + tl.minimum(rank, ties)
-    tl.store(out + place * out_stride, at, mask=larger | (equal & (rank < ties)))
+    location = larger_before + (before >> 16) + tl.minimum(rank, ties)
+    tl.store(out + location * out_stride, at, mask=larger | (equal & (rank < ties)))
     total = tl.sum(both, axis=0)
     return larger_before + (total >> 16), equal_before + (total & 0xFFFF)
 
@@ -184,7 +184,7 @@ def list_scores_kernel(
     SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One span of a row."""
+    """Lists the large scores of one span of a row."""
     start(EARLY)
     row = (tl.program_id(0) // SEARCH.spans).to(tl.int64)
     entries += tl.program_id(0).to(tl.int64) * SEARCH.segment
@@ -210,10 +210,10 @@ def top_k_indices_kernel(
     SEARCH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row: from what `list_scores_kernel` has listed of it, from a list of its own, or, without lists, from the row itself."""
+    """Finds the top-k of one row, from the lists of `list_scores_kernel`, from its own list, or from the row itself."""
     start(EARLY)
     LANES: tl.constexpr = SEARCH.lanes
-    FEWER: tl.constexpr = SEARCH.lanes // 4  # where speed matters less than registers
+    FEWER: tl.constexpr = SEARCH.lanes // 4  # for loops where registers matter more than speed
     SPANS: tl.constexpr = SEARCH.spans
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
@@ -232,7 +232,7 @@ def top_k_indices_kernel(
         counts += row * (SPANS * COUNTS)
         if SPANS == 1:
             _list_span(scores, length, key_stride, top_k, 0, entries, counts, SEARCH)
-            tl.debug_barrier()  # other threads read what these have stored
+            tl.debug_barrier()  # make the stores visible to the other threads
         span = tl.arange(0, SPANS)
         above_each = tl.load(counts + span * COUNTS)
         equal_each = tl.load(counts + span * COUNTS + 1)
@@ -240,7 +240,7 @@ def top_k_indices_kernel(
         listed = tl.sum(above_each + tl.minimum(equal_each, top_k), axis=0)
         above = tl.sum(above_each, axis=0)
         equal = tl.sum(equal_each, axis=0)
-        # Fewer than are wanted are above the least key: then no list overflows, for it has at most that many and as many ties.
+        # If fewer than top_k scores are above the least key, no list overflows: it has fewer than top_k of these, and top_k ties.
         whole = ((above < top_k) & ((above + equal >= top_k) | (least <= HIDDEN + 1))) | ((above >= top_k) & (listed <= LANES))
 
     larger = length * 0
@@ -268,5 +268,5 @@ def top_k_indices_kernel(
             larger, equal = _write_chosen(rest, first + few, threshold, ties, larger, equal, out, out_stride)
     written = larger + tl.minimum(equal, ties)
     for first in range(0, top_k, FEWER):
-        place = first + few
-        tl.store(out + place * out_stride, tl.full([FEWER], -1, tl.int32), mask=(place >= written) & (place < top_k))
+        location = first + few
+        tl.store(out + location * out_stride, tl.full([FEWER], -1, tl.int32), mask=(location >= written) & (location < top_k))

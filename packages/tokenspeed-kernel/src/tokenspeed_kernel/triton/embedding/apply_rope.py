@@ -1,6 +1,6 @@
-"""Rotary position embedding of q and k, with or without the write into the paged cache, in one launch.
+"""Rotary position embedding of q and k, with or without the write to the paged cache, in one launch.
 
-A program takes a tile of heads, of q or of k; one of k takes v's heads along when there is a cache to write to.
+A program handles a tile of heads of q or of k. With a cache write, a program of k also stores the same heads of v.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Streams(NamedTuple):
-    """Which of a token's three positions a pair takes.
+    """Which of a token's three M-RoPE positions (time, height, width) a pair uses.
 
     Attributes:
-        height, width: the first pairs of these; where pairs take turns, the first pairs that are too late for these.
-        interleaved: whether they take turns.
+        height, width: the first pair that uses that position; if interleaved, the pair index from which no pair uses it.
+        interleaved: whether consecutive pairs cycle through the three positions.
     """
 
     height: int
@@ -36,7 +36,7 @@ class Streams(NamedTuple):
 
 
 def streams_of(mrope_section: tuple[int, ...] | None, interleaved: bool) -> Streams | None:
-    """None where a token has one position."""
+    """The streams of a call; None where a token has one position."""
     if mrope_section is None:
         return None
     time, height, width = mrope_section
@@ -48,9 +48,9 @@ class Shape(NamedTuple):
 
     Attributes:
         q_heads, k_heads: heads of q and of k.
-        head_dim, rotary_dim: columns of a head, and how many of them are turned.
-        interleaved: whether neighbours form a pair.
-        streams: which position a pair takes, where tokens have three.
+        head_dim, rotary_dim: columns of a head, and how many of them are rotated.
+        interleaved: whether neighbouring columns form a pair.
+        streams: which position a pair uses, where tokens have three.
     """
 
     q_heads: int
@@ -66,7 +66,7 @@ class Write(NamedTuple):
 
     Attributes:
         wanted: whether there is one.
-        page_size: tokens of a page.
+        page_size: tokens in a page.
         v_head_dim: columns of a value.
         encoding: how keys and values are stored.
     """
@@ -78,14 +78,14 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program turns; all but warps are powers of two.
+    """The tile of one program. All sizes but ``warps`` are powers of two.
 
     Attributes:
         q_heads, k_heads: heads of q, or of k (and v).
-        pairs: columns for the pairs' elements, twice.
-        tail: columns for the elements that are in no pair.
-        v_block: columns for a value.
-        warps: of the program.
+        pairs: padded number of pairs; a head has two elements in each.
+        tail: padded number of columns that are in no pair.
+        v_block: padded columns of a value.
+        warps: warps of the program.
     """
 
     q_heads: int
@@ -96,18 +96,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-# H200, 16384 tokens of 64 + 8 heads of 64, bf16: with 32 elements of q a thread 93 to 95% of what a copy moves, with the write or
-# without; with 16 elements 90%, with 8 elements 86%. 64 tokens take 1.9 us; with four times the heads and warps 2.3.
+# H200, 16384 tokens, 64 q heads and 8 k heads of 64, bf16: 93 to 95% of a copy's bandwidth with 32 elements of q per thread, with
+# and without the cache write; 90% with 16 elements, 86% with 8. 64 tokens: 1.9 us, or 2.3 us with four times the heads and warps.
 _Q_ELEMENTS, _K_ELEMENTS, _WARPS = 2048, 1024, 2
 
 
 @functools.cache
 def tile_for(head_dim: int, rotary_dim: int, v_head_dim: int) -> Tile:
-    """The tile for heads of these sizes; without values to write ``v_head_dim`` is 0."""
+    """The tile for heads of these sizes; ``v_head_dim`` is 0 without a cache write."""
     sizes = (rotary_dim // 2, head_dim - rotary_dim, head_dim, v_head_dim)
     pairs, tail, block, v_block = (next_power_of_2(max(n, 1)) for n in sizes)
     widest = max(block, v_block)
-    warps = max(_WARPS, widest // 1024)  # of a very long head no more than 32 elements a thread
+    warps = max(_WARPS, widest // 1024)  # at most 32 elements per thread for a very long head
     return Tile(max(1, _Q_ELEMENTS // block), max(1, _K_ELEMENTS // widest), pairs, tail, v_block, warps)
 
 

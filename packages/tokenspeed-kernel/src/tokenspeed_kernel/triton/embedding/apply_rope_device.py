@@ -15,8 +15,10 @@ from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
 
 class Angles(NamedTuple):
-    """Positions of the tokens, and the table ``[positions, rotary_dim]`` of their cosines and sines. ``stream_stride``: from a
-    token's position in time to those in height and width, where it has these."""
+    """Positions of the tokens, and the table ``[positions, rotary_dim]`` of cosines and sines.
+
+    ``stream_stride`` is the stride from a token's time position to its height and width positions (M-RoPE).
+    """
 
     positions: Any
     positions_stride: Any
@@ -26,14 +28,14 @@ class Angles(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The weight ``[head_dim]`` that heads are normalised with, of unit stride, or None; and what is added to mean squares."""
+    """The RMSNorm weight ``[head_dim]`` with unit stride, or None; and the epsilon added to the mean square."""
 
     weight: Any
     eps: Any
 
 
 class Slots(NamedTuple):
-    """Where tokens go in the cache."""
+    """The slot mapping: the cache slot of each token."""
 
     first: Any
     stride: Any
@@ -41,8 +43,10 @@ class Slots(NamedTuple):
 
 @triton.jit
 def load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Heads that begin at ``base``, ``[HEADS, 1]``: the two elements of every pair, ``[HEADS, pairs]`` each, and those that are in
-    none, ``[HEADS, tail]``."""
+    """Loads heads that begin at ``base``, ``[HEADS, 1]``.
+
+    Returns the first and the second elements of all pairs, ``[HEADS, pairs]`` each, and the unrotated rest, ``[HEADS, tail]``.
+    """
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     INTERLEAVED: tl.constexpr = SHAPE.interleaved
@@ -61,7 +65,7 @@ def load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
         column = ROTARY_DIM + tl.arange(0, TAIL)[None, :]
         tail = tl.load(base + column, mask=inside & (column < HEAD_DIM), other=0.0)
     else:
-        tail = a  # there is none
+        tail = a  # placeholder: the whole head is rotated
     return a, b, tail
 
 
@@ -89,7 +93,7 @@ def store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE:
 
 @triton.jit
 def normalise(a, b, tail, norm, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Heads as `load_heads` gives them, normalised and rounded, as `qk_rmsnorm` does it."""
+    """RMSNorm of heads in the layout of `load_heads`, rounded as `qk_rmsnorm` rounds."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     HAS_TAIL: tl.constexpr = SHAPE.head_dim > SHAPE.rotary_dim
     one = tl.zeros((1, 1), tl.int32)
@@ -108,7 +112,7 @@ def normalise(a, b, tail, norm, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPR
 
 @triton.jit
 def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr):
-    """Positions of tokens ``[HEADS, 1]``; where a token has three, those that its pairs take, ``[HEADS, PAIRS]``."""
+    """Positions of tokens, ``[HEADS, 1]``; with three positions per token, the position of each pair, ``[HEADS, PAIRS]``."""
     at = angles.positions + token * angles.positions_stride
     position = tl.load(at, mask=inside, other=0)
     if SHAPE.streams is not None:
@@ -126,8 +130,8 @@ def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr
 
 
 @triton.jit
-def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """Pairs turned by the angles of their positions, as `positions_of` gives them for heads or for one token, and rounded."""
+def rotate(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """Rotates pairs by the angles of their positions, and rounds. ``position``: from `positions_of`, per head or for one token."""
     pair = tl.arange(0, PAIRS)[None, :]
     at = angles.table + position.to(tl.int64) * angles.table_stride + pair
     there = inside & (pair < ROTARY_DIM // 2)
@@ -138,8 +142,8 @@ def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.con
 
 
 @triton.jit
-def turn_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """A tile of heads of q, normalised first where there is a weight."""
+def rotate_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Rotates a tile of heads of q, after RMSNorm if there is a weight."""
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     PAIRS: tl.constexpr = TILE.pairs
     HEADS: tl.constexpr = TILE.q_heads
@@ -149,16 +153,16 @@ def turn_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, T
     a, b, tail = load_heads(row_of(q, token, head), inside, SHAPE, TILE)
     if norm.weight is not None:
         a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
-    if SHAPE.q_heads % HEADS == 0:  # The whole tile is of one token: angles are loaded once.
+    if SHAPE.q_heads % HEADS == 0:  # the tile has one token: load its angles once
         one = program * HEADS // SHAPE.q_heads + tl.zeros((1, 1), tl.int64)
-        a, b = turn(a, b, angles, positions_of(angles, one, one >= 0, SHAPE, PAIRS), one >= 0, ROTARY_DIM, PAIRS)
+        a, b = rotate(a, b, angles, positions_of(angles, one, one >= 0, SHAPE, PAIRS), one >= 0, ROTARY_DIM, PAIRS)
     else:
-        a, b = turn(a, b, angles, positions_of(angles, token, inside, SHAPE, PAIRS), inside, ROTARY_DIM, PAIRS)
+        a, b = rotate(a, b, angles, positions_of(angles, token, inside, SHAPE, PAIRS), inside, ROTARY_DIM, PAIRS)
     store_heads(row_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
 
 
 @triton.jit
-def turn_keys(
+def rotate_keys(
     k,
     v,
     k_out,
@@ -176,7 +180,10 @@ def turn_keys(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Heads of k, normalised first where there is a weight, and the write of k and v where there is one. ``k_out`` may be None."""
+    """Rotates a tile of heads of k, after RMSNorm if there is a weight; stores k and v to the cache if ``WRITE.wanted``.
+
+    ``k_out`` may be None.
+    """
     HEADS: tl.constexpr = TILE.k_heads
     ENCODING: tl.constexpr = WRITE.encoding
     row = program * HEADS + tl.arange(0, HEADS)[:, None]
@@ -184,14 +191,14 @@ def turn_keys(
     inside = token < tokens
     position = positions_of(angles, token, inside, SHAPE, TILE.pairs)
     a, b, tail = load_heads(row_of(k, token, head), inside, SHAPE, TILE)
-    if WRITE.wanted:  # all loads before the first store, which they could not be moved across
+    if WRITE.wanted:  # issue all loads before the first store: the compiler cannot move a load across a store
         slot = tl.load(slots.first + token * slots.stride, mask=inside, other=-1)
         written = slot >= 0
         column = tl.arange(0, TILE.v_block)[None, :]
         values = tl.load(row_of(v, token, head) + column, mask=inside & (column < WRITE.v_head_dim), other=0.0)
     if norm.weight is not None:
         a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
-    a, b = turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
+    a, b = rotate(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
     if k_out is not None:
         store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
     if WRITE.wanted:
@@ -249,13 +256,13 @@ def apply_rope_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``k_programs`` programs take k and v, the others q."""
+    """The first ``k_programs`` programs handle k and v, the others q."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, stream_stride)
     plain = Norm(None, 0.0)
     program = tl.program_id(0)
     if program < k_programs:
-        turn_keys(
+        rotate_keys(
             Heads(k, k_token_stride, k_head_stride),
             Heads(v, v_token_stride, v_head_stride),
             Heads(k_out, k_out_token_stride, k_out_head_stride),
@@ -276,4 +283,4 @@ def apply_rope_kernel(
     else:
         q_heads = Heads(q, q_token_stride, q_head_stride)
         q_out_heads = Heads(q_out, q_out_token_stride, q_out_head_stride)
-        turn_queries(q_heads, q_out_heads, plain, angles, program - k_programs, tokens, SHAPE, TILE, False)
+        rotate_queries(q_heads, q_out_heads, plain, angles, program - k_programs, tokens, SHAPE, TILE, False)

@@ -1,6 +1,6 @@
-"""Rotary position embedding of latent attention in one launch: rotates, joins, quantises and stores.
+"""Rotary position embedding of MLA (multi-head latent attention) in one launch: rotates, concatenates, quantises and stores.
 
-A program takes a few query heads, or a few tokens' latents, of which there is one a token.
+A program handles a few query heads, or the latents of a few tokens (one latent per token).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes: query heads, columns of a latent, tokens of a page; and how rotary parts pair their columns, in the
-    words of `apply_rope`, whose device code turns them."""
+    """Sizes that a model fixes: query heads, columns of a latent, tokens in a page.
+
+    ``head_dim``, ``rotary_dim`` and ``interleaved`` describe the rotary part, for the device code of `apply_rope`.
+    """
 
     heads: int
     rank: int
@@ -35,14 +37,14 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program makes; all but warps are powers of two.
+    """The tile of one program. All sizes but ``warps`` are powers of two.
 
     Attributes:
         q_heads, tokens: heads of q, or latents.
-        rank: columns for a latent.
-        pairs: columns for the pairs' elements, twice.
-        tail: columns for elements that are in no pair: there are none.
-        warps: of the program.
+        rank: padded columns of a latent.
+        pairs: padded number of pairs; the rotary part has two elements in each.
+        tail: unused, because all columns of the rotary part are in pairs.
+        warps: warps of the program.
     """
 
     q_heads: int
@@ -53,17 +55,17 @@ class Tile(NamedTuple):
     warps: int
 
 
-# H200, bfloat16, 128 heads, rank 512, cold caches. 2048 tokens: 153 us, 3.98 TB/s; with half the elements 164, with twice the warps
-# 153, with twice both 154. To fp8 125 us; with half the elements 164. 256 tokens: 25.5 us either way.
+# H200, bfloat16, 128 heads, rank 512, cold L2. 2048 tokens: 153 us, 3.98 TB/s; 164 us with half the elements, 153 us with twice the
+# warps, 154 us with twice both. To fp8: 125 us, or 164 us with half the elements. 256 tokens: 25.5 us either way.
 _Q_ELEMENTS, _KV_ELEMENTS, _WARPS = 2048, 1024, 2
 
 
 @functools.cache
 def tile_for(rank: int, rope: int) -> Tile:
-    """The tile for parts of these sizes."""
+    """The tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
     block, pairs = next_power_of_2(rank), next_power_of_2(rope // 2)
     widest = max(block, 2 * pairs)
-    warps = max(_WARPS, widest // 1024)  # of a very long head no more than 32 elements a thread
+    warps = max(_WARPS, widest // 1024)  # at most 32 elements per thread for a very long head
     return Tile(max(1, _Q_ELEMENTS // widest), max(1, _KV_ELEMENTS // widest), block, pairs, 1, warps)
 
 

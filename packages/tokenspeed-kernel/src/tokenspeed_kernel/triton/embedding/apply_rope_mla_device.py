@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.embedding.apply_rope_device import Angles, load_heads, store_heads, turn
+from tokenspeed_kernel.triton.embedding.apply_rope_device import Angles, load_heads, rotate, store_heads
 from tokenspeed_kernel.triton.kvcache._write_device import encoded, slot_of
 from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
@@ -26,14 +26,14 @@ def _join(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Rows of latents, or of queries, with their rotary parts turned behind them.
+    """Stores rows of latents or queries, each followed by its rotated rotary part.
 
-    values: [ROWS, TILE.rank]; rope_at: pointers to the rotary parts; at: where rows go; written: which rows go there.
+    values: ``[ROWS, TILE.rank]``; rope_at: pointers to the rotary parts; at: pointers to the output rows; written: store mask.
     """
     position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
     a, b, tail = load_heads(rope_at, inside, SHAPE, TILE)
-    a, b = turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
-    none = tl.zeros_like(token)  # there is one scale at most
+    a, b = rotate(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
+    none = tl.zeros_like(token)  # at most one scale, so the head index is 0
     a = encoded(a, scale, none, ENCODING.k_scales, ENCODING)
     b = encoded(b, scale, none, ENCODING.k_scales, ENCODING)
     column = tl.arange(0, TILE.rank)[None, :]
@@ -117,7 +117,7 @@ def apply_rope_mla_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The first ``kv_programs`` programs take latents, the others queries."""
+    """The first ``kv_programs`` programs handle latents, the others queries."""
     start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride, 0)
     program = tl.program_id(0)

@@ -1,1 +1,1 @@
-"""Portable matrix product kernels, in Triton."""
+"""Portable GEMM kernels, in Triton."""

@@ -1,4 +1,4 @@
-"""Operand formats that the portable matrix products declare."""
+"""Operand formats that the portable GEMMs declare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _mx(block_shape: tuple[int, int]) -> list[TensorFormat]:
 
 
 def _blocks(size: int, stored: torch.dtype, *across: int) -> list[TensorFormat]:
-    """8-bit floats with a scale for ``size`` elements along k, and for as many columns of b as said; none of these: for a."""
+    """8-bit floats with a scale per ``size`` elements along k. ``across``: columns of b that share a scale; empty for operand a."""
     dtypes = FP8 if stored == torch.float32 else MXFP8_DTYPES
     shapes = [(size, columns) for columns in across] or [(1, size)]
     return [fp8_format(dtype, "block", shape, stored) for dtype in dtypes for shape in shapes]
@@ -39,7 +39,7 @@ _NV_A, _NV_B = (
 )
 _FP8_B = [fp8_format(dtype, granularity) for dtype in FP8 for granularity in ("tensor", "channel")]
 _FP8_B_BLOCKS = [fmt for stored, sizes in FP8_BLOCKS.items() for size in sizes for fmt in _blocks(size, stored, size, 1)]
-_HALVES = [dense_tensor_format(dtype) for dtype in (torch.float16, torch.bfloat16)]
+_FLOAT16_AND_BFLOAT16 = [dense_tensor_format(dtype) for dtype in (torch.float16, torch.bfloat16)]
 
 
 def _pairs(a: list[TensorFormat], b: list[TensorFormat]) -> set[FormatSignature]:
@@ -58,9 +58,9 @@ SCALED = (
     }
     | _pairs(_MX_A, _MX_B)
     | _pairs(_NV_A, _NV_B)
-    | _pairs(_HALVES, [*_FP8_B, *_FP8_B_BLOCKS, *_MX_B, *_NV_B])
+    | _pairs(_FLOAT16_AND_BFLOAT16, [*_FP8_B, *_FP8_B_BLOCKS, *_MX_B, *_NV_B])
 )
-"""Products in which one operand or both have scales."""
+"""Formats of GEMMs in which one operand or both have scales."""
 
 DENSE = format_signatures(("a", "b"), "dense", FLOATS)
-"""Products of floats of one dtype."""
+"""Formats of GEMMs whose operands are floats of one dtype."""

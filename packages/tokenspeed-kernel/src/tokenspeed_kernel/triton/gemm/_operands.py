@@ -1,4 +1,4 @@
-"""Operands of the Triton products on the host: which format, which scales, which strides."""
+"""Operands of the Triton GEMMs on the host: their format, scales and strides."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 
 NO_SCALE, WHOLE, LINE, BLOCK, MICRO = "none", "whole", "line", "block", "micro"
-"""No scale; one for all; one a row of a, column of b; one for at least 32 elements along k, which products are multiplied by; a
-byte for 16 or 32 elements along k, which the elements are multiplied by."""
+"""The granularity of a scale. NO_SCALE: none. WHOLE: one for the operand. LINE: one per row of a, or column of b. BLOCK: one per 32
+or more elements along k, applied to the block's partial sum. MICRO: one byte per 16 or 32 elements along k, applied to elements.
+"""
 
 FLOAT32, E8M0, PACKED, E4M3 = "float32", "e8m0", "packed", "e4m3"
-"""How a scale is stored; PACKED: four e8m0 in an int32."""
+"""The storage format of a scale. PACKED: four e8m0 in an int32."""
 
 
 _STORED = {torch.float32: FLOAT32, torch.int32: PACKED, torch.float8_e4m3fn: E4M3}
 
 
 class Operand(NamedTuple):
-    """One operand, as lines along k: the rows of a, the columns of b.
+    """One operand, as lines along k: a line is a row of a, or a column of b.
 
     Attributes:
         tensor: as the caller passed it.
         batch, lines, k: its sizes; k counts elements.
         format: "dense", "e2m1" or an 8-bit float's name.
-        scale, scaling: the scales and what they belong to, see above.
-        strides: elements of ``tensor`` from one matrix, one line, one element (e2m1: one pair of elements) along k to the next.
-        scale_strides: likewise from one matrix, one line (or ``lines_each``), one block along k (PACKED: four) to the next. Where
-            scales are in tiles of 128x4: from one matrix, one tile down and one tile across to the next; they lie without gaps.
-        scale_format: how a scale is stored, see above.
-        block: elements along k that share a scale, BLOCK and MICRO.
-        lines_each: lines that share a scale, BLOCK.
+        scale, scaling: the scales and their granularity, see above.
+        strides: strides of ``tensor`` by matrix, line, and element along k (e2m1: pair of elements), in elements of ``tensor``.
+        scale_strides: strides of the scales by matrix, line (or group of ``lines_each``), and block along k (PACKED: four blocks).
+            Swizzled scales: by matrix, tile down, and tile across; the tiles are contiguous.
+        scale_format: storage format of a scale, see above.
+        block: elements along k that share a scale, for BLOCK and MICRO.
+        lines_each: lines that share a scale, for BLOCK.
         swizzled: whether scales are in tiles of 128x4.
     """
 
@@ -56,19 +57,19 @@ class Operand(NamedTuple):
 
     @property
     def codes(self) -> Tensor:
-        """``tensor``, 8-bit floats as uint8."""
+        """``tensor``, with 8-bit floats viewed as uint8."""
         return self.tensor.view(torch.uint8) if self.tensor.element_size() == 1 else self.tensor
 
     @property
     def aligned(self) -> bool:
-        """Whether all lines of all matrices, along k or across, can be loaded 16 elements at a time."""
+        """Whether all matrices can be loaded 16 elements at a time, along k or across lines."""
         along, across = sorted(self.strides[1:])
         lie_well = along == 1 and (across % 16 == 0 or self.lines == 1)
         return self.k > 0 and self.k % 16 == 0 and lie_well and (self.batch == 1 or self.strides[0] % 16 == 0)
 
 
 def operand(x: Tensor, scale: Tensor | None, lines_axis: int) -> Operand:
-    """``a`` with ``lines_axis=-2``, ``b`` with -1; two axes, or three with the batch in front."""
+    """Describes operand a (``lines_axis=-2``) or b (-1), of two axes, or of three with the batch first."""
     k_axis = -3 - lines_axis
     fmt = FP8_NAMES[x.dtype] if x.dtype in FP8 else "e2m1" if x.dtype == torch.uint8 else "dense"
     k = x.shape[k_axis] * (2 if fmt == "e2m1" else 1)
@@ -96,7 +97,7 @@ def _scaled(x: Operand, scale: Tensor, lines_axis: int, k_axis: int) -> Operand:
         return x._replace(scaling=MICRO, block=BLOCK_NVFP4)
     if stored == E8M0 and lines == x.lines and along * BLOCK_MX == x.k:
         return x._replace(scaling=MICRO, block=BLOCK_MX)
-    # Where several sizes fit, they mean the same. Packed scales are of 128.
+    # Where several block sizes fit, they are equivalent. Packed scales have blocks of 128.
     fits = (size for size in (128, 64) if cdiv(x.k, size) == along and lines in (x.lines, cdiv(x.lines, size)))
     block = 128 if stored == PACKED else next(fits, 32)
     return x._replace(scaling=BLOCK, block=block, lines_each=1 if lines == x.lines else block)

@@ -1,6 +1,6 @@
-"""Products with few tiles: several programs share one, each with a range of k, and a second launch adds up what they have.
+"""Split-K for GEMMs with few tiles: several programs share a tile, each over a range of k. A second launch adds the partial sums.
 
-The sums are added in a fixed order, so that the result does not depend on who finishes first.
+The reduction has a fixed order, so that the result does not depend on which program finishes first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-# A split of less than this is mostly latency: filling the pipeline, writing partial sums and reading them back.
+# A split with fewer elements along k is mostly latency: filling the pipeline, and writing and rereading partial sums.
 _SHORTEST = 512
 _MOST = 8
-# Of a tile that a program adds up.
+# The tile of the output that one program reduces.
 ROWS, COLUMNS = 4, 256
 
 
 def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, programs_each: int = 1) -> tuple[int, int]:
-    """How many ranges to cut k into so that ``programs_each`` programs a multiprocessor find work, and how long they are."""
+    """The number of splits of k that gives each SM/CU about ``programs_each`` programs, and the elements along k per split."""
     wanted = min(multiprocessors(device) * programs_each // max(tiles, 1), _MOST, k // _SHORTEST)
     splits = max(wanted, 1)
     length = cdiv(cdiv(k, splits), multiple) * multiple
@@ -30,7 +30,10 @@ def choose_splits(tiles: int, k: int, multiple: int, device: torch.device, progr
 
 
 def split_target(out: Tensor, splits: int) -> tuple[Tensor, tuple[int, int, int]]:
-    """Where the programs write, and its strides: batch, rows, columns. One batch's partial sums follow the other's."""
+    """The tensor that programs write, and its strides by batch, row and column.
+
+    The tensor is ``out`` for one split, else float32 partial sums ``[splits, batch * m * n]``.
+    """
     if splits == 1:
         return out, (out.stride(0) if out.ndim == 3 else 0, out.stride(-2), out.stride(-1))
     m, n = out.shape[-2:]
@@ -38,7 +41,7 @@ def split_target(out: Tensor, splits: int) -> tuple[Tensor, tuple[int, int, int]
 
 
 def sum_splits(partial: Tensor, bias: Tensor | None, out: Tensor, splits: int, interpreted: bool) -> None:
-    """Adds up what `split_target` gave, and the bias; nothing is left to do where there is one split."""
+    """Reduces the partial sums of `split_target` and adds the bias. Does nothing for one split."""
     if splits == 1:
         return
     m, n = out.shape[-2:]

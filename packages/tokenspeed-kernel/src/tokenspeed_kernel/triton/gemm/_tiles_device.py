@@ -1,4 +1,4 @@
-"""Device code that the Triton products share: which tile a program computes, and how sums become a tile of the result."""
+"""Device code shared by the Triton GEMMs: the tile order, the scales, and the epilogue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tokenspeed_kernel.triton.quantization._encode_device import decode_e8m0, ro
 
 
 class Operand(NamedTuple):
-    """One matrix of an operand, as lines along k: the rows of a, the columns of b. See `_operands.Operand`.
+    """One matrix of an operand, as lines along k: a line is a row of a, or a column of b. See `_operands.Operand`.
 
     Fields:
-        data: a pointer to its first element; None where a descriptor is in its place.
-        line_stride, k_stride: of the data.
-        scale: a pointer to its scales; not read where it has none.
-        scale_line_stride, scale_k_stride: of the scales.
+        data: a pointer to the first element, or a tensor descriptor; None where only scales are used.
+        line_stride, k_stride: strides of the data.
+        scale: a pointer to the scales; not read where there are none.
+        scale_line_stride, scale_k_stride: strides of the scales.
     """
 
     data: Any
@@ -39,7 +39,7 @@ class Output(NamedTuple):
 
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """The row and column of a tile. ``GROUP`` rows of tiles are done column by column, so that b's tiles are found in the cache."""
+    """The row and column of a tile. Tiles are ordered column by column within ``GROUP`` rows of tiles, so that b's tiles hit L2."""
     in_group = GROUP * tiles_n
     first = index // in_group * GROUP
     size = tl.minimum(tiles_m - first, GROUP)
@@ -48,7 +48,7 @@ def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
-    """Scales that apply to whole sums: one a line, or one for all."""
+    """Scales that apply to the whole accumulator: one per line, or one for the operand."""
     if SCALING == "line":
         scale = tl.load(operand.scale + line.to(tl.int64) * operand.scale_line_stride, mask=inside, other=0.0)
     else:
@@ -58,7 +58,7 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
 
 @triton.jit
 def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
-    """Float32 scales of a block of products: those of lines (or of as many as share one), at a block along k."""
+    """Float32 scales of lines (or of groups of lines that share a scale) at one block along k."""
     at = operand.scale + line.to(tl.int64) * operand.scale_line_stride
     if STORED == "packed":
         word = tl.load(at + block // 4 * operand.scale_k_stride, mask=inside, other=0)
@@ -72,7 +72,7 @@ def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
 
 @triton.jit
 def store_tile(acc, out, m, n, M, N, INTERPRETED: tl.constexpr):
-    """Adds the bias, rounds, stores. ``m`` and ``n`` are its rows and columns, which broadcast to acc's shape."""
+    """Epilogue: adds the bias, rounds, stores. ``m`` and ``n`` are the tile's rows and columns, which broadcast to acc's shape."""
     if out.bias is not None:
         acc += tl.load(out.bias + n, mask=n < N, other=0.0).to(tl.float32)
     value = round_to(acc, out.first.dtype.element_ty, INTERPRETED)

@@ -1,11 +1,13 @@
-"""Products of operands that are decoded in registers: the weight-only and mx formats, 8-bit floats where the matrix units do not
-take them, and dense operands of the dtypes and with the options that solution ``torch`` does not have.
+"""GEMMs whose operands are dequantised in registers: the weight-only and mx formats, and 8-bit floats that the tensor cores do not
+support. They also handle dense operands of dtypes and with options that backend ``torch`` lacks.
 
-b's lines are the matrix unit's first operand: where that may lie in registers (Hopper), decoded values are not copied to shared
-memory, and few tokens are padded to 16, not to 64. Codes of at most 8 bits and their e8m0 scales are exact in bfloat16. So are
-float16 values as sums of two bfloat16 (``SPLIT_A``), which meet mx weights, whose range float16 does not have. e2m1 codes times
-their e4m3 scales have at most 6 bits and lie between 2^-10 and 2688: exact in both. Scales of larger blocks multiply the products
-of a block, those of lines and tensors multiply sums.
+The dots are swap-AB: b's lines are the first MMA operand. On Hopper that operand can stay in registers, so that dequantised values
+are not copied to shared memory. Few tokens are then padded to 16, not to 64.
+
+Values of at most 8 bits times e8m0 scales are exact in bfloat16. mx weights exceed float16's range, so a float16 a is split into
+the sum of two bfloat16 (``SPLIT_A``), which is exact too. e2m1 values times e4m3 scales have at most 6 significant bits and lie
+between 2^-10 and 2688, so that they are exact in float16 and bfloat16. Scales of larger blocks multiply a block's partial sum;
+scales of lines and tensors multiply the accumulator.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Formats(NamedTuple):
-    """What is multiplied, and how.
+    """Formats of the operands, and how their dots are computed.
 
     Attributes:
         a, b: formats of the operands.
         a_scaling, b_scaling, a_scales, b_scales, a_block, b_block, b_lines, a_swizzled, b_swizzled: ``scaling``, ``scale_format``,
             ``block``, ``lines_each`` and ``swizzled`` of each `Operand`.
-        split_a: whether a is the sum of two bfloat16.
-        compute, precision: dtype of the products' operands, Triton's, and precision of float32 products.
+        split_a: whether a is split into the sum of two bfloat16.
+        compute, precision: Triton's dtype of the dots' operands, and ``input_precision`` of float32 dots.
         native, interpreted: see `Abilities`.
     """
 
@@ -55,7 +57,7 @@ class Formats(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A `Tile` as the kernel has it, whether its ``k`` divides all of k, and rows of tiles that are done together (`tile_of`)."""
+    """The kernel's constants: `Tile` sizes, whether ``Tile.k`` divides all of k, and the group of tile rows in `tile_of`."""
 
     m: int
     n: int
@@ -65,7 +67,7 @@ class Program(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows of a, columns of b and elements along k of a program's tile, its warps, and how many loads are under way."""
+    """Rows of a, columns of b and elements along k of a program's tile, its warps, and its pipeline stages."""
 
     m: int
     n: int
@@ -74,17 +76,17 @@ class Tile(NamedTuple):
     stages: int
 
 
-# float32 products have no matrix unit: small tiles keep the sums in registers.
+# float32 dots do not use tensor cores: small tiles keep the accumulator in registers.
 _WIDE = Tile(32, 32, 32, 4, 2)
-# Lines that are not aligned are loaded byte by byte, each with its own address in registers.
+# Unaligned lines are loaded one byte at a time, and each byte has its own address in registers.
 _UNALIGNED = Tile(16, 64, 64, 4, 2)
-# Products that are scaled block by block are held beside their sums.
+# With block scales, each block's partial sum needs registers beside the accumulator.
 _BLOCKS = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3))
 _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
 
-# Programs with small tiles that a multiprocessor needs at least: one decodes while the loads of another are in flight.
+# Least programs per SM/CU with small tiles: one program dequantises while the loads of another are in flight.
 _PROGRAMS = 3
-# Rows of tiles that are done together.
+# Tile rows in a group, see `tile_of`.
 _GROUP = 8
 
 
@@ -100,13 +102,13 @@ def tile_for(x: Operand, w: Operand) -> Tile:
 def multiply(
     x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None, alpha: Tensor | None = None
 ) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` for two axes, or three with the batch in front; out has elements."""
+    """``out[...] = alpha * (a @ b) + bias`` for two axes, or three with the batch first; out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)
     wide = dtype == torch.float32
     tile = tile or tile_for(x, w)
-    # A tile's products along k have one scale.
+    # A step along k must lie within one block of scales.
     tile = tile._replace(k=min([tile.k, *(each.block for each in (x, w) if each.scaling == BLOCK)]))
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, tile.k, device, _PROGRAMS if tile.m <= 64 else 1)

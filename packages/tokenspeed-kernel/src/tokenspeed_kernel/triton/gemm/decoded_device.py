@@ -34,8 +34,10 @@ def _decoded_lines(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """``[LINES, BLOCK_K]`` of COMPUTE, from element k0 on; zeros beyond K. ``line``, ``inside``: the lines, and which exist.
-    ``MICRO``: elements are multiplied by scales of one byte, of ``BLOCK`` elements each."""
+    """Dequantises ``[LINES, BLOCK_K]`` to COMPUTE, from element k0 on, with zeros beyond K.
+
+    ``line``, ``inside``: the lines, and which of them exist. ``MICRO``: each ``BLOCK`` elements are multiplied by a one-byte scale.
+    """
     if FORMAT == "e2m1":
         at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         mask = inside if EVEN_K else inside & (at < K // 2)
@@ -97,14 +99,14 @@ def decoded_mm_kernel(
     FORMATS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of one matrix of the batch (grid axis 0), from one range of k (axis 1)."""
+    """One tile of one matrix of the batch (grid axis 0), over one range of k (axis 1)."""
     A_FORMAT: tl.constexpr = FORMATS.a
     B_FORMAT: tl.constexpr = FORMATS.b
     A_SCALING: tl.constexpr = FORMATS.a_scaling
     B_SCALING: tl.constexpr = FORMATS.b_scaling
     A_MICRO: tl.constexpr = A_SCALING == "micro"
     B_MICRO: tl.constexpr = B_SCALING == "micro"
-    # Triton 3.6 passes no member of a constant on as a constant.
+    # Triton 3.6 does not pass a constexpr's field to another function as a constexpr.
     A_STORED: tl.constexpr = FORMATS.a_scales
     B_STORED: tl.constexpr = FORMATS.b_scales
     A_BLOCK: tl.constexpr = FORMATS.a_block
@@ -149,13 +151,13 @@ def decoded_mm_kernel(
             A_MICRO, A_BLOCK, A_STORED, A_SWIZZLED, EVEN_K, A_COMPUTE, NATIVE,
         )  # fmt: skip
         if A_SCALING == "block" or B_SCALING == "block":
-            products = tl.dot(b, tl.trans(a), input_precision=PRECISION)
+            dots = tl.dot(b, tl.trans(a), input_precision=PRECISION)
             if A_SCALING == "block":
-                products *= scale_of_block(a_operand, m[None, :], k0 // A_BLOCK, (m < M)[None, :], A_STORED)
+                dots *= scale_of_block(a_operand, m[None, :], k0 // A_BLOCK, (m < M)[None, :], A_STORED)
             if B_SCALING == "block":
                 line = (n // B_LINES)[:, None]
-                products *= scale_of_block(b_operand, line, k0 // B_BLOCK, (n < N)[:, None], B_STORED)
-            acc += products
+                dots *= scale_of_block(b_operand, line, k0 // B_BLOCK, (n < N)[:, None], B_STORED)
+            acc += dots
         elif SPLIT_A:
             high = a.to(COMPUTE)
             low = (a.to(tl.float32) - high.to(tl.float32)).to(COMPUTE)

@@ -1,9 +1,9 @@
-"""Products of operands that the matrix units take as they are: half-precision floats, and 8-bit floats where they do. Float32
-scales may belong to tensors, rows and columns, or blocks.
+"""GEMMs of operands that the tensor cores support as they are: 16-bit floats, and 8-bit floats on devices that support these.
+Scales may belong to tensors, rows and columns, or blocks.
 
-Large products load tiles through tensor descriptors (where the operands' layouts allow it), and a program computes several tiles in
-a row, so that one tile's result is stored while the next one's operands are loaded. Scales of whole lines multiply the finished
-sums; those of blocks multiply the products of a block's elements along k before these are added up.
+Large GEMMs load tiles through tensor descriptors where the operands' layouts allow it. A persistent program computes several tiles,
+so that the epilogue of one tile overlaps the loads of the next. Line scales multiply the accumulator; block scales multiply a
+block's partial sum before it is added to the accumulator.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Scaling(NamedTuple):
-    """What the scales of a and of b belong to, how they are stored, and how many elements along k and how many columns share one of
-    b's: see `_operands.Operand`."""
+    """Granularity and storage of the scales of a and b, see `_operands.Operand`.
+
+    A scale of b covers ``block`` elements along k and ``b_lines`` columns.
+    """
 
     a: str
     b: str
@@ -36,7 +38,7 @@ class Scaling(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A `Config` as the kernel has it; ``even_k``: whether its ``k`` divides all of k."""
+    """The kernel's constants: fields of `Config`, and ``even_k``: whether ``Config.k`` divides all of k."""
 
     m: int
     n: int
@@ -50,15 +52,15 @@ class Program(NamedTuple):
 
 
 class Config(NamedTuple):
-    """How a product is computed.
+    """How a GEMM is tiled and pipelined.
 
     Attributes:
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
-        warps, stages: of a program; how many loads of operands are under way.
-        persistent: programs a multiprocessor, each with many tiles; 0 for a program a tile.
-        partial: add sums of ``k`` products in float32, where the matrix unit's own sums of 8-bit products are shorter.
-        descriptors: load tiles through tensor descriptors if the operands lie so.
-        group: rows of tiles that are done together, see `tile_of`.
+        warps, stages: warps of a program, and its pipeline stages.
+        persistent: persistent programs per SM/CU; 0 for one program per tile.
+        partial: add each step's dot to the accumulator in float32, where the tensor core's fp8 accumulator is narrower.
+        descriptors: load tiles through tensor descriptors if the operands' layouts allow it.
+        group: tile rows in a group, see `tile_of`.
     """
 
     m: int
@@ -73,9 +75,15 @@ class Config(NamedTuple):
 
 
 class Configs(NamedTuple):
-    """For few rows of a (at most 64, or 128 with scales of blocks), scales of blocks, scales of lines. ``best`` is for products
-    that fill the device, of at most ``best_k`` elements along k, to half precision. For more rows and scales of blocks:
-    ``columns`` where each column has its own, ``short`` for blocks of 32, where there is a better choice than ``blocks``.
+    """The configurations of a device for one element size.
+
+    Attributes:
+        few, few_blocks: few rows of a: at most 64, or at most 128 with block scales.
+        blocks: block scales and more rows.
+        lines: no block scales and more rows.
+        columns: block scales per column and more rows, where better than ``blocks``.
+        short: blocks of 32 and more rows, where better than ``blocks``.
+        best, best_k: GEMMs that fill the device, with at most ``best_k`` elements along k, a 16-bit result and no block scales.
     """
 
     few: Config
@@ -88,12 +96,13 @@ class Configs(NamedTuple):
     best_k: int = 0
 
 
-# One H200, 8192 x 8192 x 8192, e4m3fn. All sums in the matrix unit: 1484 TFLOP/s with 128 x 256 tiles (without descriptors 1258,
-# without persistence 1446), 1390 with two 128 x 128 tiles a multiprocessor. But such sums lose 1.4% of 8192 positive products and
-# 5.5% of 28672: beyond 2048 float32 adds them up, as scales of blocks want anyway (947 TFLOP/s with such scales; three stages
-# 858, persistent 772, 64 x 128 tiles 886). Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; blocks 14.4.
-# 4096 x 7168 x 4096: scales of each column 335 us (128 x 64 tiles 587, 128 x 128 424); blocks of 64 469 us, of 32 1106 (128 x 64
-# tiles 1406, 128 x 128 1161).
+# One H200, 8192 x 8192 x 8192, e4m3fn. All accumulation in the tensor core: 1484 TFLOP/s with 128 x 256 tiles (1258 without
+# descriptors, 1446 without persistence), 1390 with two CTAs of 128 x 128 tiles per SM. The tensor core's accumulator
+# loses 1.4% of a sum of 8192 positive terms, and 5.5% of 28672. Beyond k = 2048, steps are therefore added in float32, as block
+# scales require anyway. Block scales: 947 TFLOP/s (858 with three stages, 772 persistent, 886 with 64 x 128 tiles).
+# Few rows (64 x 7168 x 4096): 12.9 us; 13.7 us with tiles 128 wide, 13.2 us with k = 128; 14.4 us with block scales.
+# 4096 x 7168 x 4096: scales per column 335 us (128 x 64 tiles 587, 128 x 128 tiles 424); blocks of 64 469 us; blocks of 32 1106 us
+# (128 x 64 tiles 1406, 128 x 128 tiles 1161).
 _FP8_LARGE_MEMORY = Configs(
     few=Config(64, 64, 256, 4, 4, partial=True),
     few_blocks=Config(64, 128, 128, 4, 4, descriptors=True),
@@ -104,7 +113,7 @@ _FP8_LARGE_MEMORY = Configs(
     best=Config(128, 256, 128, 8, 3, persistent=1, descriptors=True),
     best_k=2048,
 )
-# The same in bfloat16: 809 TFLOP/s, PyTorch's 805; four stages 738, 128 x 128 tiles 697.
+# The same GEMM in bfloat16: 809 TFLOP/s; PyTorch 805; four stages 738, 128 x 128 tiles 697.
 _HALF_LARGE_MEMORY = Configs(
     few=Config(64, 64, 128, 4, 4),
     few_blocks=Config(64, 64, 128, 4, 4),
@@ -113,7 +122,7 @@ _HALF_LARGE_MEMORY = Configs(
     best=Config(128, 256, 64, 8, 3, persistent=1, descriptors=True),
     best_k=1 << 31,
 )
-# Within 64 KiB of shared memory, the least that there is.
+# These fit into 64 KiB of shared memory, the least of any supported device.
 _FP8_SMALL_MEMORY = Configs(
     few=Config(64, 64, 128, 4, 3),
     few_blocks=Config(64, 64, 128, 4, 3),
@@ -129,14 +138,14 @@ _HALF_SMALL_MEMORY = Configs(
 _FP8 = {"sm_90": _FP8_LARGE_MEMORY, "sm_100": _FP8_LARGE_MEMORY, "any": _FP8_SMALL_MEMORY}
 _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF_SMALL_MEMORY}
 
-# Columns of a tile each of which has scales of its own: those of 128 and their sums leave a thread too few registers.
+# Widest tile whose columns have different block scales: scales and partial sums of 128 columns leave a thread too few registers.
 _COLUMNS_WITH_SCALES = 64
-# More rows than this are worth a launch that decodes scales, and puts them where they are loaded together.
+# Beyond this many rows, a separate launch pays off that converts block scales to float32 in a coalesced layout.
 _FEW_ROWS = 128
-# Of a tile of scales that a program decodes.
+# The tile of scales that one program of that launch converts.
 SCALE_LINES, SCALE_BLOCKS = 64, 16
 
-# From where on matrix units take e4m3fn and e5m2.
+# First architectures whose tensor cores support e4m3fn and e5m2.
 _FP8_SINCE = {"nvidia": ArchVersion(8, 9), "amd": ArchVersion(9, 5)}
 _SCALINGS = {
     (BLOCK, BLOCK),
@@ -145,8 +154,8 @@ _SCALINGS = {
 }
 
 
-def serves(x: Operand, w: Operand) -> bool:
-    """Whether the matrix units take these operands as they are."""
+def is_eligible(x: Operand, w: Operand) -> bool:
+    """Whether the tensor cores support these operands without dequantisation."""
     platform = platform_of(x.tensor.device)
     if x.tensor.dtype != w.tensor.dtype or (x.scaling, w.scaling) not in _SCALINGS or platform.is_cpu:
         return False
@@ -173,7 +182,7 @@ def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
     if x.lines <= 64:
         return configs.few
     best = configs.best
-    # A float32 tile on its way out would not fit beside this many loads under way.
+    # A float32 output tile would not fit into shared memory beside the pipeline stages of ``best``.
     if best is None or x.k > configs.best_k or out.element_size() > 2 or x.tensor.ndim == 3:
         return configs.lines
     tiles = cdiv(x.lines, best.m) * cdiv(w.lines, best.n)
@@ -186,8 +195,11 @@ def _describable(x: Operand) -> bool:
 
 
 def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
-    """The operand with scales of blocks in float32, those of neighbouring lines beside each other in memory, where each line has
-    its own: every program that shares a tile decodes them again. Float32 scales only with ``across``: a program has many lines."""
+    """The operand with its block scales converted to float32 and transposed, so that scales of neighbouring lines are adjacent.
+
+    Only scales per line are converted: otherwise every program that reads a tile would decode them again. Scales that are float32
+    already are transposed only if ``across`` is set.
+    """
     if x.scaling != BLOCK or x.scale is None or x.lines_each > 1:
         return x
     if x.scale_format == FLOAT32 and (x.scale_strides[1] == 1 or not across):
@@ -202,7 +214,7 @@ def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: Config | None = None) -> None:
-    """``out[...] = a @ b + bias`` of operands that `serves` accepts; out has elements."""
+    """``out[...] = a @ b + bias`` for operands that `is_eligible` accepts; out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     a, b, device = x.tensor, w.tensor, x.tensor.device
     config = config or config_for(x, w, out)

@@ -23,7 +23,7 @@ def _lines(
     DESCRIPTOR: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """``[LINES, BLOCK_K]`` from line ``line0`` and element k0 on. Beyond the last line anything, beyond K zeros."""
+    """Loads ``[LINES, BLOCK_K]`` from line ``line0`` and element k0 on: undefined beyond the last line, zero beyond K."""
     if DESCRIPTOR:
         tile = operand.data.load([line0, k0])
     else:
@@ -53,8 +53,7 @@ def _block_scales(
     B_STORED: tl.constexpr,
     B_LINES: tl.constexpr,
 ):
-    """The scales of a block along k: those of a, ``[BLOCK_M, 1]``, or 1; those of b, ``[1, BLOCK_N]``, or one for all columns of
-    the tile."""
+    """The scales of a block along k: of a ``[BLOCK_M, 1]``, or 1.0; of b ``[1, BLOCK_N]``, or a scalar for the whole tile."""
     if B_LINES % BLOCK_N == 0:
         b_scale = scale_of_block(b_operand, n0 // B_LINES, block, n0 < N, B_STORED)
     else:
@@ -98,10 +97,10 @@ def direct_mm_kernel(
     SCALING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tiles of one or more matrices, from one range of k (grid axis 1). a and b are tensors, or descriptors of them."""
+    """Tiles of one or more matrices, over one range of k (grid axis 1). a and b are tensors, or tensor descriptors."""
     A_SCALING: tl.constexpr = SCALING.a
     B_SCALING: tl.constexpr = SCALING.b
-    # Triton 3.6 passes no member of a constant on as a constant.
+    # Triton 3.6 does not pass a constexpr's field to another function as a constexpr.
     A_STORED: tl.constexpr = SCALING.a_stored
     B_STORED: tl.constexpr = SCALING.b_stored
     B_LINES: tl.constexpr = SCALING.b_lines
@@ -145,15 +144,15 @@ def direct_mm_kernel(
             x = _lines(a_operand, m0, M, k0, K, BLOCK_M, BLOCK_K, DESCRIPTORS, EVEN_K)
             w = _lines(b_operand, n0, N, k0, K, BLOCK_N, BLOCK_K, DESCRIPTORS, EVEN_K)
             if B_SCALING == "block":
-                # Scales are on their way while the products are computed.
+                # Load the scales before the dot, so that the loads overlap the MMA.
                 a_scales, b_scales = _block_scales(
                     a_operand, b_operand, m, n, n0, M, N, k0 // BLOCK, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
                 )
-                products = tl.dot(x, tl.trans(w))
+                dots = tl.dot(x, tl.trans(w))
                 if A_SCALING == "block":
-                    acc += products * (a_scales * b_scales)
+                    acc += dots * (a_scales * b_scales)
                 else:
-                    acc += products * b_scales
+                    acc += dots * b_scales
             elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))
             else:
@@ -168,7 +167,7 @@ def direct_mm_kernel(
 
 @triton.jit
 def float_scales_kernel(scale_ptr, out_ptr, lines, blocks, stride_batch, stride_line, stride_block, STORED: tl.constexpr):
-    """Scales of blocks, as float32 ``[batch, blocks, lines]``. A tile a program."""
+    """Converts block scales to float32 ``[batch, blocks, lines]``, one tile per program."""
     across = tl.cdiv(lines, _SCALE_LINES)
     tiles = across * tl.cdiv(blocks, _SCALE_BLOCKS)
     batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles

@@ -1,4 +1,4 @@
-"""The launchers of `mm` and `bmm`: which of the kernels of this folder computes a product."""
+"""The launchers of `mm` and `bmm`, which choose among the kernels of this folder."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def _multiply(
 ) -> None:
     if not out.numel():
         return
-    # Where a has scales of one byte it is decoded once, not by every program that reads it.
+    # Dequantise an a with one-byte scales once, instead of in every program that reads it.
     x, w, bias = once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), dense(bias)
-    if direct.serves(x, w):
+    if direct.is_eligible(x, w):
         direct.multiply(x, w, bias, out)
-    elif words.serves(x, w):
+    elif words.is_eligible(x, w):
         words.multiply(x, w, bias, out, alpha)
-    elif once.serves(x, w):
+    elif once.is_eligible(x, w):
         once.multiply(x, w, bias, out, alpha)
     else:
         decoded.multiply(x, w, bias, out, alpha=alpha)

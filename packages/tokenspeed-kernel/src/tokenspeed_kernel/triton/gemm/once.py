@@ -1,6 +1,6 @@
-"""Products of many rows with weights in narrow formats: the weights are decoded to memory, a slice at a time, and multiplied there.
+"""GEMMs of many rows with weights in narrow formats: `direct` multiplies slices of weights that were dequantised to memory.
 
-Decoding in registers would decode every weight once for each 128 rows of a.
+Dequantising in registers would dequantise every weight once for each 128 rows of a.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from tokenspeed_kernel.triton.gemm._operands import BLOCK, E4M3, LINE, MICRO, WH
 from tokenspeed_kernel.triton.quantization.dequantize import decode_blocks, dequantize_fp8
 from tokenspeed_kernel_base.platform import platform_of
 
-# Bytes of a decoded slice of the weights: as many tiles as a large device computes at a time, several times, and most of it
-# stays in the cache.
+# Bytes of a dequantised slice of weights: several waves of tiles on a large device, and most of the slice stays in L2.
 _SLICE_BYTES = 64 << 20
 
-# Rows of a from which on decoding to memory pays. One H200, 8192 x 8192 weights: 4096 rows take 694 us (mxfp4) and 708 us (8-bit),
-# decoded in registers 1704 and 1177; in registers 512 rows take 208 and 146.
+# Rows of a from which dequantising to memory pays off. One H200, 8192 x 8192 weights, 4096 rows: 694 us (mxfp4) and 708 us (8-bit),
+# against 1704 us and 1177 us dequantised in registers. 512 rows take 208 us and 146 us dequantised in registers.
 _FEWEST_MICRO, _FEWEST_FP8 = 512, 1024
 
 
-def serves(x: Operand, w: Operand) -> bool:
-    """Whether decoding to memory pays, and bfloat16 (weight-only: a's dtype) holds the decoded values exactly."""
+def is_eligible(x: Operand, w: Operand) -> bool:
+    """Whether dequantising to memory pays off, and is exact in bfloat16 (weight-only formats: in a's dtype)."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
     if x.lines < (_FEWEST_MICRO if w.scaling == MICRO else _FEWEST_FP8):
@@ -35,9 +34,9 @@ def serves(x: Operand, w: Operand) -> bool:
 
 
 def dense_rows(x: Operand) -> Operand:
-    """``a`` decoded to bfloat16, which holds its values exactly, where it has scales of one byte; else ``a`` as it is.
+    """``a`` dequantised to bfloat16, which is exact, if it has one-byte scales; else ``a`` unchanged.
 
-    Scales in tiles of several matrices stay as they are too: nothing decodes them to memory.
+    A batch with swizzled scales is unchanged too, because no kernel dequantises it to memory.
     """
     if x.scale is None or x.scaling != MICRO or (x.swizzled and x.tensor.ndim > 2):
         return x
@@ -45,13 +44,13 @@ def dense_rows(x: Operand) -> Operand:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` of operands that `serves` accepts; out has elements."""
+    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
     scales = w.scale
-    assert scales is not None  # `serves` has seen to it
+    assert scales is not None  # `is_eligible` checks this
     a = x.tensor
     if w.scaling == MICRO and not w.swizzled:
         scales = scales.mT
-    # Slices of whole blocks of 128 columns, which may have scales in common.
+    # Slices have a multiple of 128 columns, because up to 128 columns can share scales or a tile of scales.
     step = max(_SLICE_BYTES // (a.element_size() * max(w.k, 1)) // 128 * 128, 128)
     one = None if w.scaling == MICRO else torch.ones(1, device=a.device)
     for first in range(0, w.lines, step):
@@ -64,7 +63,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Te
                 values = values._replace(scale=alpha, scaling=WHOLE)
         else:
             values = operand(dequantize_fp8(lines, one, a.dtype, 1, None).mT, None, -1)
-            # Scales of lines and blocks stay, as they lie.
+            # Line and block scales keep their layout, and `direct` applies them.
             stays = {name: getattr(w, name) for name in ("scaling", "scale_strides", "scale_format", "block", "lines_each")}
             values = values._replace(scale=_scales_of(scales, w, first, last), **stays)
         direct.multiply(operand(a, None, -2), values, None if bias is None else bias[first:last], out[:, first:last])

@@ -1,9 +1,9 @@
-"""Products of few rows with e2m1 weights: weights are decoded in registers, a 16-bit word of four codes at a time.
+"""GEMMs of few rows with e2m1 weights, which are dequantised in registers from 16-bit words of four values.
 
-The sum over k may be taken in any order. A tile of words is decoded to four tiles of weights, of the elements 4j, 4j + 1, 4j + 2
-and 4j + 3. Few rows of a are loaded as int64, four elements at a time, which are taken apart in registers; more rows are arranged
-first, so that the elements that meet a tile lie beside each other. So no weight changes places between threads: words and scales go
-from shared memory to where the matrix units want them.
+The sum over k may use any order. A tile of words is dequantised to four tiles of weights: the elements 4j, 4j + 1, 4j + 2 and
+4j + 3. Few rows of a are loaded as int64, four elements at a time, and split in registers. More rows of a are permuted in memory
+first ("arranged"), so that the elements for one tile of weights are adjacent. Thus no weight moves between threads: words and
+scales are loaded from shared memory directly in the layout of the MMA operand.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Program(NamedTuple):
-    """A `Tile` as the kernel has it.
+    """The kernel's constants.
 
     Attributes:
         m, n, k, arranged: see `Tile`.
-        even_k: whether ``k`` divides all of k.
-        compute: dtype of the products' operands, Triton's.
-        ptx: whether words are decoded by NVIDIA's instructions.
-        asynchronous: whether products may be Hopper's asynchronous ones.
-        early: whether it may be launched early, see `may_overlap`.
+        even_k: whether ``Tile.k`` divides all of k.
+        compute: Triton's dtype of the dots' operands.
+        ptx: whether words are dequantised by inline PTX.
+        asynchronous: whether dots may compile to WGMMA.
+        early: whether the kernel is launched with PDL, see `may_overlap`.
         native, interpreted: see `Abilities`.
     """
 
@@ -49,13 +49,13 @@ class Program(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is computed.
+    """How a GEMM is tiled and pipelined.
 
     Attributes:
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
-        warps, stages: of a program; how many loads are under way.
-        programs: that a multiprocessor should find at least.
-        arranged: whether a is arranged first.
+        warps, stages: warps of a program, and its pipeline stages.
+        programs: programs per SM/CU that split-K aims for.
+        arranged: whether a is permuted in memory first.
     """
 
     m: int
@@ -67,9 +67,9 @@ class Tile(NamedTuple):
     arranged: bool = False
 
 
-# One H200, nvfp4, 8192 x 8192 weights, cold caches. 1 row takes 18 us (steps of 128 elements 26, `decoded` 36), 16 rows 23 (with
-# work for four programs on a multiprocessor 28), 32 rows 32 (arranged 36), 64 rows 38 (not arranged 44, `decoded` 48), 128 rows 52
-# (`decoded` 102), 512 rows 130 (steps of 64 elements 156, `once` 162). 4096 rows would take 1228, `once` 740.
+# One H200, nvfp4, 8192 x 8192 weights, cold L2, microseconds. 1 row: 18 (26 with k = 128, `decoded` 36). 16 rows: 23 (28 with four
+# programs per SM). 32 rows: 32 (arranged 36). 64 rows: 38 (not arranged 44, `decoded` 48). 128 rows: 52 (`decoded` 102). 512 rows:
+# 130 (156 with k = 64, `once` 162). 4096 rows would take 1228 (`once` 740).
 _TILES = {
     "sm_90": (
         Tile(8, 64, 256, 2, 3, 4),
@@ -82,17 +82,17 @@ _TILES = {
     # Never timed.
     "any": (Tile(16, 64, 128, 4, 2, 4), Tile(32, 64, 128, 4, 2, 4)),
 }
-# The most rows, where the largest tile may be used several times.
+# The most rows that are eligible. They may need several tiles of the largest size.
 _ROWS = {"sm_90": 512, "any": 32}
 
 
-def serves(x: Operand, w: Operand) -> bool:
-    """Whether rows are few, and all lines can be loaded as words."""
+def is_eligible(x: Operand, w: Operand) -> bool:
+    """Whether b is e2m1, rows are few, and all lines can be loaded as words."""
     if x.tensor.ndim != 2 or w.format != "e2m1" or w.scaling != MICRO or x.scaling != NO_SCALE:
         return False
     if x.lines > for_architecture(_ROWS, x.tensor.device):
         return False
-    # Their range is not that of mx weights.
+    # mx weights exceed float16's range.
     if x.tensor.dtype == torch.float16 and w.scale_format == E8M0:
         return False
     return _in_words(x.tensor, x.strides, 4) and _in_words(w.tensor, w.strides, 2)
@@ -103,7 +103,7 @@ def _in_words(x: Tensor, strides: tuple[int, int, int], each: int) -> bool:
 
 
 def _arranged(a: Tensor, step: int) -> Tensor:
-    """Rows in which of every ``step`` elements those of 4j come first, then those of 4j + 1, 4j + 2 and 4j + 3; zeros behind."""
+    """Permutes each ``step`` elements of a row: first the elements 4j, then 4j + 1, 4j + 2 and 4j + 3. Pads rows with zeros."""
     steps = cdiv(a.shape[1], step)
     padded = torch.nn.functional.pad(a, (0, steps * step - a.shape[1])) if a.shape[1] % step else a
     return padded.reshape(-1, step // 4, 4).transpose(-1, -2).reshape(a.shape[0], steps * step)
@@ -112,7 +112,7 @@ def _arranged(a: Tensor, step: int) -> Tensor:
 def multiply(
     x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None, tile: Tile | None = None
 ) -> None:
-    """``out[...] = alpha * (a @ b) + bias`` of operands that `serves` accepts; out has elements."""
+    """``out[...] = alpha * (a @ b) + bias`` for operands that `is_eligible` accepts; out must not be empty."""
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)

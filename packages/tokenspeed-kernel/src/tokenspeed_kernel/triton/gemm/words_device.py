@@ -9,15 +9,16 @@ from tokenspeed_kernel.triton.common_device import start, wait_for_products
 from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile, tile_of
 from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, swizzled_in_tile
 
-# Two words at once ($4), a code of each at a time. Its sign belongs at bit 15, its other bits at 8...6 of a bfloat16, whose value
-# then is 2^-126 times that of the code. A multiplication puts both where they belong; what it puts elsewhere is cut away.
+# Register $4 holds two 16-bit words. Each line extracts one e2m1 value of both words to a bfloat16 pair: the sign to bit 15, the
+# other bits to bits 8 to 6. The bfloat16 is 2^-126 times the e2m1 value. One integer multiplication shifts the sign and the other
+# bits at once, and the mask clears the rest.
 _IN_BFLOAT16 = (
     "and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 4160; and.b32 a, a, 0x81C081C0;",
     "and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 260; and.b32 a, a, 0x81C081C0;",
     "shr.u32 a, $4, 2; shl.b32 s, $4, 4; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x01C001C0, s, 0xEA;",
     "shr.u32 a, $4, 6; and.b32 s, $4, 0x80008000; lop3.b32 a, a, 0x01C001C0, s, 0xEA;",
 )
-# At 11...9 of a float16 they make 2^-14 times the value.
+# For float16, the other bits go to bits 11 to 9. The float16 is 2^-14 times the e2m1 value.
 _IN_FLOAT16 = (
     "shl.b32 a, $4, 9; shl.b32 s, $4, 12; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
     "shl.b32 a, $4, 5; shl.b32 s, $4, 8; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
@@ -27,12 +28,16 @@ _IN_FLOAT16 = (
 
 
 def _decoding(codes: tuple[str, ...], scaling: str) -> tl.constexpr:
-    """PTX that makes $0 to $3 of ``codes``: ``scaling`` makes TO of a code in a, and of the scales of both words in $5."""
+    """PTX that dequantises two words to $0 to $3. Each line of ``codes`` extracts a pair of values to register a.
+
+    ``scaling`` multiplies register a by the scales of both words, in $5, and writes TO.
+    """
     made = (code + scaling.replace("TO", f"${i}") for i, code in enumerate(codes))
     return tl.constexpr("{ .reg .b32 a, s, c, z; mov.b32 c, 0x7E807E80; mov.b32 z, 0x80008000; " + "".join(made) + " }")
 
 
-# Codes and scales of one byte have few bits: these numbers and their products are exact. e8m0 has a range that wants two steps.
+# e2m1 values times one-byte scales have few significant bits, so that all results are exact. e8m0 scales need two multiplications,
+# because a scale times 2^126 would overflow.
 _E8M0 = _decoding(_IN_BFLOAT16, "fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 TO, a, $5, z;")
 _E4M3 = _decoding(_IN_BFLOAT16, "fma.rn.bf16x2 TO, a, $5, z;")
 _E4M3_FLOAT16 = _decoding(_IN_FLOAT16, "mul.rn.f16x2 TO, a, $5;")
@@ -40,8 +45,10 @@ _E4M3_FLOAT16 = _decoding(_IN_FLOAT16, "mul.rn.f16x2 TO, a, $5;")
 
 @triton.jit
 def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
-    """The four weight tiles of a tile of words, and of the tile of their scales, float32. With ``PTX`` and scales of e4m3 they are
-    2^-8 times the weights, which puts the scales, as factors of codes, within the range of the dtype."""
+    """Dequantises a tile of words, with a tile of their float32 scales, to four tiles of weights.
+
+    With ``PTX`` and e4m3 scales the results are 2^-8 times the weights. This keeps the adjusted scale within the dtype's range.
+    """
     if PTX and tl.bfloat16 == COMPUTE:
         if BLOCK == 16:
             scale *= 2.0**118
@@ -73,13 +80,13 @@ def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.con
 
 @triton.jit
 def _quarter(four, INDEX: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
-    """One of the four half-precision numbers in each int64."""
+    """One of the four 16-bit floats in each int64."""
     return (four >> (16 * INDEX)).to(tl.int16).to(DTYPE, bitcast=True).to(COMPUTE)
 
 
 @triton.jit
 def _beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Two tiles ``[ROWS, COLUMNS]`` as one, ``[ROWS, 2 * COLUMNS]``."""
+    """Concatenates two tiles ``[ROWS, COLUMNS]`` to ``[ROWS, 2 * COLUMNS]``."""
     return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
 
 
@@ -106,9 +113,9 @@ def words_mm_kernel(
     SWIZZLED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile (grid axis 0), from one range of k (axis 1), ``steps`` times ``TILE.k``.
+    """One tile (grid axis 0), over one range of k (axis 1) of ``steps * TILE.k`` elements.
 
-    ``BLOCK``: elements along k that share a scale. a is as it is, or arranged: see `words`.
+    ``BLOCK``: elements along k that share a scale. a is unchanged or arranged, see `words`.
     """
     ROWS: tl.constexpr = TILE.n
     COLUMNS: tl.constexpr = TILE.m
@@ -124,7 +131,7 @@ def words_mm_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n, 8)
     m = tile_m * COLUMNS + tl.arange(0, COLUMNS)
     n = tile_n * ROWS + tl.arange(0, ROWS)
-    # Columns of b beyond the last compute it again, and are not stored.
+    # Columns beyond N recompute column N - 1, and are not stored.
     own = tl.minimum(n, N - 1)
     split = tl.program_id(1)
     first = split * steps
@@ -148,18 +155,18 @@ def words_mm_kernel(
             wait_for_products()
         at = step * (BLOCK_K // BLOCK) + block[None, :]
         if SWIZZLED:
-            place = scales + (swizzled_in_tile(own[:, None], at) + at // 4 * stride_bsk)
+            location = scales + (swizzled_in_tile(own[:, None], at) + at // 4 * stride_bsk)
         else:
-            place = scales + at * stride_bsk
+            location = scales + at * stride_bsk
         present = step * WORDS + lane < K // 4
         if EVEN_K:
             word = tl.load(words + step * WORDS)
-            byte = tl.load(place)
+            byte = tl.load(location)
             within = (m < M)[None, :]
         else:
             word = tl.load(words + step * WORDS, mask=present[None, :], other=0)
-            byte = tl.load(place, mask=at < K // BLOCK, other=0)
-            if ARRANGED:  # zeros lie behind a's rows
+            byte = tl.load(location, mask=at < K // BLOCK, other=0)
+            if ARRANGED:  # the arranged copy of a is padded with zeros
                 within = (m < M)[None, :]
             else:
                 within = (m < M)[None, :] & present[:, None]

@@ -1,4 +1,4 @@
-"""Where scales and rotary parts lie, of a cache that has them apart from its latents."""
+"""Layout of scales and rotary parts in an MLA cache that stores them in tensors of their own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tokenspeed_kernel_base.ops.kvcache.latent_groups import GROUP
 
 
 class LatentGroups(NamedTuple):
-    """Numbers of a latent that share a scale, and the strides of rotary parts and of scales, by page, slot and number.
+    """Elements of a latent that share a scale, and the strides of rotary parts and scales by page, slot and element.
 
-    Strides are compiled in: of others the compiler knows only whether they are multiples of 16, and tokens of DeepSeek-V3.2 are
-    328 numbers of 16 bits apart.
+    The strides are constexpr: Triton specialises a runtime stride only if it is a multiple of 16. Rotary parts of DeepSeek-V3.2
+    are 328 elements of 16 bits apart.
     """
 
     group: int
@@ -26,7 +26,7 @@ class LatentGroups(NamedTuple):
 
 
 def latent_groups(kv_scale_cache: Tensor | None, rope_cache: Tensor | None) -> LatentGroups | None:
-    """Those of a cache; None where a token's latent and rotary part are one row."""
+    """The layout of a cache; None where a token's latent and rotary part are one row."""
     if kv_scale_cache is None or rope_cache is None:
         return None
     return LatentGroups(GROUP, *rope_cache.stride(), *kv_scale_cache.stride())

@@ -1,4 +1,4 @@
-"""What kernels on whole pages share: pages as rows of integers."""
+"""Host code shared by kernels on whole pages: pages as rows of integers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.common import FLOATS, FP8
 from tokenspeed_kernel_base.signature import format_signatures
 
 PAGES = format_signatures("cache", "dense", (*FLOATS, torch.float64, *FP8, torch.uint8))
-"""Formats of caches whose pages are moved."""
+"""Formats of caches whose pages can be copied or cleared."""
 
 BLOCK, WARPS = 4096, 8
 """Integers that a program moves, and its warps."""
@@ -20,7 +20,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Page(NamedTuple):
-    """The sizes of a page: of its last axis, of the last two, and of all three."""
+    """Elements of a page in its last axis, in its last two axes, and in all three."""
 
     inner: int
     middle: int
@@ -28,8 +28,10 @@ class Page(NamedTuple):
 
 
 def as_integers(*caches: Tensor) -> list[Tensor]:
-    """Caches of pages of one shape as ``[pages, a, b, c]`` of integers: those of 8 bytes where all pages consist of such, else as
-    wide as the elements."""
+    """Views of caches with one page shape as ``[pages, a, b, c]`` of integers.
+
+    The integers are int64 where every page of every cache is contiguous and aligned to 8 bytes, else as wide as the elements.
+    """
     narrow = [cache.view(_INTEGERS[cache.element_size()]) for cache in caches]
     page = caches[0].shape[1:].numel()
     size = caches[0].element_size()
@@ -39,13 +41,13 @@ def as_integers(*caches: Tensor) -> list[Tensor]:
 
 
 def _lie_in_words(cache: Tensor) -> bool:
-    """Whether each page lies in a row, at a multiple of 8 bytes."""
+    """Whether each page is contiguous and begins at a multiple of 8 bytes."""
     size = cache.element_size()
     dense = cache[0].is_contiguous() if len(cache) else False
     return dense and cache.stride(0) * size % 8 == 0 and cache.data_ptr() % 8 == 0 and cache.storage_offset() * size % 8 == 0
 
 
 def page_of(cache: Tensor) -> Page:
-    """Sizes for ``[pages, a, b, c]``."""
+    """The page sizes of a cache ``[pages, a, b, c]``."""
     _, a, b, c = cache.shape
     return Page(c, b * c, a * b * c)

@@ -1,4 +1,4 @@
-"""Device code of whole pages: copying and clearing."""
+"""Device code that copies and clears whole pages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _places(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE: tl.constexpr):
-    """Pointers to integers of a page, counted along its last axis first."""
+def _pointers(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE: tl.constexpr):
+    """Pointers to the integers of a page with the row-major indices ``at``."""
     a, b, c = at // PAGE.middle, at % PAGE.middle // PAGE.inner, at % PAGE.inner
     return cache + page.to(tl.int64) * stride_p + (a.to(tl.int64) * stride_a + b * stride_b + c * stride_c)
 
@@ -32,7 +32,7 @@ def copy_pages_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A piece of one page."""
+    """One block of one page."""
     BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
     old = tl.load(source_pages + pair * source_pages_stride)
@@ -42,18 +42,18 @@ def copy_pages_kernel(
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = at < PAGE.size
     values = tl.load(
-        _places(source, old, source_stride_p, source_stride_a, source_stride_b, source_stride_c, at, PAGE), mask=inside
+        _pointers(source, old, source_stride_p, source_stride_a, source_stride_b, source_stride_c, at, PAGE), mask=inside
     )
-    tl.store(_places(cache, new, cache_stride_p, cache_stride_a, cache_stride_b, cache_stride_c, at, PAGE), values, mask=inside)
+    tl.store(_pointers(cache, new, cache_stride_p, cache_stride_a, cache_stride_b, cache_stride_c, at, PAGE), values, mask=inside)
 
 
 @triton.jit
 def zero_pages_kernel(cache, pages, stride_p, stride_a, stride_b, stride_c, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """A piece of one page."""
+    """One block of one page."""
     BLOCKS: tl.constexpr = (PAGE.size + BLOCK - 1) // BLOCK
     page = tl.load(pages + (tl.program_id(0) // BLOCKS).to(tl.int64) * pages_stride)
     if page < 0:
         return
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    to = _places(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE)
+    to = _pointers(cache, page, stride_p, stride_a, stride_b, stride_c, at, PAGE)
     tl.store(to, tl.zeros([BLOCK], cache.dtype.element_ty), mask=at < PAGE.size)

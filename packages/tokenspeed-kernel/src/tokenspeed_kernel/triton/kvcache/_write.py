@@ -1,4 +1,4 @@
-"""Device code that writes to the paged cache, for every kernel that does."""
+"""Host side of the device code that quantises and stores values to the paged cache, shared by every kernel that does so."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Encoding(NamedTuple):
     """How values are stored.
 
     Attributes:
-        format: the 8-bit float that the cache holds, or "copied" where it holds what it is given.
+        format: the cache's 8-bit float format, or "copied" where the cache has the values' dtype.
         native: see `abilities` of the encoder.
-        k_scales, v_scales: how many scales there are, 0 for none.
+        k_scales, v_scales: number of scales, 0 for none.
         interpreted, steps: see `_encode_device.divide`.
     """
 
@@ -31,7 +31,7 @@ class Encoding(NamedTuple):
 
 
 def encoding_for(values: Tensor, cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> Encoding:
-    """How values of this dtype are stored in a cache, on its device."""
+    """The encoding of values of this dtype for this cache, on the values' device."""
     form = cache_format(values.dtype, cache.dtype)
     if form == COPIED:
         return Encoding()
@@ -46,5 +46,5 @@ def cache_format(values: torch.dtype, cache: torch.dtype) -> str:
 
 
 def as_storable(x: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every device can load and store; others as they are."""
+    """8-bit floats viewed as uint8, which every device can load and store; other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype in FP8_NAMES else x

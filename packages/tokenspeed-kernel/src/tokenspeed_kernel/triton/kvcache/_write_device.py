@@ -10,7 +10,7 @@ from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_
 
 @triton.jit
 def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
-    """Pointers to heads of slots of a `Cache`; meaningless where a slot is negative."""
+    """Pointers to heads of slots of a `Cache`; invalid where a slot is negative."""
     slot = slot.to(tl.int64)
     offset = (slot // PAGE_SIZE) * cache.page_stride + (slot % PAGE_SIZE) * cache.slot_stride
     return cache.first + (offset + head * cache.head_stride)
@@ -18,7 +18,7 @@ def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Values as the cache holds them: as they are, or the bytes of an 8-bit float. NATIVE: see `abilities` of the encoder."""
+    """Values in the cache's format: unchanged, or 8-bit floats as uint8. NATIVE: see `abilities` of the encoder."""
     if FORMAT == "copied":
         stored = values
     else:
@@ -28,7 +28,7 @@ def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
-    """Values over their head's scale, float32. SCALES: how many there are, 0 for none."""
+    """Values divided by their head's scale, float32; unchanged if SCALES, the number of scales, is 0."""
     if SCALES == 0:
         quotient = values
     else:
@@ -36,14 +36,14 @@ def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
         factor, divisor, reciprocal = prepare_divisor(loaded, ENCODING.interpreted)
         values = values.to(tl.float32)
         quotient = divide(values, factor, divisor, reciprocal, ENCODING.interpreted, ENCODING.steps)
-        # Quotients that overflow come out as NaN, as do infinite values; they are to saturate.
+        # `divide` returns NaN for a quotient that overflows and for an infinite value. Make both infinite, so that they saturate.
         quotient = tl.where(quotient != quotient, values * float("inf"), quotient)
     return quotient
 
 
 @triton.jit
 def encoded(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
-    """Values over their head's scale, as the cache holds them."""
+    """Values divided by their head's scale, in the cache's format."""
     FORMAT: tl.constexpr = ENCODING.format
     NATIVE: tl.constexpr = ENCODING.native
     return as_stored(divided(values, scale, head, SCALES, ENCODING), FORMAT, NATIVE)

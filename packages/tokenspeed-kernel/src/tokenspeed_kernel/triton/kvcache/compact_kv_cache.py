@@ -1,6 +1,6 @@
-"""Closing gaps in the paged cache: a program takes some columns of all nodes of a sequence.
+"""Compaction of accepted draft tokens in the paged cache. A program moves some columns of all nodes of a sequence.
 
-It reads all before it writes any, so that it does not matter that a node's place is another's source.
+It loads all nodes before it stores any, because the destination slot of one node can be the source slot of another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Elements of a program, and so many a thread.
+# Elements per program and per thread.
 _ELEMENTS, _A_THREAD = 4096, 32
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Shape(NamedTuple):
-    """Tokens of a page; columns of a head of keys and of values, and of all heads together, 0 where there are no values."""
+    """Tokens in a page, and columns of one head (``dim``) and of all heads (``width``). ``v_width`` is 0 without values."""
 
     page_size: int
     dim: int
@@ -78,6 +78,6 @@ def compact_kv_cache(
 
 
 def _as_heads(cache: Tensor) -> Tensor:
-    """``[pages, page_size, heads, dim]`` of integers as wide as the elements: bits are moved, whatever they mean."""
+    """The cache viewed as ``[pages, page_size, heads, dim]`` of integers as wide as its elements, because only bits are moved."""
     cache = cache.view(_INTEGERS[cache.element_size()])
     return cache.unsqueeze(2) if cache.dim() == 3 else cache

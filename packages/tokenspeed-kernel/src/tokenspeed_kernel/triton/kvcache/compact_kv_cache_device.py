@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.views_device import Cache, Pages, pages_of
 
 @triton.jit
 def _slots_of(pages, table, position, moved, PAGE_SIZE: tl.constexpr):
-    """Slots of positions that are to be moved."""
+    """Slots of positions; valid where ``moved``."""
     page = tl.load(pages + position // PAGE_SIZE * table.page_stride, mask=moved, other=0)
     return page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
 
@@ -22,7 +22,7 @@ def _move(cache, old, new, moved, program, DIM: tl.constexpr, WIDTH: tl.constexp
     head, inner = (column // DIM).to(tl.int64), column % DIM
     there = moved & (column < WIDTH)
     values = tl.load(slot_of(cache, old, head, PAGE_SIZE) + inner * cache.dim_stride, mask=there)
-    tl.debug_barrier()  # until all threads have read what some of them overwrite
+    tl.debug_barrier()  # all threads must have loaded before any thread stores
     tl.store(slot_of(cache, new, head, PAGE_SIZE) + inner * cache.dim_stride, values, mask=there)
 
 
@@ -53,9 +53,9 @@ def compact_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Some columns of keys, or of values, of all nodes of a sequence."""
+    """Moves some columns of keys or of values, for all nodes of a sequence."""
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
-    PROGRAMS: tl.constexpr = (SHAPE.width + BLOCK_C - 1) // BLOCK_C  # of keys
+    PROGRAMS: tl.constexpr = (SHAPE.width + BLOCK_C - 1) // BLOCK_C  # programs of keys; the others handle values
     table = Pages(page_table, page_table_stride_b, page_table_stride_p)
     sequence = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Copying whole pages: a program takes a piece of one."""
+"""Copy of whole pages. A program copies one block of a page."""
 
 from __future__ import annotations
 

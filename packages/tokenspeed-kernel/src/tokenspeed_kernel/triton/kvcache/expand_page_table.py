@@ -1,4 +1,4 @@
-"""Expanding page tables: a program takes a piece of a sequence's."""
+"""Expansion of page tables. A program writes a block of one sequence's entries."""
 
 from __future__ import annotations
 

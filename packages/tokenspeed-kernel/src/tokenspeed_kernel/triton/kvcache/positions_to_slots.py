@@ -1,4 +1,4 @@
-"""Looking up pages: a program takes some positions of a token."""
+"""Page table lookup. A program maps a block of one token's positions to slots."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-# top_k is specialised: where it is a multiple of four, four positions are loaded and stored at once.
+# top_k is specialised: if it is a multiple of 16, Triton loads and stores four positions at once.
 @triton.jit(do_not_specialize=["batch", "q_len", "max_pages"])
 def positions_to_slots_kernel(
     positions,
@@ -27,13 +27,13 @@ def positions_to_slots_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Some positions of one token."""
+    """Maps a block of one token's positions to slots."""
     token = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # They are on the way while the token's sequence is looked for.
+    # Issue these loads first: they are in flight while the search below finds the token's sequence.
     position = tl.load(positions + token * positions_stride_t + k * positions_stride_k, mask=k < top_k, other=-1)
     sequence = token // q_len
-    if cu_seqlens_q is not None:  # how many sequences end before the token, or with it
+    if cu_seqlens_q is not None:  # count the sequences that end at or before the token
         sequence = token * 0
         for start in range(0, batch, AT_ONCE):
             at = start + tl.arange(0, AT_ONCE)

@@ -1,4 +1,4 @@
-"""Writing index keys in fp8 with a scale each into their paged cache: a program takes a few tokens."""
+"""Quantises index keys to fp8 with one scale per key and stores them to their paged cache. A program handles a few tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# As for latents, see `store_mla_kv_cache`: 16 elements a thread.
+# As in `store_mla_kv_cache`: 16 elements per thread.
 _ELEMENTS, _WARPS = 1024, 2
 
 

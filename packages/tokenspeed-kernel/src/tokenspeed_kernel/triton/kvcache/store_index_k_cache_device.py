@@ -35,7 +35,7 @@ def store_index_k_cache_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A few tokens."""
+    """Quantises and stores the index keys of a few tokens."""
     FORMAT: tl.constexpr = ENCODING.format
     NATIVE: tl.constexpr = ENCODING.native
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -44,7 +44,7 @@ def store_index_k_cache_kernel(
     there = (slot >= 0)[:, None] & (column < HEAD_DIM)
     x = tl.load(k + token[:, None] * k_stride_t + column * k_stride_d, mask=there, other=0.0).to(tl.float32)
     scale = scale_of(largest(x, 1), _LARGEST_E4M3)
-    if POWER_OF_2:  # up, of a normal number
+    if POWER_OF_2:  # round up to a power of two; the scale is a normal float32
         rounded = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.where(scale != scale, scale, rounded)
     factor, divisor, reciprocal = prepare_divisor(scale, ENCODING.interpreted)

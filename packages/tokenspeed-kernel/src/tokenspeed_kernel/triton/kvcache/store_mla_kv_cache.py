@@ -1,4 +1,4 @@
-"""Writing latents and their rotary parts into the paged cache: a program takes a few tokens."""
+"""Stores MLA latents and their rotary parts to the paged cache. A program handles a few tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Columns of a latent and of its rotary part, tokens of a page."""
+    """Columns of a latent and of its rotary part, and tokens in a page."""
 
     rank: int
     rope: int
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program writes: this many tokens, and the columns of both parts as powers of two."""
+    """The tile of one program: tokens, the columns of both parts padded to powers of two, and warps."""
 
     tokens: int
     rank: int
@@ -37,17 +37,17 @@ class Tile(NamedTuple):
     warps: int
 
 
-# As for keys and values. H200, latents of 512 and 64, bfloat16, cold caches: 65536 tokens in 46 us, which is 3.3 TB/s.
+# As in `store_kv_cache`. H200, latents of 512 and rotary parts of 64, bfloat16, cold L2: 65536 tokens in 46 us, 3.3 TB/s.
 _ELEMENTS, _WARPS = 1024, 2
-# Rows that cannot be moved 16 bytes at a time take more registers an element.
+# Rows without 16-byte accesses need more registers per element.
 _UNALIGNED_WARPS = 4
 
 
 @functools.cache
 def tile_for(rank: int, rope: int) -> Tile:
-    """The tile for parts of these sizes."""
+    """The tile for latents of ``rank`` columns and rotary parts of ``rope`` columns."""
     block, rope_block = next_power_of_2(rank), next_power_of_2(rope)
-    # Of a very long latent no more than 32 elements a thread.
+    # At most 32 elements per thread for a very long latent.
     warps = max(_UNALIGNED_WARPS if rank % 8 or rope % 8 else _WARPS, block // 1024)
     return Tile(max(1, _ELEMENTS // max(block, rope_block)), block, rope_block, warps)
 

@@ -26,7 +26,7 @@ def _store_groups(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A few tokens' latents, in rows of a group each, and the groups' scales."""
+    """Quantises and stores the latents of a few tokens, one row per scale group, and the groups' scales."""
     LENGTH: tl.constexpr = GROUPS.group
     FORMAT: tl.constexpr = ENCODING.format
     NATIVE: tl.constexpr = ENCODING.native
@@ -67,14 +67,14 @@ def store_mla_kv_cache_kernel(
     ENCODING: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A few tokens."""
+    """Stores the latents and rotary parts of a few tokens."""
     cache = Cache(kv_cache, page_stride, slot_stride, 0, dim_stride)
     token = (tl.program_id(0) * TILE.tokens + tl.arange(0, TILE.tokens)[:, None]).to(tl.int64)
     column = tl.arange(0, TILE.rank)[None, :]
     slot = tl.load(slot_mapping + token * slot_mapping_stride, mask=token < tokens, other=-1)
     there = (slot >= 0) & (column < SHAPE.rank)
     at = slot_of(cache, slot, 0, SHAPE.page_size)
-    none = tl.zeros_like(token)  # there is one scale at most
+    none = tl.zeros_like(token)  # at most one scale, so the head index is 0
     if GROUPS is None:
         values = tl.load(latent + token * latent_stride + column, mask=there)
     if SHAPE.rope > 0:

@@ -1,4 +1,4 @@
-"""Clearing whole pages: a program takes a piece of one."""
+"""Clearing of whole pages. A program clears one block of a page."""
 
 from __future__ import annotations
 

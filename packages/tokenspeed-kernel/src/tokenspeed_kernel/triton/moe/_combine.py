@@ -1,4 +1,4 @@
-"""The end of a mixture-of-experts layer: the rows that the second projection left for a token's slots, weighted and summed."""
+"""The last step of a mixture-of-experts layer: the weighted sum of the second projection's rows over a token's top-k slots."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 def slots_for(x: Tensor, pairs: int, parts: int = 1) -> Tensor:
-    """Room for the rows of all slots, ``[parts, pairs, hidden]``: float32 for partial sums, and where x's dtype has less range."""
+    """An uninitialised buffer for the rows of all slots, ``[parts, pairs, hidden]``.
+
+    It is float32 for split-K partial sums (``parts > 1``) and for a float16 x, whose range is too small. Else it has x's dtype.
+    """
     dtype = torch.float32 if parts > 1 or x.dtype == torch.float16 else x.dtype
     return torch.empty(parts, pairs, x.shape[1], dtype=dtype, device=x.device)
 
 
 def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, out: Tensor) -> None:
-    """``out[token] = sum of topk_weights[token, slot] * slots[:, token * top_k + slot].sum(0)``, in order, in float32.
+    """``out[token] = sum of topk_weights[token, slot] * slots[:, token * top_k + slot].sum(0)``, in slot order, in float32.
 
-    ``slots``: ``[parts, tokens * top_k, hidden]``, dense. Slots without an expert count nothing.
+    ``slots``: ``[parts, tokens * top_k, hidden]``, contiguous. Slots without an expert contribute nothing.
     """
     parts, _, hidden = slots.shape
     tokens, top_k = topk_ids.shape

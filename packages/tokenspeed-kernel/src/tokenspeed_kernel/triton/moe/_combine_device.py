@@ -34,7 +34,7 @@ def combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * ids_stride_token + slot * ids_stride_slot)
-        # The row of a slot without an expert was not written, and may be NaN; so may its weight.
+        # A slot without an expert has an unwritten row and an arbitrary weight. Both may be NaN.
         has_expert = (expert >= 0) & (expert < num_experts)
         present = tl.where(has_expert, hidden, 0)
         weight = tl.load(weights_ptr + token * weights_stride_token + slot * weights_stride_slot)

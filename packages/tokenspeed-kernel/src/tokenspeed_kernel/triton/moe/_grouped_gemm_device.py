@@ -1,10 +1,10 @@
-"""A grouped matrix product: rows sorted by expert, in blocks, each times its expert's weight as it lies in memory.
+"""Grouped GEMM: blocks of rows sorted by expert, each times its expert's weight in the checkpoint's layout.
 
-Both projections of a mixture-of-experts layer run it. The first gathers its rows from the tokens and ends in the gated activation;
-the second writes each (token, slot) pair to a row of its own, which `_combine` sums.
+Both projections of a mixture-of-experts layer use this kernel. The first gathers its rows from the tokens and ends with the gated
+activation. The second writes the row of each (token, slot) pair, which `_combine` reduces.
 
-Tiles lie as ``[features, rows]`` while they are summed: an expert may have few rows, and the matrix units of all vendors
-take a shorter second side (8 or 16) than first (16 to 64). A tile is turned round once, when it is stored.
+The dots are swap-AB: accumulators are ``[features, rows]``. An expert may have few rows, and the MMAs of all vendors have a smaller
+N (8 or 16) than M (16 to 64). A tile is transposed once, when it is stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK_FP8 = tl.constexpr(128)
 
 
 class Inputs(NamedTuple):
-    """The rows that are multiplied: ``[rows, K]``, and their float32 scales or None."""
+    """The input rows ``[rows, K]``, and their float32 scales or None."""
 
     first: Any  # a pointer to the first element
     row_stride: Any
@@ -36,12 +36,12 @@ class Weight(NamedTuple):
     """An expert's weight.
 
     Fields:
-        gate, up: pointers to its first element, or descriptors of all experts' rows.
-        gate_start, up_start: for descriptors, the first row of the tile of gates and of ups.
-        row_stride, column_stride: for pointers.
-        scale, scale_row_stride, scale_column_stride: its scales; not read where it has none.
-        global_scale: a pointer to a factor of all of it; not read where it has none.
-        bias, bias_stride: likewise.
+        gate, up: pointers to the first element, or tensor descriptors of all experts' rows.
+        gate_start, up_start: for descriptors, the first gate row and the first up row of the tile.
+        row_stride, column_stride: strides, for pointers.
+        scale, scale_row_stride, scale_column_stride: the scales; not read where there are none.
+        global_scale: a pointer to the scale of the whole weight; not read where there is none.
+        bias, bias_stride: the bias; not read where there is none.
     """
 
     gate: Any
@@ -59,14 +59,14 @@ class Weight(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Results: ``[rows, N]``, columns of unit stride."""
+    """Results: ``[rows, N]`` with unit stride along N."""
 
     first: Any
     row_stride: Any
 
 
 class Block(NamedTuple):
-    """Rows of one expert: ``first`` to ``end``, and the number of the (token, slot) pair of each row."""
+    """Rows ``first`` to ``end`` of one expert. ``order`` holds the (token, slot) pair index of each row."""
 
     order: Any
     first: Any
@@ -75,14 +75,14 @@ class Block(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Features of the result and of the inputs."""
+    """Features of the result (n) and of the inputs (k)."""
 
     n: Any
     k: Any
 
 
 class Swiglu(NamedTuple):
-    """What the activation takes besides gate and up."""
+    """Parameters of the activation."""
 
     alpha: Any
     limit: Any
@@ -91,7 +91,7 @@ class Swiglu(NamedTuple):
 
 @triton.jit
 def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
-    """A tile ``[rows, columns]``; zeros beyond the last column."""
+    """Loads a tile ``[rows, columns]``, with zeros beyond the last column."""
     if EVEN_K:
         tile = tl.load(pointers)
     else:
@@ -102,9 +102,11 @@ def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TILE: tl.constexpr):
-    """Columns ``k`` to ``k + block_k`` of the rows of ``w``, the weight's gates or its ups, decoded. Scales of short blocks along k
-    are multiplied in, others are left to the accumulators. ``row``: where each row begins, or the first row's number if w is a
-    descriptor."""
+    """Loads and dequantises columns ``k`` to ``k + block_k`` of the rows of ``w``, the weight's gate or up rows.
+
+    Only one-byte block scales are applied here; other scales multiply accumulators. ``row``: the offset of each row, or the index
+    of the first row if w is a descriptor.
+    """
     FORMAT: tl.constexpr = OPTIONS.format
     BLOCK_K: tl.constexpr = TILE.block_k
     EVEN_K: tl.constexpr = TILE.even_k
@@ -113,7 +115,7 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
     if OPTIONS.descriptor:
         tile = w.load([row, k])
     else:
-        ITEMS: tl.constexpr = 2 if FORMAT == "e2m1" else 1  # elements of a byte
+        ITEMS: tl.constexpr = 2 if FORMAT == "e2m1" else 1  # elements per byte
         column = tl.arange(0, BLOCK_K // ITEMS)
         at = (k // ITEMS + column).to(tl.int64) * weight.column_stride
         tile = _load((w + row)[:, None] + at[None, :], column, k_left // ITEMS, EVEN_K)
@@ -124,7 +126,7 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
         elif OPTIONS.block > 0:
             tile = tile.to(tl.float32)
         elif FORMAT == "fp8" and OPTIONS.compute == tl.bfloat16 and cuda_capability_geq(8, 9):
-            # By float32: Triton's own way is an instruction (F2F) of which a multiprocessor of Hopper does 16 numbers a cycle.
+            # Convert through float32: Triton's direct conversion uses F2F, which converts 16 values per cycle per SM on Hopper.
             tile = tile.to(tl.float32)
     if OPTIONS.block > 0:
         BLOCK: tl.constexpr = OPTIONS.block
@@ -137,8 +139,8 @@ def _weight_tile(w, row, scale_row, weight, k, k_left, OPTIONS: tl.constexpr, TI
 
 
 @triton.jit
-def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + w x^T``, for w ``[features, k]`` and x ``[rows, k]``; times a feature's scale if ``SCALED``."""
+def _accumulate(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc + w x^T`` for w ``[features, k]`` and x ``[rows, k]``; ``acc + (w x^T) * scale`` per feature if ``SCALED``."""
     if SCALED:
         acc += tl.dot(w, tl.trans(x), input_precision=PRECISION) * scale[:, None]
     else:
@@ -148,7 +150,7 @@ def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _input_rows(inputs, block, GATHER: tl.constexpr, ROWS: tl.constexpr):
-    """Pointers to a block's first ROWS rows of the inputs. Rows beyond its end repeat the last: their sums are not stored."""
+    """Pointers to a block's first ROWS input rows. Rows beyond the block's end repeat its last row, and are not stored."""
     row = tl.minimum(block.first + tl.arange(0, ROWS), block.end - 1)
     if GATHER:
         row = tl.load(block.order + row) // block.top_k
@@ -157,7 +159,7 @@ def _input_rows(inputs, block, GATHER: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_tile(gate, up, block, feature, inputs, weight, out, sizes, swiglu, OPTIONS: tl.constexpr, ROWS: tl.constexpr):
-    """Scales the sums of a tile, adds the bias, applies the activation, and stores the block's first ROWS rows."""
+    """Epilogue: applies row scales, the bias and the activation to the accumulators, and stores the block's first ROWS rows."""
     rows = block.first + tl.arange(0, ROWS)
     exists = rows < block.end
     pair = tl.load(block.order + rows, mask=exists, other=0)
@@ -204,7 +206,7 @@ def _block(
     BLOCK_T: tl.constexpr,
     EXTRA_T: tl.constexpr,
 ):
-    """One tile of features for the rows of a block: ``BLOCK_T`` of them, and ``EXTRA_T`` more by the same reading of the weight."""
+    """One tile of features for ``BLOCK_T`` rows of a block, and for ``EXTRA_T`` more rows that reuse the loaded weight tiles."""
     GATED: tl.constexpr = OPTIONS.gated
     FORMAT: tl.constexpr = OPTIONS.format
     COMPUTE: tl.constexpr = OPTIONS.compute
@@ -215,7 +217,7 @@ def _block(
     EVEN_K: tl.constexpr = TILE.even_k
     N = sizes.n
     K = sizes.k
-    known = tl.minimum(feature, N - 1).to(tl.int64)  # features beyond the last repeat it and are not stored
+    known = tl.minimum(feature, N - 1).to(tl.int64)  # features beyond N repeat feature N - 1 and are not stored
     gate_row = known * 2 if GATED and OPTIONS.interleaved else known
     up_row = known * 2 + 1 if OPTIONS.interleaved else known + N
     extra = Block(block.order, block.first + BLOCK_T, block.end, block.top_k)
@@ -234,7 +236,7 @@ def _block(
         scaled_rows: tl.constexpr = _BLOCK_FP8 if OPTIONS.scales == "blocks" else 1
         s_gate = weight.scale + gate_row // scaled_rows * weight.scale_row_stride
         s_up = weight.scale + up_row // scaled_rows * weight.scale_row_stride
-    # The scales of fp8 blocks multiply the product of one step, and are loaded one step ahead to hide their latency.
+    # fp8 block scales multiply the partial sum of one step. They are loaded one step ahead to hide the latency.
     scaled: tl.constexpr = OPTIONS.scales == "blocks"
     if scaled:
         by_gate = tl.load(s_gate)
@@ -254,19 +256,19 @@ def _block(
             by_gate_next = tl.load(s_gate + next_block)
             by_up_next = tl.load(s_up + next_block) if GATED else by_gate_next
         tile = _weight_tile(weight.gate, at_gate, s_gate, weight, k, K - k, OPTIONS, TILE)
-        gate = _add_product(gate, tile, x_tile, by_gate, scaled, PRECISION)
+        gate = _accumulate(gate, tile, x_tile, by_gate, scaled, PRECISION)
         if EXTRA_T > 0:
-            gate_extra = _add_product(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION)
+            gate_extra = _accumulate(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION)
         if GATED:
             tile = _weight_tile(weight.up, at_up, s_up, weight, k, K - k, OPTIONS, TILE)
-            up = _add_product(up, tile, x_tile, by_up, scaled, PRECISION)
+            up = _accumulate(up, tile, x_tile, by_up, scaled, PRECISION)
             if EXTRA_T > 0:
-                up_extra = _add_product(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION)
+                up_extra = _accumulate(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION)
         if scaled:
             by_gate = by_gate_next
             by_up = by_up_next
 
-    # Factors of all of k multiply the accumulators.
+    # Scales that apply to all of k multiply the accumulators.
     whole: tl.constexpr = OPTIONS.scales == "channels" or OPTIONS.scales == "e4m3"
     if whole:
         if OPTIONS.scales == "channels":
@@ -324,13 +326,13 @@ def grouped_gemm_kernel(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first projection with its activation if ``gated``, else the second; ``N`` features of the result, from ``K``.
+    """The first projection with its activation if ``gated``, else the second; ``N`` output features from ``K`` input features.
 
-    w and w_up are the same pointer, or tensor descriptors of all experts' rows ``[rows, K]``, for gates and for
-    ups; an expert has ``w_expert_rows`` of them, and its ups begin ``w_up_rows`` after its gates.
+    w and w_up are the same pointer, or tensor descriptors of all experts' gate and up rows ``[rows, K]``. With descriptors an
+    expert has ``w_expert_rows`` rows, and its up rows begin ``w_up_rows`` after its gate rows.
 
-    Blocks have up to ``block_t + extra_t`` rows. Those with no more than ``block_t``, or ``tail_t``, take a loop without the
-    rest. ``group`` blocks take the same features in turn, so that a weight is read from memory once.
+    Blocks have up to ``block_t + extra_t`` rows. Blocks with at most ``block_t`` or ``tail_t`` rows use a loop with smaller tiles.
+    ``group`` consecutive blocks compute the same features one after another, so that a weight is read from memory once.
     """
     FORMAT: tl.constexpr = OPTIONS.format
     BLOCK_T: tl.constexpr = TILE.block_t

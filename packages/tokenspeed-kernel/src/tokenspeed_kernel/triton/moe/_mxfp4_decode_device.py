@@ -1,11 +1,12 @@
-"""From words of the layout of `_mxfp4_layout` to tiles of weights, in registers."""
+"""Dequantises words in the layout of `_mxfp4_layout` to tiles of weights, in registers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Two words at once. A multiplication puts the two parts of a code where they belong; what it puts elsewhere is cut away.
+# Register $4 holds two 16-bit words. Each and, shift or multiplication moves the sign and magnitude bits of one e2m1 value of both
+# words to their positions in a bfloat16 pair, and a mask clears the other bits. $5, $7, $9 and $11 hold the scales.
 _BFLOAT16 = """
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -25,7 +26,7 @@ lop3.b32 a, a, 0x01C001C0, s, 0xEA;
 fma.rn.bf16x2 $3, a, $11, z;
 }
 """
-# A code's bits belong at 15 and 11...9, which makes it 2^-14 times its value.
+# For float16, the bits go to bit 15 and bits 11 to 9, which gives 2^-14 times the e2m1 value.
 _FLOAT16 = """
 .reg .b32 a, s;
 shl.b32 a, $4, 3;
@@ -46,9 +47,9 @@ lop3.b32 a, $4, 0x0E000E00, s, 0xEA;
 mul.rn.f16x2 $3, a, $11;
 }
 """
-# Hopper's asynchronous products read a left operand in registers until they end, and the compiler lets those of one turn of a loop
-# run on into the next, which overwrites it: some results were wrong, most often with two programs on a multiprocessor. So who is
-# about to write these registers waits first. In one turn, only the first word's wait has anything to wait for.
+# Hopper's WGMMA reads a left operand in registers until it completes. Triton lets the WGMMAs of one loop iteration overlap the next
+# iteration, which overwrites the operand's registers: some results were wrong, most often with two CTAs per SM. Each write of these
+# registers therefore waits first. Within an iteration, only the first word's wait has WGMMAs to wait for.
 _WAIT = "{ wgmma.wait_group.sync.aligned 0;"
 _BFLOAT16_ALONE = tl.constexpr("{" + _BFLOAT16)
 _BFLOAT16_DRAINED = tl.constexpr(_WAIT + _BFLOAT16)
@@ -58,17 +59,17 @@ _FLOAT16_DRAINED = tl.constexpr(_WAIT + _FLOAT16)
 
 @triton.jit
 def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.constexpr):
-    """The four weight tiles of a tile of words.
+    """Dequantises a tile of words to four tiles of weights.
 
-    ``scales``: int32, a column of exponent fields, a byte a tile. ``PTX``: by NVIDIA's instructions, on two numbers at a time,
-    where dtype has 16 bits. ``DRAIN``: the tiles may be operands of Hopper's asynchronous products.
+    ``scales``: an int32 column of exponent fields, one byte per tile. ``PTX``: for 16-bit dtypes, use inline PTX on two values at a
+    time. ``DRAIN``: wait for outstanding WGMMAs first, because they may read these tiles.
     """
     s0 = scales & 0xFF
     s1 = (scales >> 8) & 0xFF
     s2 = (scales >> 16) & 0xFF
     s3 = (scales >> 24) & 0xFF
     if PTX and dtype == tl.bfloat16:
-        # Exponent fields, each twice in a word.
+        # Each exponent field becomes a pair of bfloat16 powers of two.
         return tl.inline_asm_elementwise(
             _BFLOAT16_DRAINED if DRAIN else _BFLOAT16_ALONE,
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
@@ -78,7 +79,7 @@ def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.const
             pack=2,
         )
     if PTX and dtype == tl.float16:
-        # 253 stands for 2^14 here, whose field is 29. A scale 2^29 times smaller than its row's largest becomes 0.
+        # The field 253 becomes 29, which is 2^14 in float16. A scale 2^29 times smaller than its row's largest becomes 0.
         s0 = tl.maximum(s0 - 224, 0)
         s1 = tl.maximum(s1 - 224, 0)
         s2 = tl.maximum(s2 - 224, 0)
@@ -101,6 +102,6 @@ def decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.const
 
 @triton.jit
 def _scaled(code, scale, dtype: tl.constexpr):
-    """Codes, at bits 15 and 8...6, times scales, each put where a float32 has such bits. Only float16 rounds, its subnormals."""
+    """Multiplies e2m1 values, at bits 15 and 8 to 6, by scales in float32. Only float16 subnormals are rounded."""
     number = (code << 16).to(tl.float32, bitcast=True)
     return (number * (scale << 23).to(tl.float32, bitcast=True)).to(dtype)

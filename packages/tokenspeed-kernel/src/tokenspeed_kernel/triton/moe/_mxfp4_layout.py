@@ -1,21 +1,22 @@
-"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights: what `moe_apply_mxfp4` reads, made once when a model is loaded.
+"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights, which `moe_apply_mxfp4` reads. It is made once, when a model is loaded.
 
-A projection ``[rows, k]`` is seen as ``rows / 2`` pairs of rows whose results meet in one program: gate and up of a feature in w13,
-row ``r`` and row ``r + rows / 2`` in w2. ``k`` is cut into chunks of 64, two blocks of 32 elements. A 16-bit word holds, of one
-pair of rows and one place ``j`` of 0...31, the four codes of (first row, block 0), (first row, block 1), (second row, block 0),
-(second row, block 1). So each of the four tiles that come of a tile of words lies along k in order and within one block of scales.
+A projection ``[rows, k]`` is ``rows / 2`` pairs of rows. One program computes both rows of a pair: gate and up of a feature in w13,
+row ``r`` and row ``r + rows / 2`` in w2. ``k`` is split into chunks of 64 elements, which are two blocks of 32. A 16-bit word holds
+four e2m1 values of one pair of rows, at position ``j`` (0 to 31) of a block. Their order is (first row, block 0), (first row,
+block 1), (second row, block 0), (second row, block 1). A tile of words therefore becomes four tiles of weights. Each of these is in
+order along k, and lies within one block of scales.
 
     weight  int16    [experts, chunks, pairs, 32]    a tile of many pairs and one chunk is contiguous
-    scale   int32    [experts, chunks, pairs]        four exponents, byte i for code i; relative to the largest of the row
-    bias    float32  [experts, 4, pairs]             factors of both rows (what their scales are relative to), biases of both
+    scale   int32    [experts, chunks, pairs]        four exponents, byte i for value i; relative to the largest scale of the row
+    bias    float32  [experts, 4, pairs]             largest scales of both rows, biases of both rows
 
-Where in the word the bits of the codes stand is chosen for few instructions: sign and magnitude of a code (s, e, e, m) belong at
-bits 15 and 8...6 of a bfloat16, whose value then is that of the code times 2^-126.
+The bit positions within a word minimise instructions. The sign and magnitude bits (s, e, e, m) of an e2m1 value go to bits 15 and
+8 to 6 of a bfloat16, which is then the e2m1 value times 2^-126.
 
-    bit   15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
-    code  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
+    bit    15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
+    value  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
 
-A scale byte is the exponent field of the bfloat16 by which such a number is to be multiplied, 253 (2^126) for the row's largest.
+A scale byte is the exponent field of the bfloat16 that multiplies such a value: 253 (2^126) for the row's largest scale.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, e8m0_to_
 LAYOUT = "triton_mxfp4"
 CHUNK = 2 * BLOCK_MX
 _LARGEST = 253
-# Where each code's sign and the lowest of its other three bits stand in a word.
+# The bit positions in a word of each value's sign, and of the lowest of its other three bits.
 _SIGN_BITS = (15, 12, 14, 13)
 _LOW_BITS = (6, 3, 0, 9)
-# Experts that are arranged at once. One alone is so little work that its launches take longer than they do.
+# Experts per step of the conversion. A step of one expert would be bound by launch latency.
 _AT_ONCE = 4
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Canonical mxfp4 weights in the layout above."""
+    """Converts canonical mxfp4 weights to the layout above."""
     gate_up = _row_pairs(2 * plan.intermediate_size, plan.w13_interleaved, weights.w13_weight.device)
     halves = _row_pairs(plan.hidden_size, False, weights.w2_weight.device)
     w13 = _prepare(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, gate_up)
@@ -68,7 +69,7 @@ def _prepare(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Ten
 
 
 def _words(codes: Tensor, chunks: int) -> Tensor:
-    """uint8 ``[experts, 2, pairs, k / 2]`` to int16 ``[experts, chunks, pairs, 32]``."""
+    """Converts uint8 ``[experts, 2, pairs, k / 2]`` to words, int16 ``[experts, chunks, pairs, 32]``."""
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     four = _four_of(nibbles, chunks * CHUNK, (chunks, 2, BLOCK_MX)).short()
     word = torch.zeros_like(four[0])
@@ -78,9 +79,11 @@ def _words(codes: Tensor, chunks: int) -> Tensor:
 
 
 def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """uint8 ``[experts, 2, pairs, k / 32]`` to int32 ``[experts, chunks, pairs]``, and float32 ``[experts, 2, pairs]`` of factors.
+    """Converts uint8 scales ``[experts, 2, pairs, k / 32]`` to relative exponents and row factors.
 
-    A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
+    Returns int32 ``[experts, chunks, pairs]``, and float32 ``[experts, 2, pairs]``, the largest scale of each row.
+
+    A scale 2^253 times smaller than its row's largest becomes 0. A NaN scale makes all results of its row NaN, as any NaN does.
     """
     scale = scale.int()
     largest = scale.amax(-1)
@@ -90,6 +93,9 @@ def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 
 
 def _four_of(values: Tensor, padded: int, shape: tuple[int, int, int]) -> Tensor:
-    """``[experts, 2, pairs, k]``, k padded and seen as shape, to ``[4, experts, chunks, pairs, n]``: both halves of both rows."""
+    """Splits ``[experts, 2, pairs, k]`` into ``[4, experts, chunks, pairs, n]``: both blocks of both rows.
+
+    k is padded to ``padded`` and viewed as ``shape``, which is ``(chunks, 2, n)``.
+    """
     values = torch.nn.functional.pad(values, (0, padded - values.shape[-1]))
     return values.view(*values.shape[:-1], *shape).permute(1, 4, 0, 3, 2, 5).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Rows of activations as MMAs take them: rounded to narrow formats, or scaled into float16's range."""
+"""Prepares rows of activations for MMAs: rounds them to narrow formats, or scales them into float16's range."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def rounded(
     row_count: Tensor | None = None,
     static_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rounds x ``[rows, k]`` as `MoEPlan.activation_dtype` says, and stores it as ``carrier``.
+    """Rounds x ``[rows, k]`` as `MoEPlan.activation_dtype` requires, and stores it as ``carrier``.
 
-    Returns the rows, and their scales where they have some. ``row_count``: int32, one element: x has only as many rows.
-    ``static_scale``: float32, the scale of all rows, where activations are static.
+    Returns the rows, and their scales or None. ``row_count``: int32, one element, the number of valid rows of x.
+    ``static_scale``: float32, the scale of all rows, for static activation scales.
     """
     if activation_dtype == "none":
         return x, None
@@ -37,7 +37,7 @@ def rounded(
 
 
 def fitted(x: Tensor, row_count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x ``[rows, k]`` as float16, with a power of two for each row that brings it into float16's range; see `rounded`."""
+    """Scales each row of x ``[rows, k]`` by a power of two into float16's range. Returns float16 rows and scales, as `rounded`."""
     return _with_scales(x, "float16", torch.float16, row_count)
 
 

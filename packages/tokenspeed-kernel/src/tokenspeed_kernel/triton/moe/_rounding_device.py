@@ -1,5 +1,5 @@
-"""Activations rounded to narrow formats: stored as codes where the matrix units know the format, elsewhere as the values that the
-codes stand for, for MMAs in a wider format. What exceeds float16 is stored as float16 with a scale for each row.
+"""Rounds activations to narrow formats. They are stored in the narrow format where the tensor cores support it, else as the rounded
+values in a wider dtype, for MMAs in that dtype. Rows that may exceed float16's range are stored as float16 with a scale per row.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 @triton.jit
 def round_mxfp4(value):
-    """float32 ``[rows, k]`` to what is left of it in mxfp4, blocks of 32 along k; still float32."""
+    """Rounds float32 ``[rows, k]`` to mxfp4 values with blocks of 32 along k. The result is float32."""
     blocks = tl.reshape(value, [value.shape[0], value.shape[1] // 32, 32])
-    # Of finite floats the bits sort as the magnitudes do; infinities and NaN lie above.
+    # The bits of finite floats sort as their magnitudes do; those of infinities and NaN are larger.
     bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     field = tl.max(bits, axis=2) >> 23
     exponent = tl.maximum(field - 2, 0)
@@ -43,11 +43,13 @@ def round_rows_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of x to e4m3 or float16, with a scale each. q is contiguous: the codes, or where the target does not know them their
-    values. ``GIVEN``: the scale of all rows is the number at ``given``. ``COUNTED``: there are only as many rows as ``row_count``
-    says.
+    """Rounds rows of x to e4m3 or float16, with a scale each.
 
-    float16 scales are powers of two that make the largest magnitude of a row less than 2^15, so that no sum of two overflows."""
+    q is contiguous: e4m3 if ``NATIVE``, else the e4m3 values in q's dtype. ``GIVEN``: all rows have the scale at ``given``.
+    ``COUNTED``: ``row_count`` holds the number of rows.
+
+    float16 scales are powers of two that make a row's amax less than 2^15, so that no sum of two elements overflows.
+    """
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(row_count) if COUNTED else row + 1
     if row >= count:
@@ -62,7 +64,7 @@ def round_rows_kernel(
         for k in range(0, K, BLOCK):
             at = (k + column).to(tl.int64)
             value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))  # a NaN stays one in q, and makes the row's results NaN
+            largest = tl.maximum(largest, tl.abs(value))  # a NaN stays NaN in q, and makes the row's results NaN
         largest = tl.max(largest, axis=0)
         if FORMAT == "float16":
             field = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 14, 1)
@@ -87,7 +89,7 @@ def round_rows_kernel(
 
 @triton.jit
 def round_rows_mxfp4_kernel(x, x_row_stride, x_column_stride, q, num_rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Values of x to what mxfp4 leaves of them. q is contiguous."""
+    """Rounds x to mxfp4 values, stored in q's dtype. q is contiguous."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
     inside = (row < num_rows) & (column < K)

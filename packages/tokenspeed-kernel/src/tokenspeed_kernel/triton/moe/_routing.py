@@ -1,8 +1,8 @@
-"""Which rows each block of a grouped matrix product works on, decided on the device.
+"""The schedule of a grouped GEMM, computed on the device: which rows each block works on.
 
-`block_schedule` sorts the (token, slot) pairs of a mixture-of-experts layer by expert and cuts every expert's rows into blocks. The
-number of blocks depends on the routing and is never read by the host: grids cover the most that any routing can need
-(`block_capacity`), and blocks beyond the real number have expert -1.
+`block_schedule` sorts the (token, slot) pairs of a mixture-of-experts layer by expert and splits every expert's rows into blocks.
+The number of blocks depends on the routing, and the host never reads it. Grids cover the most blocks that any routing can need
+(`block_capacity`), and unused blocks have expert -1.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-# Pairs that a program looks at in one step.
+# Pairs that a program processes in one step.
 _CHUNK = 1024
-# Programs that share the pairs of an expert, at most.
+# Most programs that split the pairs of an expert.
 _PARTS = 16
 
 
 class BlockSchedule(NamedTuple):
-    """Rows sorted by expert, and the blocks that they were cut into. All int32, on the device.
+    """Rows sorted by expert, and their blocks. All tensors are int32 on the device.
 
-    A pair ``(token, slot)`` has the number ``token * top_k + slot``. A row is a position in ``order``.
+    A pair ``(token, slot)`` has the index ``token * top_k + slot``. A row is a position in ``order``.
 
     Attributes:
-        order: ``[pairs]``: the pairs by expert, and in ascending order within an expert. Pairs whose expert is not here (a negative
-            id) are left out; the last ``pairs - expert_start[-1]`` entries are undefined.
+        order: ``[pairs]``: the pair indices by expert, ascending within an expert. Pairs whose expert is not on this rank (a
+            negative id) are left out; the last ``pairs - expert_start[-1]`` entries are undefined.
         expert_start: ``[num_experts + 1]``: the first row of each expert; the last entry is the number of rows.
-        block_expert: ``[capacity]``: the expert of each block, -1 for blocks that do not exist; those that do come first, experts
-            ascending.
-        block_row: ``[capacity]``: the first row of each block, undefined where it does not exist. Its rows end at
+        block_expert: ``[capacity]``: the expert of each block, -1 for unused blocks. Used blocks come first, by ascending expert.
+        block_row: ``[capacity]``: the first row of each block, undefined for unused blocks. The rows of a block end at
             ``min(block_row + block_rows, expert_start[expert + 1])``.
         block_rows: the most rows of a block.
     """
@@ -53,22 +52,22 @@ class BlockSchedule(NamedTuple):
 
 
 def block_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
-    """The most blocks that any routing of so many pairs can need."""
+    """The most blocks that any routing of ``pairs`` pairs can need."""
     used = min(pairs, num_experts)
     return (pairs + used * (block_rows - 1)) // block_rows
 
 
 def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> BlockSchedule:
-    """The schedule of one call: one launch (two for many pairs), safe in CUDA graphs, the same for the same ids.
+    """Computes the schedule of one call in one launch, or in two for many pairs. Safe in CUDA graphs, and deterministic.
 
     There must be at least one pair.
 
     Args:
         topk_ids: int32 ``[tokens, top_k]``, any strides; ids that are negative (or not below ``num_experts``) are left out.
-        num_experts: experts whose weights are here.
-        block_rows: rows of a block, at most.
+        num_experts: experts whose weights are on this rank.
+        block_rows: the most rows of a block.
 
-    Device code that walks it, for block ``i`` (tiles of features are another axis of the grid, or the same in grouped order)::
+    Device code that reads the schedule of block ``i`` (feature tiles are another grid axis, or the same axis in grouped order)::
 
         expert = tl.load(block_expert + i)
         if expert < 0: return
@@ -80,7 +79,7 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
     tokens, top_k = topk_ids.shape
     pairs = tokens * top_k
     capacity = block_capacity(pairs, num_experts, block_rows)
-    # One allocation: the parts are small. Each begins at a multiple of 16 bytes, or kernels would be compiled for every alignment.
+    # One allocation for four small arrays. Each is aligned to 16 bytes, because Triton recompiles a kernel for other alignments.
     lengths = (pairs, num_experts + 1, capacity, capacity)
     padded = [cdiv(length, 4) * 4 for length in lengths]
     memory = torch.empty(sum(padded), dtype=torch.int32, device=topk_ids.device)
@@ -89,7 +88,7 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
     chunk = min(_CHUNK, max(32, next_power_of_2(pairs)))
     chunks = cdiv(pairs, chunk)
     bins = next_power_of_2(num_experts + 1)
-    counts = totals = order  # not read where there is one chunk
+    counts = totals = order  # not read if there is one chunk
     if chunks > 1:
         counts = torch.empty(chunks, bins, dtype=torch.int32, device=topk_ids.device)
         totals = torch.zeros(bins, dtype=torch.int32, device=topk_ids.device)

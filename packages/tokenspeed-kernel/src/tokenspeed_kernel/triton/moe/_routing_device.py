@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts):
-    """The experts of some pairs; ``num_experts`` stands for none."""
+    """The experts of some pairs; ``num_experts`` where there is none."""
     token = pair // top_k
     address = ids_ptr + token.to(tl.int64) * stride_token + (pair - token * top_k) * stride_slot
     ids = tl.load(address, mask=pair < pairs, other=-1)
@@ -28,7 +28,7 @@ def count_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """How many pairs each expert has, of a chunk and added to those of all; the bin after the last counts those of none."""
+    """Counts a chunk's pairs of each expert, and adds the counts to the totals. Bin ``num_experts`` counts pairs without expert."""
     chunk = tl.program_id(0)
     ids = _load_ids(ids_ptr, stride_token, stride_slot, chunk * CHUNK + tl.arange(0, CHUNK), pairs, top_k, num_experts)
     bins = tl.arange(0, BINS)
@@ -59,7 +59,7 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """A program for an expert and a range of chunks. Each looks at the counts of all experts, so that none waits for another."""
+    """One program per expert and range of chunks. Each reads the counts of all experts, so that no program waits for another."""
     expert = tl.program_id(0)
     part = tl.program_id(1)
     first_chunk = chunks * part // parts
@@ -83,9 +83,9 @@ def schedule_kernel(
                 tl.store(block_expert_ptr + first + lane, tl.full([CHUNK], -1, tl.int32), mask=first + lane < capacity)
         for first in range(0, count, CHUNK * BLOCK_ROWS):
             start = first + lane * BLOCK_ROWS
-            place = block + start // BLOCK_ROWS
-            tl.store(block_expert_ptr + place, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
-            tl.store(block_row_ptr + place, row + start, mask=start < count)
+            location = block + start // BLOCK_ROWS
+            tl.store(block_expert_ptr + location, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
+            tl.store(block_row_ptr + location, row + start, mask=start < count)
     if count > 0:
         if COUNTED:
             for first in range(0, first_chunk, CHUNK):
@@ -95,6 +95,6 @@ def schedule_kernel(
             pair = chunk * CHUNK + lane
             ids = _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts)
             mine = (ids == expert).to(tl.int32)
-            place = row + tl.cumsum(mine, 0) - 1
-            tl.store(order_ptr + place, pair, mask=mine != 0)
+            location = row + tl.cumsum(mine, 0) - 1
+            tl.store(order_ptr + location, pair, mask=mine != 0)
             row += tl.sum(mine, 0)

@@ -1,7 +1,7 @@
-"""A mixture-of-experts layer with weights as they lie in a checkpoint: dense, fp8, mxfp8, mxfp4 or nvfp4.
+"""A mixture-of-experts layer with weights in the checkpoint's layout: dense, fp8, mxfp8, mxfp4 or nvfp4.
 
-Five launches at most besides the schedule, none of which the host waits for: round the tokens (where activations are narrow), first
-projection with the activation, round again (where a scale is a whole row's), second projection, combine.
+It takes at most five launches besides the schedule, without host synchronisation: round the tokens (for narrow activations), first
+projection with the activation, round again (for per-row scales), second projection, combine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ grouped_gemm_device = DeviceModule("tokenspeed_kernel.triton.moe._grouped_gemm_d
 
 
 class Tile(NamedTuple):
-    """How one projection is cut.
+    """The tile of one projection.
 
     Attributes:
-        features: out-features of a program.
-        k: of a step. A divisor of 128 for fp8 blocks: a step has one scale.
-        warps, stages: of a program, and of its pipeline.
+        features: output features per program.
+        k: elements along k per step; a divisor of 128 for fp8 blocks, because a step has one scale.
+        warps, stages: warps of a program, and its pipeline stages.
     """
 
     features: int
@@ -52,14 +52,14 @@ class Tile(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How rows are cut into blocks, and the tiles of both projections that go with it.
+    """How rows are split into blocks, and the tiles of both projections.
 
     Attributes:
-        rows: of a block's main part, a power of two from 16.
-        extra: rows beyond it that a block may have; they cost a second, small product by the same weights. 0 for none.
-        tail: blocks with no more rows than this take a smaller tile; 0 for none.
-        first, second: tiles of the projections. The first sums gate and up at once, so its features count twice.
-        descriptors: dense weights are read by tensor descriptors (TMA) where they lie such that they can be.
+        rows: rows of a block's main part, a power of two from 16.
+        extra: most rows of a block beyond ``rows``. They cost a second, small dot with the same weight tile. 0 for none.
+        tail: blocks with at most this many rows use a smaller tile; 0 for none.
+        first, second: tiles of the projections. The first accumulates gate and up, so its features count twice.
+        descriptors: load dense weights through tensor descriptors (TMA) where their strides allow it.
     """
 
     rows: int
@@ -81,21 +81,21 @@ _SCALES = {
 
 
 class Options(NamedTuple):
-    """What `grouped_gemm_kernel` computes; known when it is compiled.
+    """Compile-time options of `grouped_gemm_kernel`.
 
     Attributes:
         gated: the first projection, with the activation; else the second.
-        interleaved: whether gates and ups take turns as rows of the weight.
-        format: of the weight's elements: ``"dense"``, ``"e2m1"`` (packed), ``"fp8"`` (e4m3), or ``"fp8 in bits"``, decoded by
-            integer operations where the target has no e4m3.
-        scales: of the weight: ``"none"``, ``"channels"`` (float32, of rows), ``"blocks"`` (float32, of 128 x 128), ``"e8m0"``, or
-            ``"e4m3"`` with a float32 global scale.
-        block: elements of a row that share a scale of one byte; 0 for other scales.
-        bias, limit, x_scale: whether there is such a thing.
-        round_mxfp4: whether results are rounded to what mxfp4 holds.
-        interpreted: whether Triton's interpreter runs it.
-        compute, precision: dtype of the products' operands, Triton's, and precision of float32 products.
-        descriptor: whether the weight is read by tensor descriptors.
+        interleaved: whether gate and up rows of the weight alternate.
+        format: format of the weight's elements: ``"dense"``, ``"e2m1"`` (packed), ``"fp8"`` (e4m3), or ``"fp8 in bits"``,
+            dequantised by integer operations where the target has no e4m3.
+        scales: scales of the weight: ``"none"``, ``"channels"`` (float32, per row), ``"blocks"`` (float32, per 128 x 128),
+            ``"e8m0"``, or ``"e4m3"`` with a float32 global scale.
+        block: elements of a row that share a one-byte scale; 0 for other scales.
+        bias, limit, x_scale: whether there is a bias, a clamp limit, or a scale per input row.
+        round_mxfp4: whether results are rounded to mxfp4 values.
+        interpreted: whether Triton's interpreter runs the kernel.
+        compute, precision: Triton's dtype of the dots' operands, and ``input_precision`` of float32 dots.
+        descriptor: whether the weight is loaded through tensor descriptors.
     """
 
     gated: bool
@@ -114,8 +114,12 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Tiles of `grouped_gemm_kernel`: rows of a block, extra rows, rows of a tail (see `Blocks`), features, elements along k,
-    whether these divide all of k, and blocks that take the same features in turn."""
+    """Tile constants of `grouped_gemm_kernel`.
+
+    ``block_t``, ``extra_t`` and ``tail_t`` are ``rows``, ``extra`` and ``tail`` of `Blocks`; ``block_n`` and ``block_k`` are
+    ``features`` and ``k`` of `Tile`. ``even_k``: whether ``block_k`` divides all of k. ``group``: consecutive blocks that compute
+    the same features one after another.
+    """
 
     block_t: int
     extra_t: int
@@ -126,54 +130,58 @@ class Program(NamedTuple):
     group: int
 
 
-# tf32 holds float16 and mxfp4 values exactly.
+# tf32 represents float16 and mxfp4 values exactly.
 _EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
 
-# Blocks that take the same features in turn. 4096 tokens as below, blocks of 128: 4 2425 us, 1 2589, 16 2432.
+# Consecutive blocks that compute the same features. 4096 tokens as below, blocks of 128 rows: 2425 us with 4, 2589 us with 1,
+# 2432 us with 16.
 _GROUP = 4
 
-# By the mean rows of an expert up to which an entry is taken. Measured on an H200 with dense bfloat16 weights of 128 experts,
-# top-4, 2880 features, the whole layer in a graph; reading all weights takes 1464 us, and with few rows there is nothing else to
-# it. Around 128 rows of mean a block of 128 is too small for half of the experts, whose weights are then read and multiplied twice
-# for a few rows: "extra" avoids that. Far above it no longer pays, but an expert's last block should not cost as much as a full
-# one: "tail". Products with rows as their first side were 7% slower (128 rows, features 128 and 256).
+# Each key is the largest mean number of rows per expert that its entry handles. Measured on an H200: the whole layer in a CUDA
+# graph, dense bfloat16 weights, 128 experts, top-4, 2880 features. Reading all weights takes 1464 us and bounds the time with few
+# rows. With a mean of about 128 rows, half of the experts do not fit into one block of 128 rows. Their weights would be read and
+# multiplied twice for a few rows: "extra" avoids that. With many more rows "extra" no longer pays off, but "tail" makes an expert's
+# last block cheaper than a full block. Dots without swap-AB were 7% slower (128 rows, features 128 and 256).
 _LARGE_MEMORY = {
-    # 1 token 67 us (features 32: 78; k 64: 75), 16 tokens 545, 64 tokens 1268.
+    # 1 token 67 us (78 with features 32, 75 with k 64), 16 tokens 545 us, 64 tokens 1268 us.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4)),
-    # 512 tokens 1478 us; with k 128 1530, without a tail 1544, blocks of 16 1709.
+    # 512 tokens 1478 us (1530 with k 128, 1544 without tail, 1709 with blocks of 16).
     22: Blocks(32, 0, 16, Tile(64, 64, 4, 6), Tile(64, 64, 4, 8)),
-    # 1024 tokens 1535 us; 32 + 16 rows 1551, k 128 1685.
+    # 1024 tokens 1535 us (1551 with 32 rows and 16 extra, 1685 with k 128).
     45: Blocks(64, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
-    # 2048 tokens 1630 us; 128 rows with a tail of 64 1693, 64 alone 1902.
+    # 2048 tokens 1630 us (1693 with 128 rows and a tail of 64, 1902 with 64 rows and no extra).
     90: Blocks(64, 16, 0, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    # 4096 tokens 1997 us; without descriptors 2058, without extra 2242, extra 64 2281.
+    # 4096 tokens 1997 us (2058 without descriptors, 2242 without extra, 2281 with extra 64).
     190: Blocks(128, 32, 0, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), descriptors=True),
-    # 8192 tokens 3721 us, as with extra 32 and descriptors; 16384 tokens 6809 (those 7786; extra 64 and 3 stages 6949).
+    # 8192 tokens 3721 us, the same with extra 32 and descriptors. 16384 tokens 6809 us (7786 with extra 32 and descriptors, 6949
+    # with extra 64 and 3 stages).
     math.inf: Blocks(128, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
 }
-# 64 KB of shared memory do for these: there are such devices, and the others are not measured.
+# These fit into 64 KB of shared memory, because some devices have no more. Other devices with more were not measured.
 _SMALL_MEMORY = {
     11: Blocks(16, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     22: Blocks(32, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
     90: Blocks(64, 0, 0, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
     math.inf: Blocks(128, 0, 0, Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
 }
-# For the interpreter, which takes the same time for a small tile as for a large one.
+# For Triton's interpreter, which takes as long for a small tile as for a large one.
 _INTERPRETED = {
     22: Blocks(16, 0, 0, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
     math.inf: Blocks(64, 16, 32, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
 }
 _BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "cpu": _INTERPRETED, "any": _SMALL_MEMORY}
 
-# Both operands fp8. A step's product is summed apart, to be scaled, and takes as many registers as the sum itself: fewer features.
-# DeepSeek-V3, 128 tokens, 32 of 256 experts here (mean 32 as seen from the host, 4 in truth): 346 us as below, with 4 stages 358,
-# blocks of 32 without a tail 355, of 64 376; reading the weights takes 324.
+# Both operands are fp8. A step's partial sum is scaled before it is added to the accumulator, and takes as many registers as the
+# accumulator does. Tiles therefore have fewer features. DeepSeek-V3, 128 tokens, 32 of 256 experts on this rank (the host computes
+# a mean of 32 rows per expert, the true mean is 4): 346 us as below, 358 with 4 stages, 355 with blocks of 32 without a tail, 376
+# with blocks of 64. Reading the weights takes 324 us.
 _LARGE_MEMORY_FP8 = {
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
     45: Blocks(32, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
-    # Qwen3-235B, 1024 tokens (mean 64): 810 us; features 64 and 128 by 4 warps and 5 stages 987.
+    # Qwen3-235B, 1024 tokens (mean of 64 rows): 810 us (987 with features 64 and 128, 4 warps and 5 stages).
     90: Blocks(64, 0, 16, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4)),
-    # Qwen3-235B, 8192 tokens: 4006 us; features 64 and 4 stages 4312, blocks of 64 4606. DeepSeek-V3 as above: 1409, 1573, 1661.
+    # Qwen3-235B, 8192 tokens: 4006 us (4312 with features 64 and 4 stages, 4606 with blocks of 64). DeepSeek-V3, in the same order:
+    # 1409 us, 1573 us, 1661 us.
     math.inf: Blocks(128, 0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4)),
 }
 _SMALL_MEMORY_FP8 = {
@@ -182,19 +190,20 @@ _SMALL_MEMORY_FP8 = {
 }
 _BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
 
-# fp8 weights that are decoded to the tokens' 16 bits, which costs instructions: each warpgroup of a tile decodes all of its
-# features, and a second block on the multiprocessor hides more than a deep pipeline. Microseconds on an H200: of Qwen3-235B (128
-# experts, top-8), and of DeepSeek-V3 (32 of 256 experts here: 8 times fewer rows than the mean as seen from the host).
+# fp8 weights that are dequantised to the tokens' 16-bit dtype. That costs instructions, because each warpgroup of a tile
+# dequantises all features of the tile. A second CTA per SM hides more of that latency than a deeper pipeline. Microseconds on an
+# H200, for Qwen3-235B (128 experts, top-8) and DeepSeek-V3 (32 of 256 experts on this rank: 8 times fewer rows than the host's
+# mean).
 _LARGE_MEMORY_FP8_DECODED = {
-    # Qwen3 64 tokens 816, DeepSeek 16 tokens 211; 4 stages 915 and 245, 5 996 and 255, k 64 and 3 stages 980 and 271.
+    # Qwen3 64 tokens 816, DeepSeek 16 tokens 211; with 4 stages 915 and 245, 5 stages 996 and 255, k 64 and 3 stages 980 and 271.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
-    # Qwen3 256 tokens 1037; k 128 and 4 stages 1054, blocks of 16 1164.
+    # Qwen3 256 tokens 1037; with k 128 and 4 stages 1054, with blocks of 16 1164.
     22: Blocks(32, 0, 16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
     45: Blocks(64, 0, 32, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
-    # Qwen3 1024 tokens 1529; k 128, without extra 1834, 4 stages and features 64 1890.
+    # Qwen3 1024 tokens 1529; with k 128 and no extra 1834, with 4 stages and features 64 1890.
     90: Blocks(64, 16, 0, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
-    # Qwen3 8192 tokens 9620, DeepSeek 3232; features 64 and 128 by 8 warps 11853 and 4071, k 64 10193 and 3472, blocks of 64 11496
-    # and 3788. DeepSeek 1024 tokens 1300, and with blocks of 64 856.
+    # Qwen3 8192 tokens 9620, DeepSeek 3232; with features 64 and 128 and 8 warps 11853 and 4071, with k 64 10193 and 3472, with
+    # blocks of 64 11496 and 3788. DeepSeek 1024 tokens 1300, with blocks of 64 856.
     math.inf: Blocks(128, 0, 32, Tile(64, 32, 4, 4), Tile(128, 64, 8, 4)),
 }
 _BLOCKS_FP8_DECODED = {**_BLOCKS, "sm_90": _LARGE_MEMORY_FP8_DECODED}
@@ -247,7 +256,7 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     pairs = tokens * plan.top_k
     rows, row_scale = rounded(x, plan.activation_dtype, formats.carrier, static_scale=getattr(weights, "w13_input_scale", None))
     wide = torch.float32 if plan.wide_activations else x.dtype
-    # Rounded to 16 bits first, one in twenty e4m3 codes would come out as its neighbour.
+    # Rounding to 16 bits first would change one in twenty e4m3 values by one step.
     between_dtype = {"none": wide, "mxfp4": formats.carrier}.get(plan.activation_dtype, torch.float32)
     between = x.new_empty(pairs, plan.intermediate_size, dtype=between_dtype)
     _project(rows, row_scale, weights, "w13", between, schedule, plan, formats, blocks, blocks.first)
@@ -266,13 +275,13 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
 
 
 class _Formats(NamedTuple):
-    """What is multiplied, and how.
+    """Formats of the weight and of the dots.
 
     Attributes:
-        weight, scales: of the weight, see `Options`.
-        compute: both operands of the products.
-        precision: of float32 products.
-        carrier: what rounded activations are stored as; their values are exact in it.
+        weight, scales: formats of the weight and its scales, see `Options`.
+        compute: dtype of both operands of the dots.
+        precision: ``input_precision`` of float32 dots.
+        carrier: dtype of stored rounded activations, which it represents exactly.
     """
 
     weight: str
@@ -283,7 +292,7 @@ class _Formats(NamedTuple):
 
     @staticmethod
     def of(plan: MoEPlan, device: torch.device) -> _Formats:
-        # Where the matrix units do not know e4m3, codes are decoded by integer operations and multiplied in the tokens' format.
+        # Without native e4m3, weights are dequantised by integer operations and multiplied in the tokens' dtype.
         able = abilities(device)
         weight = "dense" if plan.weight_format == "dense" else "fp8" if able.native else "fp8 in bits"
         if plan.weight_format in ("mxfp4", "nvfp4"):
@@ -292,28 +301,29 @@ class _Formats(NamedTuple):
         stored = weight, scales
         if plan.dtype == torch.float32:
             return _Formats(*stored, torch.float32, "ieee", torch.float32)
-        # Scales of short blocks multiply the weights, which are no codes then.
+        # One-byte block scales multiply the weights, which are then no longer e4m3.
         if weight == "fp8" and scales != "e8m0" and plan.activation_dtype in ("fp8", "fp8_static"):
             return _Formats(*stored, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
-        # e8m0 has bfloat16's range, and the elements at most four bits. e4m3, and e2m1 times e4m3, fit both 16-bit formats.
+        # e8m0 scales have bfloat16's range, and elements have at most four significant bits. e4m3, and e2m1 times e4m3, are exact
+        # in float16 and bfloat16.
         wants_range = plan.activation_dtype == "mxfp4" or scales == "e8m0"
         half_tokens = plan.dtype == torch.float16 and plan.activation_dtype == "none"
         half_weights = plan.dtype == torch.float16 and plan.weight_format == "dense"
         if wants_range and (half_tokens or half_weights):
             return _Formats(*stored, torch.float32, for_architecture(_EXACT_FLOAT32, device), torch.float32)
         if wants_range or plan.dtype == torch.bfloat16:
-            # The interpreter's products of bfloat16 are wrong.
+            # Triton's interpreter computes bfloat16 dots wrongly.
             return _Formats(*stored, torch.float32 if able.interpreted else torch.bfloat16, "ieee", torch.bfloat16)
         return _Formats(*stored, torch.float16, "ieee", torch.float16)
 
 
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
-    """What suits the mean rows of an expert, were all of a token's experts here."""
-    share = tokens * plan.top_k / plan.num_experts
+    """The blocks for the mean number of rows per expert, computed as if all of a token's experts were on this rank."""
+    mean_rows = tokens * plan.top_k / plan.num_experts
     decoded = formats.weight == "fp8" and formats.scales == "blocks" and formats.compute in HALVES
     tables = _BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS_FP8_DECODED if decoded else _BLOCKS
     table = for_architecture(tables, device)
-    blocks = next(blocks for most, blocks in table.items() if share <= most)
+    blocks = next(blocks for most, blocks in table.items() if mean_rows <= most)
     if abilities(device).interpreted or table is _LARGE_MEMORY_FP8_DECODED:
         return blocks
     return blocks._replace(
@@ -323,12 +333,14 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 
 
 def _fitted(tile: Tile, formats: _Formats, features: int, k: int) -> Tile:
-    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes.
-    ``k``: elements of a row."""
+    """Adapts a tile for dense 16-bit weights to other formats.
+
+    ``features``: most features whose accumulators fit into registers beside the dequantisation. ``k``: elements of a row.
+    """
     if formats.compute == torch.float32:
         return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
     if formats.weight != "dense" and formats.compute != torch.float8_e4m3fn:
-        # Rows that are not aligned to 16 bytes are loaded byte by byte, each in a register: 64 of them a row spill.
+        # Rows that are not aligned to 16 bytes are loaded one byte at a time, one byte per register. 64 bytes per row spill.
         most = 32 if formats.scales == "channels" and k % 16 else 64
         return tile._replace(features=min(tile.features, features), k=min(tile.k, most), stages=min(tile.stages, 3))
     return tile
@@ -346,7 +358,7 @@ def _project(
     blocks: Blocks,
     tile: Tile,
 ) -> None:
-    """One projection of all rows: the first from tokens to rows by expert, with the activation, the second from those to slots."""
+    """Launches one projection: the first from tokens to rows by expert, with the activation; the second from rows to slots."""
     gated = name == "w13"
     weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
     if formats.weight == "fp8 in bits":
@@ -414,7 +426,7 @@ def _project(
 
 
 def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[Any, Any] | None:
-    """All experts' rows of a dense weight, those of gates and those of ups, for tiles of ``tile``; None where strides forbid it."""
+    """Tensor descriptors of all experts' gate rows and up rows of a dense weight; None where strides or alignment forbid them."""
     experts, rows, columns = weight.shape
     unaligned = weight.data_ptr() % 16 or weight.stride(1) * weight.element_size() % 16
     if unaligned or weight.stride(2) != 1 or weight.stride(0) != rows * weight.stride(1):

@@ -1,12 +1,11 @@
 """Mixture of experts with mxfp4 weights in the layout of `_mxfp4_layout`, tokens in bfloat16 or float16.
 
-Two grouped products and a sum. In both products weights are the left operand: features are rows, tokens columns, so that a few
-tokens fill a narrow tile, and the codes, which are decoded in registers, stay there (on Hopper the left operand of a matrix
-instruction may). A tile of 16-bit words becomes four tiles of weights, two blocks of k for each of two rows, which have
-accumulators of their own. In the first product these are gate and up of a feature, so that the activation happens before anything
-is stored.
+It runs two grouped GEMMs and a weighted sum. Both GEMMs are swap-AB: weights are the left operand, features are rows and tokens are
+columns. Few tokens then fill a narrow tile, and weights dequantised in registers stay there, because WGMMA on Hopper accepts a left
+operand in registers. A tile of 16-bit words becomes four tiles of weights: two blocks of k for each of two rows. The two rows have
+separate accumulators. In the first GEMM they are gate and up of a feature, so that the activation runs before the store.
 
-A few tokens find the pairs of their expert among all ids by themselves; many get a schedule from `block_schedule`.
+For few tokens, each program finds the pairs of its expert among all ids. For many tokens, `block_schedule` makes a schedule.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tile(NamedTuple):
-    """What a program computes, and how.
+    """How a grouped GEMM is tiled and pipelined.
 
     Attributes:
         rows: pairs of weight rows.
         columns: (token, slot) pairs of one expert.
-        warps, stages: of the program and its pipeline of loads.
-        unroll: chunks of k a turn of the loop, at most; fewer where their number is no multiple.
-        split_k: programs that share k; the parts are summed by another kernel.
-        tail: columns of blocks that have no more (from 32 on, also half as many); 0 for one size.
-        separate: whether the two blocks of a chunk have accumulators of their own: shorter chains of products, more registers.
+        warps, stages: warps of the program, and its pipeline stages.
+        unroll: most chunks of k per loop iteration; fewer if it does not divide the number of chunks.
+        split_k: programs that split k; another kernel adds their partial sums.
+        tail: columns for blocks with at most ``tail`` pairs; 0 for one size. If at least 32, blocks with at most ``tail / 2`` pairs
+            use ``tail / 2`` columns.
+        separate: whether the two blocks of a chunk have separate accumulators: shorter dependency chains of MMAs, more registers.
     """
 
     rows: int
@@ -58,14 +58,14 @@ class Tile(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What `product_kernel` computes; known when it is compiled.
+    """Compile-time options of `product_kernel`.
 
     Attributes:
         scaled: whether inputs have scales.
-        gated: the first product, whose inputs are gathered from the tokens.
-        activated: whether its result is activated at once.
+        gated: the first GEMM, whose inputs are gathered from the tokens.
+        activated: whether the epilogue applies the activation.
         limited: whether gate and up are clamped.
-        dtype: of the products' operands, Triton's.
+        dtype: Triton's dtype of the dots' operands.
         ptx, drain: see `_mxfp4_decode_device.decode`.
     """
 
@@ -79,8 +79,10 @@ class Options(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A `Tile` as the kernel has it: ``tail`` is ``columns`` for one size, ``unroll`` divides the chunks of k. ``whole_k``: whether
-    chunks divide all of k."""
+    """Tile constants of `product_kernel`, from a `Tile`.
+
+    ``tail`` equals ``columns`` for one size; ``unroll`` divides the number of chunks; ``whole_k``: whether chunks divide all of k.
+    """
 
     rows: int
     columns: int
@@ -93,41 +95,41 @@ class Program(NamedTuple):
 
 
 class Regime(NamedTuple):
-    """Tiles of both products, used up to so many (token, slot) pairs an expert."""
+    """Tiles of both GEMMs, used up to ``pairs_per_expert`` (token, slot) pairs per expert."""
 
     pairs_per_expert: float
     first: Tile
     second: Tile
 
 
-# Where pairs are this few, programs look for theirs among all ids: cheaper than a launch before.
+# Up to this many pairs, programs search all ids for their pairs, which is cheaper than a separate launch.
 _DIRECT_PAIRS = 64
 
-# Up to so many pairs, programs that each sum over all of k do not fill the device.
+# Up to this many pairs, the grid does not fill the device without split-K.
 _FEW_PAIRS = 8
 
-# Microseconds are those of both products of GPT-OSS-120B's layer on an H200, in brackets of what else was tried. With two warps
-# products are those of the Ampere generation, which leave no waiting to do: better while weights are what is waited for. (64 x 16
-# with four warps: 164 and 88 at 16 tokens, where 64 x 8 with two took 121 and 67.)
+# Times are microseconds of the first and the second GEMM of a GPT-OSS-120B layer on an H200, in brackets those of alternatives.
+# With two warps dots compile to mma.sync, which needs no waits as WGMMA does. That is faster while weight loads bound the time. (16
+# tokens: 164 and 88 with 64 x 16 and four warps, 121 and 67 with 64 x 8 and two warps.)
 _FEW = {
-    # One token: 14 and 10, the parts' sum included 17 (whole sums over k: 18 and 18).
+    # One token: 14 and 10, or 17 with the reduction of partial sums (18 and 18 without split-K).
     "sm_90": Regime(0, Tile(64, 8, 2, 4, split_k=5), Tile(64, 8, 2, 4, split_k=5)),
     "any": Regime(0, Tile(32, 16, 2, 2, split_k=4), Tile(32, 16, 2, 2, split_k=4)),
 }
 _REGIMES = {
     "sm_90": (
-        # 4 tokens: 41 and 22 (whole sums 28).
+        # 4 tokens: 41 and 22 (28 without split-K).
         Regime(0.3, Tile(64, 8, 2, 3, unroll=3), Tile(64, 8, 2, 4, split_k=2)),
         # 16: 122 and 67 (unrolled 124 and 72); 64: 230 and 127.
         Regime(3, Tile(64, 8, 2, 4), Tile(64, 8, 2, 4)),
-        # 256: 305 and 167 (four stages 325 and 173, one size 341 and 184, asynchronous products 128 x 16 341 and 183).
+        # 256: 305 and 167 (four stages 325 and 173, one size 341 and 184, WGMMA with 128 x 16 341 and 183).
         Regime(20, Tile(64, 16, 2, 6, tail=8), Tile(64, 16, 2, 6, tail=8)),
         # 1024: 532 and 268 (64 x 32 615 and 296); 2048: 781 and 411 (64 x 128 823 and 442).
         Regime(100, Tile(64, 64, 4, 4, tail=32, separate=False), Tile(64, 64, 4, 4, tail=32, separate=False)),
         # 8192: 2234 and 1100 (128 x 128 with eight warps 2305 and 1245, one size 2512 and 1173).
         Regime(math.inf, Tile(64, 128, 4, 3, tail=64, separate=False), Tile(64, 128, 4, 4, tail=64, separate=False)),
     ),
-    # Never timed: tiles that compile for every target without spilling.
+    # Never timed: tiles that compile for every target without register spills.
     "any": (
         Regime(10, Tile(64, 16, 4, 2, separate=False), Tile(64, 16, 4, 2, separate=False)),
         Regime(40, Tile(64, 32, 4, 2, separate=False), Tile(64, 32, 4, 2, separate=False)),
@@ -137,7 +139,7 @@ _REGIMES = {
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """Sums in parts are for few pairs: their memory grows with the pairs. Tiles of many columns are mostly empty for few pairs."""
+    """Rejects split-K for many pairs, because its memory grows with the pairs, and wide tiles for few pairs (empty columns)."""
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["regime_index"] < 2 and pairs > 256:
         return f"sums in parts of {pairs} pairs"
@@ -170,7 +172,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         "wide_activations": any,
         "exact_activations": any,
     },
-    priority=Priority.PORTABLE + 1,  # above the kernel that takes weights as they are
+    priority=Priority.PORTABLE + 1,  # ranked above the kernel that reads canonical weights
     tags={"determinism"},
     weight_preprocessor=prepare_weights,
     tunables={"regime_index": [0, 1, 2, 3, 4, 5]},
@@ -186,9 +188,9 @@ def moe_apply(
     *,
     regime_index: int | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout that `prepare_weights` makes.
+    """See the operator. Weights are in the layout of `prepare_weights`.
 
-    ``regime_index``: which of the architecture's regimes, from those for few pairs to those for many; the last if there are fewer.
+    ``regime_index``: index of the architecture's regime, ordered by rising numbers of pairs; clamped to the last regime.
     """
     pairs = topk_ids.numel()
     if regime_index is not None:
@@ -218,7 +220,7 @@ def moe_apply_as(
     if not pairs:
         return out
     first, second = regime.first, regime.second
-    # A schedule, or None for each product whose programs do without.
+    # By columns of a block: a schedule, or None where programs search the ids themselves.
     schedules: dict[int, BlockSchedule | None] = {
         columns: None if pairs <= _DIRECT_PAIRS else block_schedule(topk_ids, plan.num_experts, columns)
         for columns in {first.columns, second.columns}
@@ -226,13 +228,13 @@ def moe_apply_as(
     wide = torch.float32 if plan.wide_activations else x.dtype
     activated = torch.empty((1, pairs, plan.intermediate_size), dtype=wide, device=x.device)
     gate_up = activated
-    if first.split_k > 1:  # parts of a sum stay float32
+    if first.split_k > 1:  # partial sums stay float32
         shape = (first.split_k, pairs, 2 * plan.intermediate_size)
         gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
-    # 16-bit floats hold e4m3 codes exactly, and what mxfp4 makes of 16-bit floats.
+    # 16-bit floats represent e4m3 values exactly, and also 16-bit floats rounded to mxfp4.
     tokens_in = rounded(x, plan.activation_dtype, x.dtype, static_scale=weights.w13_input_scale)
-    _product(first, schedules[first.columns], tokens_in, w13, gate_up, topk_ids, plan, gated=True)
+    _project(first, schedules[first.columns], tokens_in, w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
     scaled = plan.activation_dtype in ("fp8", "fp8_static")
@@ -242,7 +244,7 @@ def moe_apply_as(
         rows, row_scale = fitted(rows)
     slots = slots_for(x, pairs, second.split_k)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
-    _product(second, schedules[second.columns], (rows, row_scale), w2, slots, topk_ids, plan, gated=False)
+    _project(second, schedules[second.columns], (rows, row_scale), w2, slots, topk_ids, plan, gated=False)
     combine(slots, topk_weights, topk_ids, plan.num_experts, out)
     return out
 
@@ -266,7 +268,7 @@ def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
     )
 
 
-def _product(
+def _project(
     tile: Tile,
     schedule: BlockSchedule | None,
     rows_and_scale: tuple[Tensor, Tensor | None],
@@ -277,14 +279,14 @@ def _product(
     *,
     gated: bool,
 ) -> None:
-    """One grouped product; ``out`` is ``[parts, pairs, features]``."""
+    """Launches one grouped GEMM; ``out`` is ``[parts, pairs, features]``."""
     x, x_scale = rows_and_scale
     weight, scale, epilogue = projection
     pairs, k = topk_ids.numel(), x.shape[1]
     _, chunks, rows, _ = weight.shape
     row_tiles = cdiv(rows, tile.rows)
     blocks = pairs if schedule is None else schedule.capacity
-    # The interpreter's products of bfloat16 are wrong.
+    # Triton's interpreter computes bfloat16 dots wrongly.
     dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)
     native = for_architecture({"nvidia": True, "any": False}, x.device)
     asynchronous = for_architecture({"sm_90": True, "any": False}, x.device)

@@ -13,7 +13,10 @@ from tokenspeed_kernel.triton.moe._mxfp4_decode_device import decode
 
 @triton.jit
 def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The expert of pair ``me``, and a block of the pairs that have it too, which ``me`` is the first of; else expert -1."""
+    """The expert of pair ``me``, and the block of that expert's pairs that begins with ``me``.
+
+    The expert is -1 if no block begins with ``me``.
+    """
     other = tl.arange(0, PAIRS)
     token = other // top_k
     ids = tl.load(ids_ptr + token * stride_token + (other - token * top_k) * stride_slot, mask=other < pairs, other=-1)
@@ -21,14 +24,14 @@ def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.c
     same = (ids == expert).to(tl.int32)
     before = tl.sum(tl.where(other < me, same, 0), 0)
     column = tl.arange(0, COLUMNS)
-    place = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
-    pair = tl.sum(tl.where(place[:, None] == column[None, :], other[:, None], 0), 0)
+    location = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
+    pair = tl.sum(tl.where(location[:, None] == column[None, :], other[:, None], 0), 0)
     valid = column < tl.sum(same, 0) - before
     return tl.where(before % COLUMNS == 0, expert, -1), pair, valid
 
 
 class Inputs(NamedTuple):
-    """The rows that are multiplied, and their float32 scales where they have some: ``[rows, k]``."""
+    """The input rows ``[rows, k]``, and their float32 scales if there are any."""
 
     first: Any  # a pointer to the first element
     row_stride: Any
@@ -37,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Pointers to what the layout of `_mxfp4_layout` has of one expert: words, exponents, and factors and biases of its rows."""
+    """Pointers to one expert's words, exponents, and row factors and biases, in the layout of `_mxfp4_layout`."""
 
     words: Any
     exponents: Any
@@ -45,14 +48,14 @@ class Weight(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Results: ``[pairs, features]``, features of unit stride."""
+    """Results: ``[pairs, features]`` with unit stride along features."""
 
     first: Any
     pair_stride: Any
 
 
 class Part(NamedTuple):
-    """What of a product a program computes: a tile of rows, and chunks of k. ``index`` is 0 for the part that adds the bias."""
+    """A program's part of the GEMM: a tile of rows and a range of chunks of k. The split with ``index`` 0 adds the bias."""
 
     row_tile: Any
     index: Any
@@ -61,7 +64,7 @@ class Part(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Pairs of weight rows, elements along k, experts of a token."""
+    """Pairs of weight rows, elements along k, experts per token."""
 
     rows: Any
     k: Any
@@ -69,7 +72,7 @@ class Sizes(NamedTuple):
 
 
 class Swiglu(NamedTuple):
-    """What the activation takes besides gate and up."""
+    """Parameters of the activation."""
 
     alpha: Any
     limit: Any
@@ -97,7 +100,7 @@ def _multiply_tile(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of one expert's product. ``pair``, ``valid``: a column's pair, and whether there is one."""
+    """A tile of one expert's GEMM. ``pair``, ``valid``: each column's pair, and whether there is one."""
     ROWS: tl.constexpr = TILE.rows
     SEPARATE: tl.constexpr = TILE.separate
     UNROLL: tl.constexpr = TILE.unroll
@@ -107,7 +110,7 @@ def _multiply_tile(
     k = sizes.k
     first_chunk = part.first_chunk
     row = part.row_tile * ROWS + tl.arange(0, ROWS)
-    # Rows beyond the last compute it again, and are not stored.
+    # Rows beyond the last recompute it, and are not stored.
     own = tl.minimum(row, rows - 1)
     lane = tl.arange(0, 32)
     wide = tl.arange(0, 64)
@@ -199,7 +202,7 @@ def product_kernel(
     TILE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """A tile of one product. PAIRS: if there is no schedule, how many pairs there are at most, else 0."""
+    """A tile of one grouped GEMM. PAIRS: without a schedule an upper bound of the number of pairs, else 0."""
     COLUMNS: tl.constexpr = TILE.columns
     TAIL: tl.constexpr = TILE.tail
     UNROLL: tl.constexpr = TILE.unroll
@@ -252,7 +255,7 @@ def product_kernel(
 def activate_kernel(
     gate_up_ptr, out_ptr, pairs, features, alpha, limit, beta, LIMITED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The activation where the first product is in parts ``[parts, pairs, 2, features]``."""
+    """Reduces the split-K partial sums ``[parts, pairs, 2, features]`` of the first GEMM, and applies the activation."""
     pair = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = feature < features

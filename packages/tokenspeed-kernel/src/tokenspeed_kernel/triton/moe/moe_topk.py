@@ -1,9 +1,9 @@
-"""Routing: the best experts of each token and their weights, in one kernel.
+"""Routing: the top-k experts of each token and their weights, in one kernel.
 
-A tile of tokens lies in registers with all its experts. Choosing works on integers that sort as the reference sorts: floats mapped
-to ordered int32 keys, NaN above everything and -0 on 0, and of equal keys the lowest expert. ``top_k`` rounds of "largest key,
-lowest position, strike it out" are short for the counts that models have. The weights come from the logits of the chosen, loaded
-again.
+A tile of tokens is in registers with the logits of all experts. The selection compares int32 keys that sort as the reference sorts:
+NaN above everything, -0 equal to 0, and the lowest expert first among equal keys. Each of ``top_k`` rounds finds the largest key at
+the lowest position and removes it, which is fast for the ``top_k`` of models. The weights come from the chosen logits, which are
+loaded again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class TopkConfig(NamedTuple):
-    """How tokens are shared out.
+    """The tile of a program when there are enough tokens to fill the device.
 
     Attributes:
-        elements: of a tile, padding included; sets how many tokens a program takes once there are enough to fill the device.
-        warps: of such a program.
+        elements: logits in a tile, padding included; sets the tokens per program.
+        warps: warps of a program.
     """
 
-    # H200, 16384 tokens, us: 128 experts, top-4: 512 elements and 1 warp 5.4, 1024 and 4 warps 5.9, 128 and 1 warp 11.8;
-    # 256 experts in 8 groups, top-8: 23.4, 43.9, and 24.0 with 256 and 1 warp. Reductions want a token within one warp.
+    # H200, 16384 tokens, us. 128 experts, top-4: 5.4 with 512 elements and 1 warp, 5.9 with 1024 and 4 warps, 11.8 with 128 and
+    # 1 warp. 256 experts in 8 groups, top-8: 23.4, 43.9, and 24.0 with 256 and 1 warp. Reductions are fastest within one warp.
     elements: int = 512
     warps: int = 1
 
@@ -44,7 +44,7 @@ class TopkConfig(NamedTuple):
     capability=TRITON,
     signatures=format_signatures("logits", "dense", FLOATS),
     traits={
-        # A token's experts lie in the registers of one program, and top_k rounds go over them.
+        # The logits of a token are in the registers of one program, which scans them top_k times.
         "num_experts": at_most(8192),
         "sigmoid": any,
         "sqrtsoftplus": any,
@@ -111,10 +111,11 @@ def moe_topk(
     return weights, ids
 
 
-def _tile(tokens: int, padded: int, multiprocessor_count: int) -> tuple[int, int]:
-    """Tokens and warps of a program."""
+def _tile(tokens: int, padded: int, sm_count: int) -> tuple[int, int]:
+    """Tokens and warps per program."""
     config = TopkConfig()
-    if tokens > 4 * multiprocessor_count and padded < config.elements:
+    if tokens > 4 * sm_count and padded < config.elements:
         return config.elements // padded, config.warps
-    # A few tokens finish soonest alone, in one warp while its registers hold them: 64 x 128 experts 1.7 us, 2 or 4 warps 1.9.
+    # For few tokens, one token per program is fastest, in one warp while its registers hold the logits. 64 tokens of 128 experts
+    # take 1.7 us, or 1.9 us with 2 or 4 warps.
     return 1, min(8, max(1, padded // 1024))

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
 
-# Below every key of a number, that of minus infinity too: padding, closed groups, and experts that were taken already.
-_TAKEN = tl.constexpr(-(2**31))
+# The key of padding, excluded groups and already chosen experts. It is below the key of every float, minus infinity included.
+_REMOVED = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
 _SMALLEST_SUM = tl.constexpr(1e-20)
 _UNROLLED = tl.constexpr(8)
@@ -16,7 +16,7 @@ _UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _key(value):
-    """Integers that sort as float32 numbers do, NaN last."""
+    """int32 keys that sort as the float32 values do, with NaN above all."""
     bits = value.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(key == -1, 0, key)  # -0
@@ -25,14 +25,14 @@ def _key(value):
 
 @triton.jit
 def _value(key):
-    """The number of a key."""
+    """The float32 value of a key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key_with_id(logits, ids):
-    """As `_key`, of 16-bit floats, with the expert in the lower half: the largest is the best expert, no second look needed."""
+    """Keys of 16-bit floats in the upper 16 bits, the inverted expert id in the lower 16. The largest key contains the expert."""
     infinity: tl.constexpr = 0x7C00 if logits.dtype == tl.float16 else 0x7F80
     bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
     key = bits ^ ((bits >> 31) & 0x7FFF)
@@ -43,7 +43,7 @@ def _key_with_id(logits, ids):
 
 @triton.jit
 def _exp(x):
-    """exp to within an ulp of the rounded result. ``tl.exp`` may be tens of ulps off, and which expert is best hangs on them."""
+    """exp within one ulp of the rounded result. ``tl.exp`` may be tens of ulps off, which can change the chosen experts."""
     whole = tl.minimum(tl.maximum(tl.floor(x * 1.4426950216293335), -126.0), 126.0)
     rest = tl.fma(x, 1.4426950216293335, -whole)
     rest = tl.fma(x, 1.9259629911266175e-08, rest)
@@ -58,7 +58,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _sqrtsoftplus(x):
-    """``sqrt(log(1 + exp(x)))``, NaN for NaN. The logarithm of 1 + u is 2 artanh(u / (2 + u)), whose argument is at most 1/3."""
+    """``sqrt(log(1 + exp(x)))``, NaN for NaN. It uses log(1 + u) = 2 artanh(u / (2 + u)), whose argument is at most 1/3."""
     raised = _exp(-tl.abs(x))
     ratio = tl.div_rn(raised, 2.0 + raised)
     square = ratio * ratio
@@ -70,7 +70,7 @@ def _sqrtsoftplus(x):
 
 @triton.jit
 def _score(x, SCORING: tl.constexpr):
-    """The score of each logit by itself."""
+    """The element-wise score of logits."""
     if SCORING == "sigmoid":
         return _sigmoid(x)
     return _sqrtsoftplus(x)
@@ -78,14 +78,17 @@ def _score(x, SCORING: tl.constexpr):
 
 @triton.jit
 def _softmax(x):
-    """Of each row; of one that holds a NaN all is NaN."""
+    """Softmax of each row. A row with a NaN becomes NaN throughout."""
     raised = _exp(x - tl.max(x, axis=1)[:, None])
     return tl.div_rn(raised, tl.broadcast_to(tl.sum(raised, axis=1)[:, None], raised.shape))
 
 
 @triton.jit
-def _take(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
-    """The best of each row into ``chosen[:, slot]``; struck out in the keys that are returned. Of equal keys the lowest id."""
+def _pop_largest(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
+    """Puts the id of each row's largest key into ``chosen[:, slot]``, the lowest id among equal keys, and removes the key.
+
+    Returns the updated keys and ids.
+    """
     best = tl.max(keys, axis=1)[:, None]
     if PACKED:
         struck = keys == best
@@ -93,20 +96,20 @@ def _take(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
     else:
         best_id = tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), axis=1)[:, None]
         struck = ids == best_id
-    return tl.where(struck, _TAKEN, keys), tl.where(slots == slot, best_id, chosen)
+    return tl.where(struck, _REMOVED, keys), tl.where(slots == slot, best_id, chosen)
 
 
 @triton.jit
 def _best(keys, ids, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, PACKED: tl.constexpr):
-    """The ids of the ``COUNT`` best of each row, best first."""
+    """The ids of the ``COUNT`` largest keys of each row, largest first."""
     slots = tl.arange(0, COUNT_PADDED)[None, :]
     chosen = tl.zeros([keys.shape[0], COUNT_PADDED], tl.int32)
     if COUNT <= _UNROLLED:
         for slot in tl.static_range(COUNT):
-            keys, chosen = _take(keys, ids, chosen, slot, slots, PACKED)
+            keys, chosen = _pop_largest(keys, ids, chosen, slot, slots, PACKED)
     else:
         for slot in range(COUNT):
-            keys, chosen = _take(keys, ids, chosen, slot, slots, PACKED)
+            keys, chosen = _pop_largest(keys, ids, chosen, slot, slots, PACKED)
     return chosen
 
 
@@ -120,8 +123,10 @@ def _close_groups(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Keys ``[rows, groups * group]`` in which those outside of the best groups count as taken. ``TWO``: a group is worth its two
-    best together."""
+    """Sets the keys ``[rows, groups * group]`` outside of the best groups to ``_REMOVED``.
+
+    The score of a group is its largest score, or the sum of its two largest if ``TWO``.
+    """
     rows: tl.constexpr = keys.shape[0]
     grouped = tl.reshape(keys, [rows, GROUPS_PADDED, GROUP_PADDED])
     group = tl.arange(0, GROUPS_PADDED)[None, :]
@@ -129,17 +134,17 @@ def _close_groups(
     worth = tl.max(grouped, axis=2)
     if TWO and GROUP > 1:
         first = tl.min(tl.where(grouped == worth[:, :, None], member, GROUP_PADDED), axis=2)
-        second = tl.max(tl.where(member == first[:, :, None], _TAKEN, grouped), axis=2)
+        second = tl.max(tl.where(member == first[:, :, None], _REMOVED, grouped), axis=2)
         worth = _key(_value(worth) + _value(second))
-    worth = tl.where(group < GROUPS, worth, _TAKEN)
+    worth = tl.where(group < GROUPS, worth, _REMOVED)
     open_groups = tl.zeros([rows, GROUPS_PADDED], tl.int1)
     for _ in range(TOP_GROUPS):
         best = tl.max(worth, axis=1)[:, None]
-        taken = group == tl.min(tl.where(worth == best, group, GROUPS_PADDED), axis=1)[:, None]
-        open_groups = open_groups | taken
-        worth = tl.where(taken, _TAKEN, worth)
+        best_group = group == tl.min(tl.where(worth == best, group, GROUPS_PADDED), axis=1)[:, None]
+        open_groups = open_groups | best_group
+        worth = tl.where(best_group, _REMOVED, worth)
     closed = (open_groups == 0)[:, :, None] & (group < GROUPS)[:, :, None] & (member < GROUP)
-    return tl.reshape(tl.where(closed, _TAKEN, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
+    return tl.reshape(tl.where(closed, _REMOVED, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
 
 
 @triton.jit
@@ -170,10 +175,10 @@ def route(
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Chooses the experts of some tokens, int64 ``[rows]``, and stores them and their weights."""
+    """Chooses the experts of tokens, int64 ``[rows]``, and stores their ids and weights."""
     group_size: tl.constexpr = EXPERTS // GROUPS
     real = (token < num_tokens)[:, None]
-    # Groups are padded one by one, so that they can be seen as an axis. Positions grow with expert ids.
+    # Each group is padded, so that groups can become an axis by a reshape. Positions rise with expert ids.
     position = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
     group = position // GROUP_PADDED
     member = position % GROUP_PADDED
@@ -184,7 +189,7 @@ def route(
     wide = loaded.to(tl.float32)
 
     if PACKED:
-        keys = tl.where(exists, _key_with_id(loaded, expert), _TAKEN)
+        keys = tl.where(exists, _key_with_id(loaded, expert), _REMOVED)
     else:
         ranked = wide
         if BIAS:
@@ -194,7 +199,7 @@ def route(
                 scores = _score(wide, SCORING)
             bias = tl.load(correction_bias + expert * bias_stride, mask=exists, other=0.0)
             ranked = scores + bias.to(tl.float32)
-        keys = tl.where(exists, _key(ranked), _TAKEN)
+        keys = tl.where(exists, _key(ranked), _REMOVED)
     if GROUPS > 1:
         keys = _close_groups(keys, GROUPS, group_size, GROUPS_PADDED, GROUP_PADDED, TOP_GROUPS, BIAS)
     chosen = _best(keys, expert, TOP_K, TOP_K_PADDED, PACKED)

@@ -1,7 +1,7 @@
-"""Normalisation, the router's product and the choice of experts of a few tokens, in one kernel.
+"""RMSNorm, the router GEMM and the top-k routing of a few tokens, in one kernel.
 
-Each program normalises one token, which is little work, and multiplies it with the router's weights of some experts, so that the
-weights are read by many multiprocessors at once. A token's logits meet in a workspace, and the program that comes last chooses.
+Each program normalises one token, which is cheap, and computes its logits for some experts. Many SMs/CUs therefore read the router
+weights in parallel. The programs of a token store their logits to a workspace, and the last program to arrive routes the token.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from tokenspeed_kernel_base.workspace import keeper
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Weights are read again for each token, from the L2 cache; beyond this many tokens a product of them all at once is quicker.
+# Each token reads the router weights again, from L2. Beyond this many tokens, one GEMM of all tokens is faster.
 MOST_TOKENS = 16
 
 
 class Tile(NamedTuple):
-    """What a program takes.
+    """The tile of one program.
 
     Attributes:
-        experts: of its token.
-        warps: of the program.
+        experts: experts whose logits of one token it computes.
+        warps: warps of the program.
     """
 
     experts: int
     warps: int
 
 
-# H200, 128 experts of 2880, top-4, bf16 with residual and bias, weights not in the cache, us for 1, 4, 8 and 16 tokens:
+# H200, 128 experts, hidden size 2880, top-4, bf16 with residual and bias, cold L2, us for 1, 4, 8 and 16 tokens:
 # 4 experts and 4 warps 4.3, 4.4, 4.9, 8.2; 8 experts and 4 warps 5.0, 4.9, 5.2, 5.9; 2 experts and 4 warps 4.3, 4.7, 5.2, 8.1;
-# 4 experts and 8 warps 4.5, 4.7, 5.2, 8.0; 1 expert and 1 warp 6.0, 6.2, 7.1, 11.3. The parts one after another (rmsnorm, a product
-# by cuBLAS, moe_topk) take 10.5, 10.8, 10.8, 11.2.
+# 4 experts and 8 warps 4.5, 4.7, 5.2, 8.0; 1 expert and 1 warp 6.0, 6.2, 7.1, 11.3. Three separate kernels (rmsnorm, a cuBLAS GEMM,
+# moe_topk) take 10.5, 10.8, 10.8, 11.2.
 _FEW, _WARPS = 8, 4
-# Weights that a program holds in registers: 256 a thread.
+# Most weights that a program holds in registers: 256 per thread.
 _MOST_ELEMENTS = 32768
 
 
 @functools.cache
 def tile_for(tokens: int, hidden: int) -> Tile:
-    """The tile for so many tokens of this size."""
+    """The tile for ``tokens`` tokens of size ``hidden``."""
     experts = 4 if tokens <= _FEW else 8
     return Tile(max(1, min(experts, _MOST_ELEMENTS // next_power_of_2(hidden))), _WARPS)
 
@@ -63,7 +63,7 @@ def tile_for(tokens: int, hidden: int) -> Tile:
     signatures=format_signatures(("x", "router_weight"), "dense", FLOATS),
     traits={
         "tokens": at_most(MOST_TOKENS),
-        # A token, and a token's logits, lie in the registers of a program.
+        # A token and its logits must fit into the registers of one program.
         "hidden": at_most(8192),
         "num_experts": at_most(1024),
         "residual": any,
@@ -104,7 +104,7 @@ def rmsnorm_moe_topk(
     weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out
     ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Other programs read x and the residual when the first one writes their sum, so it may not lie in either.
+    # Other programs may still read x and the residual when block 0 stores their sum, so the sum must alias neither.
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -60,7 +60,7 @@ def rmsnorm_moe_topk_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program for each token and each ``BLOCK`` of experts."""
+    """One program per token and ``BLOCK`` experts."""
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, HIDDEN_PADDED)[None, :]
     inside = column < hidden
@@ -68,7 +68,7 @@ def rmsnorm_moe_topk_kernel(
     real = expert < EXPERTS
     # Issue the largest independent loads first.
     rows = router_weight + expert[:, None].to(tl.int64) * router_expert
-    if EARLY:  # while the preceding kernel still runs; it may be the one that writes them, so they are not loaded yet
+    if EARLY:  # prefetch only: the preceding kernel may still run, and may write the weights
         prefetch_rows(rows, real[:, None], hidden, router_column, router_weight, HIDDEN_PADDED)
     start(EARLY)
     router = tl.load(rows + column * router_column, mask=real[:, None] & inside, other=0.0)
@@ -88,7 +88,7 @@ def rmsnorm_moe_topk_kernel(
         logit += tl.load(router_bias + expert * router_bias_stride, mask=real, other=0.0).to(tl.float32)
     tl.store(logits + token * EXPERTS + expert, round_to(logit, logits.dtype.element_ty, INTERPRETED), mask=real)
 
-    # The last program of a token has all of its logits, and chooses. All threads' stores come before the count.
+    # The last program of a token sees all of its logits, and routes it. The barrier orders all threads' stores before the counter.
     tl.debug_barrier()
     before = tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu")
     if before == BLOCKS - 1:
