@@ -1,7 +1,7 @@
-"""What `decode_device` makes of the sums that warps and CTAs have: the output.
+"""The epilogue of `decode_device`: merges the partial results of warps and CTAs (split-KV), and writes the output.
 
-A warp's sums of a row are its running maximum, its sum of exponentials, and its accumulator. Sums of the same row, of other keys,
-are merged by scaling all to the largest maximum.
+A warp's partial result of a query row is its running row max, its row sum of exponentials, and its accumulator. Partial results of
+the same row over different keys are rescaled to the largest row max and added.
 """
 
 # mypy: ignore-errors
@@ -26,19 +26,19 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2, LOWEST, exp2, raise_to
 
-MERGERS = 32 * CONSUMERS  # threads
+MERGERS = 32 * CONSUMERS  # threads that merge
 MERGE = 2  # their named barrier
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A warp's sums: of each of its tiles of 16 rows, a lane's one or two rows.
+    """A warp's softmax state and accumulators. A lane holds one or two rows of each tile of 16 query rows.
 
     Attributes:
         acc: ``[tile, 8 columns, element]``, see `registers_device`.
-        row_max, row_sum: ``[tile, row]``; sums of this lane's columns only.
-        scale: what products are multiplied with: ``scale`` or ``cap_scale`` of the call, and what takes q and an fp8 cache to
-            float16. A number for each of the heads that lie abreast.
+        row_max, row_sum: ``[tile, row]``; row_sum covers this lane's columns only.
+        scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the cache's scale and the inverse
+            of the factor that brought q to float16. One for each of the heads that lie abreast.
     """
 
     acc: cute.Tensor
@@ -48,13 +48,13 @@ class Sums:
 
 
 class Merger(Tiles):
-    """The part of the kernel that makes the output."""
+    """Mixin of the epilogue."""
 
     # -- of one warp -------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
-        """Writes the output of a sequence and a key head from one warp's sums."""
+        """Writes the output of a sequence and a KV head that one warp has computed alone."""
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
@@ -74,24 +74,24 @@ class Merger(Tiles):
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
-        """What scores of a lane's ``r``-th row are multiplied with."""
+        """The factor of the scores of a lane's ``r``-th row, which includes log2(e)."""
         return self.product_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
 
     def product_scale(self, sums: Sums, r: int) -> Float32:
-        """What products of fp8 keys and a lane's ``r``-th row are multiplied with."""
+        """The factor of q @ k of fp8 keys and a lane's ``r``-th row."""
         return sums.scale[r % self.abreast]
 
     @cute.jit
     def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
-        """The factor of an accumulator, times the scale of values if they have one."""
+        """The factor of an accumulator, times the scale of an fp8 cache's values."""
         if const_expr(self.fp8):
             factor *= call.v_scales.of(kv_head)
         return factor
 
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
-        """Returns what this lane holds of neighbouring columns of a row. Four lanes hold its head's columns from ``4 * column`` on.
+        """Returns this lane's adjacent elements of a row. A quad holds the columns of the row's head from ``4 * column`` on.
 
-        With an fp8 cache a product's columns are the even or the odd ones of 16, because they come by pairs from shared memory.
+        With an fp8 cache an MMA has the even or the odd ones of 16 columns, because ldmatrix transposes bytes in pairs.
         """
         column += r % self.abreast * self.fours
         if self.fp8:
@@ -102,7 +102,7 @@ class Merger(Tiles):
 
     @cute.jit
     def share_sums(self, call: Call, sums: Sums):
-        """Puts a warp's sums where all warps find them."""
+        """Stores a warp's partial results in shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         lane = thread % 32
@@ -122,18 +122,18 @@ class Merger(Tiles):
 
     @cute.jit
     def merge_warps(self, call: Call):
-        """Merges what the warps have of a sequence, and leaves it as the output, or as a piece that the last CTA merges."""
+        """Merges the warps' partial results of a sequence into the output, or into a partial result that the last CTA merges."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
         _, _, whole = self.visible(call, self.length_of(call, sequence))
-        # Now all have put down their sums, and know where they are, which is changed below.
+        # All warps have stored their partial results and read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
         pieces = Int32(1)
         if const_expr(self.config.split):
             share = call.plan[SHARE]
-            start = call.group * share + done - offset  # of the sequence
+            start = call.group * share + done - offset  # of the sequence, in tiles of the whole queue
             first_group = start // share
             pieces = (start + whole - 1) // share - first_group + 1
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
@@ -178,9 +178,9 @@ class Merger(Tiles):
 
     @cute.jit
     def join(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
-        """Counts the pieces of a sequence, if it has several, and merges them if this was the last.
+        """Counts the partial results of a sequence that spans several groups; the CTA that arrives last merges them.
 
-        A group begins one such sequence at most, whose counter is the group's.
+        At most one such sequence begins in a group, so the counter is that of the group in which the sequence begins.
         """
         thread, _, _ = cute.arch.thread_idx()
         if pieces > 1:
@@ -197,7 +197,7 @@ class Merger(Tiles):
 
     @cute.jit
     def merge_pieces(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
-        """Merges the pieces of a sequence, in their order."""
+        """Merges the partial results of a sequence, in a fixed order, PIECES at a time."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
@@ -236,7 +236,7 @@ class Merger(Tiles):
 
     @cute.jit
     def write(self, call: Call, sequence: Int32, row: Int32, column: Int32, row_max: Float32, row_sum: Float32, merged: Any):
-        """Adds the sink, divides, and stores four numbers of a row of the output."""
+        """Adds the sink, normalises, and stores four elements of an output row."""
         kv_head, own_row = self.of_head(call, call.kv_head, row)
         token = own_row // call.gqa_ratio
         q_head = kv_head * call.gqa_ratio + own_row - token * call.gqa_ratio
@@ -249,7 +249,7 @@ class Merger(Tiles):
 
     @cute.jit
     def normalise(self, row_max: Float32, row_sum: Float32, sink: Float32):
-        """What a row's accumulator is multiplied by, its sink included, and the logarithm of what it is divided by."""
+        """The factor of a row's accumulator, which includes the sink, and the row's LSE."""
         raised, decay = raise_to(row_max, sink)
         total = row_sum * decay + exp2(sink - raised)
         return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (raised + cute.math.log2(total)) * LN2

@@ -1,4 +1,4 @@
-"""Queries of `prefill_mma_device` beside an fp8 cache of 16 bits."""
+"""16-bit queries of `prefill_mma_device` with an fp8 cache: conversion of bfloat16 to float16."""
 
 # mypy: ignore-errors
 
@@ -12,17 +12,17 @@ from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor
 
-WARPS = 5  # named barriers, one for each warpgroup: its four warps
+WARPS = 5  # named barriers, one per warpgroup, of its four warps
 
 
 class Queries(Tiles):
-    """What the warpgroups that compute do to a tile's queries."""
+    """Mixin of the consumer warpgroups: thread positions, and conversion of a tile's queries."""
 
     @cute.jit
     def place(self, wg: Int32):
-        """This thread's number among the consumers, and the first of its rows of a tile; the other one is 8 below.
+        """This thread's index among the consumers, and the first of its two rows of a tile; the other is 8 rows below.
 
-        Computed anew wherever it is wanted: what follows from it would cost registers in the loops, which have none to spare.
+        Recomputed at each use: kept values would occupy registers in the main loops, which have none to spare.
         """
         thread = registers.opt_barrier(cute.arch.thread_idx()[0]) - 128
         if const_expr(self.config.converts):
@@ -36,23 +36,22 @@ class Queries(Tiles):
 
     @cute.jit
     def bring_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
-        """Rounds this warp's bfloat16 queries of a tile to float16, where they are, times a power of 2.
+        """Converts this warp's bfloat16 queries of a tile to float16, in place, scaled by a power of 2.
 
-        That one brings the largest of them to the upper end of float16's range, so that the others keep all their bits unless they
-        are 2^-22 of it. Rows that are not the sequence's become 0: they must not choose the power.
+        The scale brings the warp's amax to the upper end of float16's range. Smaller values keep all their bits unless they are
+        2^-22 of it. Rows beyond the sequence become 0, so that they do not affect the amax.
 
         Returns:
-            what scores are to be multiplied with again.
+            the inverse of the scale, by which scores must be multiplied.
         """
         c = self.config
         thread, _ = self.place(wg)
-        # Two lanes have a row: a panel each, or half a panel. They go through its pieces from different ones on, to find them in
-        # different banks.
+        # Two lanes share a row: a panel each, or half a panel. Lanes start at different 16-byte chunks, against bank conflicts.
         row = wg * 64 + thread % 128 // 2
         half = thread % 2
         record = shared.record(q_at)
         at = shared.storage.q.data_ptr().toint() + q_at.stage * c.q_bytes + row * 128
-        pieces = c.head_dim // 16  # of a lane
+        pieces = c.head_dim // 16  # 16-byte chunks of a lane
         if const_expr(pieces == 8):
             at += half * (c.block_m * 128)
             places = [at + (row + 4 * half + i) % 8 * 16 for i in range(pieces)]
@@ -78,7 +77,7 @@ class Queries(Tiles):
 
     @cute.jit
     def bring_panels_to_float16(self, shared: Shared, q_at: Cursor, wg: Int32) -> Float32:
-        """`bring_to_float16` where a lane has two panels of a row, more than its registers hold: they are read twice."""
+        """`bring_to_float16` for head_dim 256: a lane has two panels of a row, too many for registers, so it reads them twice."""
         c = self.config
         thread, _ = self.place(wg)
         row = wg * 64 + thread % 128 // 2
@@ -87,7 +86,7 @@ class Queries(Tiles):
         is_row = record.position + row // c.gqa_ratio < record.q_len
         panel_bytes = c.block_m * 128
         at = shared.storage.q.data_ptr().toint() + row * 128 + half * (2 * panel_bytes)
-        # A lane's neighbour reads the same columns of other panels: it begins half a row further.
+        # The other lane of a row reads the same columns of other panels: it starts half a row later, against bank conflicts.
         places = [at + panel * panel_bytes + (row + 4 * half + i) % 8 * 16 for panel in range(2) for i in range(8)]
         highest = Uint32(0)
         for i in cutlass.range_constexpr(len(places)):
