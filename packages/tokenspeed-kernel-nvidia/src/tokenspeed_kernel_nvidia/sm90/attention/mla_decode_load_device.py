@@ -1,4 +1,4 @@
-"""The warp of `mla_decode_device` that divides the work, and loads queries and blocks of the cache."""
+"""The producer warp of `mla_decode_device`: it splits the work, and loads queries and blocks of the cache."""
 
 # mypy: ignore-errors
 
@@ -30,11 +30,11 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
 
 
 class Loader(Tiles):
-    """The part of the kernel that divides the work and loads."""
+    """Mixin of the producer warp: tile scheduler and TMA loads."""
 
     @cute.jit
     def load(self, call: Call, q: Blocks, kv: Blocks):
-        """Finds this CTA's units, says so to the other warps, and loads queries and blocks as far ahead as there is room."""
+        """Finds this CTA's work items, publishes the plan, and loads queries and blocks as far ahead as the rings allow."""
         unit, first, begin, end, length = self.plan(call, True)
         at, rope_at = first_to_fill(), first_to_fill()
         turn = call.rank
@@ -42,7 +42,7 @@ class Loader(Tiles):
             _, _, whole = self.visible(call, length)
             after = cutlass.min(whole, end - first)
             sequence, _, _ = self.place_of(call, unit)
-            # One a lane, those from `first_page` of the sequence on. Queries are loaded until they are there.
+            # Page indices, one per lane, from `first_page` on. Loading the queries hides their latency.
             first_page = ((begin - first) * ROWS) >> call.page_shift
             pages = self.pages_from(call, sequence, first_page, length)
             at = self.load_queries(call, q, unit, at, rope_at)
@@ -65,18 +65,18 @@ class Loader(Tiles):
 
     @cute.jit
     def plan(self, call: Call, tells: cutlass.Constexpr[bool]):
-        """Finds this CTA's units, and writes the plan.
+        """Finds this CTA's work items, and writes the plan.
 
         Args:
-            tells: whether to say so to the warps that compute. One warp does.
+            tells: whether to signal PLANNED to the consumer warpgroups. One warp does.
 
         Returns:
-            The first unit, the number of its first block, that of the first block of this CTA, the number behind the last one, and
-            the unit's length.
+            The first work item, the queue position of its first block, the first position and the end of this CTA's range, and the
+            item's length.
         """
         lane = cute.arch.lane_idx()
         unit, length, offset, left, share, starting = [Int32(0)] * 6
-        if call.batch <= 32:  # less code, and that is what takes time here
+        if call.batch <= 32:  # less code: here the time goes into instruction fetch
             unit, length, offset, left, share, starting = self.divide(call, 1)
         else:
             unit, length, offset, left, share, starting = self.divide(call, 4)  # more lengths would take too many registers
@@ -84,7 +84,7 @@ class Loader(Tiles):
         first = begin - offset + starting
         end = begin + left
         begin = cutlass.max(begin, first)
-        if lane == 0:  # other warps that load write the same
+        if lane == 0:  # other loading warps write the same values
             call.plan[UNIT] = unit
             call.plan[FIRST] = first
             call.plan[BEGIN] = begin
@@ -98,7 +98,7 @@ class Loader(Tiles):
 
     @cute.jit
     def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32):
-        """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not read."""
+        """The page indices of 32 pages of a sequence, one per lane. Entries beyond its length are not read, and 0 here."""
         page = Int32(0)
         at = first_page + cute.arch.lane_idx()
         if at << call.page_shift < length:
@@ -108,7 +108,7 @@ class Loader(Tiles):
 
     @cute.jit
     def acquire(self, pipe: Pipeline, at: Cursor, row_bytes: Int32):
-        """Waits until there is room, and says how many bytes come for each row. Returns the barrier that they complete."""
+        """Waits until a stage is empty, and sets the expected bytes, ``row_bytes`` per row. Returns the stage's full barrier."""
         pipe.acquire(at)
         with cute.arch.elect_one():
             pipe.commit(at, row_bytes * ROWS)
@@ -116,9 +116,9 @@ class Loader(Tiles):
 
     @cute.jit
     def load_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-        """Loads the queries of a unit as if they were a block of the cache: a tile is as large.
+        """Loads the queries of a work item into the rings like a block of the cache, which is as large as a Q tile.
 
-        Rows of tokens that the unit does not have are those of the next sequence, and nobody looks at what becomes of them.
+        Rows beyond the item's tokens hold queries of the next sequence; their results are never stored.
         """
         c = self.config
         token, head, _ = self.tile_of(call, unit)
@@ -140,11 +140,11 @@ class Loader(Tiles):
     def load_block(
         self, call: Call, kv: Blocks, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
     ) -> Cursor:
-        """Loads a block of the cache. In a cluster a CTA loads every other part of it, for both; whose turn it is changes.
+        """Loads a block of the cache. In a cluster each CTA loads every other chunk for both; the order alternates by block.
 
         Args:
-            turn: even where the rotary part is this CTA's.
-            exists: whether any token of it does.
+            turn: even where this CTA loads the rotary part.
+            exists: whether the block has any token.
         """
         count = cutlass.select_(exists, Int32(1), Int32(0))
         full = self.acquire(call.ropes, rope_at, count * self.ropes.row_bytes)
@@ -168,7 +168,7 @@ class Loader(Tiles):
 
     @cute.jit
     def load_panel(self, kv: Tma, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer):
-        """Starts the copy of a panel, to all CTAs of the cluster."""
+        """Starts the TMA load of a panel, multicast to all CTAs of the cluster."""
         target, source = cpasync.tma_partition(
             kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
         )

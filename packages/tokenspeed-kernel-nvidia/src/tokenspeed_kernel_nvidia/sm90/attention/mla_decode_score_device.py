@@ -1,4 +1,4 @@
-"""The warpgroup of `mla_decode_device` that has the queries: scores of blocks, and their probabilities."""
+"""The score warpgroup of `mla_decode_device`: it holds the queries, and computes q @ k and softmax of blocks."""
 
 # mypy: ignore-errors
 
@@ -35,17 +35,17 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
-STEPS = PANEL // 16  # products of 16 columns of a panel
+STEPS = PANEL // 16  # MMAs (k = 16) of a panel
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of the products that make scores. All but the queries in registers are descriptors of shared memory.
+    """MMA operands of q @ k. All but the queries in registers are shared-memory descriptors.
 
     Attributes:
-        kept: queries in registers, of the first columns.
-        words: the same, in words.
-        others: queries of the other columns.
+        kept: queries in registers: the first columns.
+        words: the same registers as 32-bit words.
+        others: queries of the other columns, in shared memory.
         latents, ropes: keys, by stage.
     """
 
@@ -58,14 +58,14 @@ class Operands:
 
 @dataclass(frozen=True)
 class Products:
-    """The products with queries in registers, and with those in shared memory."""
+    """The MMAs with queries in registers (``kept``), and with queries in shared memory (``others``)."""
 
     kept: cute.TiledMma
     others: cute.TiledMma
 
 
 class Scorer(Tiles):
-    """The part of the kernel that computes probabilities."""
+    """Mixin of the score warpgroup."""
 
     def make_qk_mmas(self) -> Products:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
@@ -74,13 +74,13 @@ class Scorer(Tiles):
 
     @cute.jit
     def thread_of_scores(self) -> Int32:
-        """Returns this thread's number in the warpgroup, computed here and not before: see `opt_barrier`."""
+        """Returns this thread's index in the warpgroup, recomputed at each use: see `opt_barrier`."""
         thread, _, _ = cute.arch.thread_idx()
         return registers.opt_barrier(thread) - SCORES * 128
 
     @cute.jit
     def score(self, call: Call, mmas: Products):
-        """Computes probabilities of all blocks of the CTA."""
+        """Computes the probabilities of all blocks of the CTA."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= SCORES * 128
@@ -94,12 +94,12 @@ class Scorer(Tiles):
             _, _, whole = self.visible(call, length)
             count = cutlass.min(first + whole, call.end()) - begin
             at, scale = self.take_queries(call, ops.words, at, rope_at)
-            self.hand_over(call, rope_at)  # nothing: the stage is released by who has values, as all others are
+            self.hand_over(call, rope_at)  # no probabilities, but the value warpgroups release this stage like all others
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
                 row_sum[r] = Float32(0.0)
-            valid = length - (begin - first) * ROWS  # tokens from the block's first on that the unit's last token sees
+            valid = length - (begin - first) * ROWS  # tokens from the block's first one on that the item's last token sees
             first += whole + call.plan[STARTING]
             begin = first
             is_first = cutlass.Boolean(True)
@@ -130,16 +130,17 @@ class Scorer(Tiles):
 
     @cute.jit
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Takes some queries of a tile to registers, copies the others to their own place, and makes room.
+        """Loads the first columns of a Q tile to registers, copies the others to shared memory of their own, and releases its
+        stages.
 
-        Returns the first piece behind them, and what scores are multiplied with.
+        Returns the chunk cursor after the queries, and the factor of scores.
         """
         c = self.config
         thread = self.thread_of_scores()
         place = self.place_of_lane(thread)
         others = call.storage.others.data_ptr().toint() + place
         first = at
-        # All have computed the last scores of the unit before.
+        # All warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         for panel in cutlass.range_constexpr((LATENT + ROPE) // PANEL):
             rotary = panel == LATENT // PANEL
@@ -164,10 +165,10 @@ class Scorer(Tiles):
 
     @cute.jit
     def release_queries(self, call: Call, at: Cursor):
-        """Lets blocks have the pieces that queries took. The warps with values release the stage of the rotary part.
+        """Releases the chunk stages that held queries. The value warpgroups release the stage of the rotary part.
 
-        What this warp has read is in registers when it has passed `fence_view_async_shared`: a bulk copy that overwrites it is of
-        another proxy, and an arrival alone does not order it behind loads that are on their way.
+        The caller must have executed `fence_view_async_shared`. TMA writes belong to the async proxy, and an arrival alone does not
+        order them after this warp's loads in flight.
         """
         cute.arch.sync_warp()
         for _ in cutlass.range_constexpr(self.config.query_pieces):
@@ -176,18 +177,18 @@ class Scorer(Tiles):
 
     @cute.jit
     def place_of_lane(self, thread: Int32) -> Int32:
-        """Returns where a lane's 16 bytes of a panel are, as the matrices of 16 rows a warp and 16 columns want them.
+        """Returns the swizzled byte offset of a lane's 16 bytes in a panel, for ldmatrix of 16 rows per warp and 16 columns.
 
-        Those of the next 16 columns are at that place with 32 flipped, and so on: see `tiles_device`.
+        XOR with ``32 * i`` gives that of the i-th next 16 columns, see `tiles_device`.
         """
         row = (thread >> 5) * 16 + (thread & 15)
         return row * (PANEL * 2) + (((thread >> 4) & 1) ^ (row & 7)) * 16
 
     @cute.jit
     def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece.
+        """Computes q @ k of a block, waiting for it chunk by chunk. Returns the scores, and the chunk cursor of the next block.
 
-        The block before, if this is not a unit's first, is handed over meanwhile if it was not before: see `Config.at_once`.
+        Unless `Config.at_once`, it also signals the previous block's probabilities, except at a work item's first block.
         """
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
@@ -202,7 +203,7 @@ class Scorer(Tiles):
             others.set(warpgroup.Field.ACCUMULATE, True)
         for piece in cutlass.range_constexpr(PIECES):
             self.wait_for_piece(call, at)
-            # Descriptors of all pieces at once would take too many registers.
+            # Descriptors of all chunks at once would take too many registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
             for step in cutlass.range_constexpr(PIECE // 16):
                 k = ops.latents[None, None, step, stage]
@@ -224,20 +225,20 @@ class Scorer(Tiles):
         return scores, at
 
     def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor) -> None:
-        """Waits until a block's rotary part is there for products to read."""
+        """Waits until a block's rotary part is loaded and visible to MMAs."""
         call.ropes.wait(rope_at)
 
     def wait_for_piece(self, call: Call, at: Cursor) -> None:
-        """Waits until a piece is there for products to read."""
+        """Waits until a chunk is loaded and visible to MMAs."""
         call.pieces.wait(at)
 
     @cute.jit
     def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Leaves out what is no key of a row.
+        """Masks the scores of keys that a row does not see, and zeroes latents beyond the sequence.
 
         Args:
-            valid: how many tokens of the block the last token of the unit sees.
-            end: the first piece behind the block.
+            valid: tokens from the block's first one on that the item's last token sees.
+            end: the chunk cursor after the block.
         """
         if valid < ROWS + (self.config.tokens_of_tile - 1):
             self.hide(call, scores, unit, valid)
@@ -245,7 +246,7 @@ class Scorer(Tiles):
 
     @cute.jit
     def hide(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32):
-        """Hides tokens that a row does not see. ``valid``: how many of the block its unit's last token sees."""
+        """Masks tokens that a row does not see. ``valid``: see `leave_out`."""
         c = self.config
         thread = self.thread_of_scores()
         row = (thread >> 5) * 16 + ((thread & 31) >> 2)
@@ -258,13 +259,13 @@ class Scorer(Tiles):
 
     @cute.jit
     def clear_beyond(self, call: Call, end: Cursor, valid: Int32):
-        """Writes zeros to the latents of slots that hold no token: they may hold NaN, and 0 * NaN is not 0.
+        """Zeroes the latents of slots without a token: they may hold NaN, and 0 * NaN is not 0.
 
         Args:
-            end: the first piece behind the block.
+            end: the chunk cursor after the block.
         """
         thread = self.thread_of_scores()
-        # All have computed scores from what is overwritten.
+        # All warps have finished q @ k of the block that is overwritten.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         at = skip(end, self.config.pieces - PIECES, self.config.pieces)
         for _ in cutlass.range_constexpr(PIECES):
@@ -279,7 +280,7 @@ class Scorer(Tiles):
 
     @cute.jit
     def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor, scale: Any):
-        """Puts a block's probabilities where its rotary part was, and by how much sums before are to be scaled beside them."""
+        """Softmax of a block: stores its probabilities over its rotary part, and the rescale factors in its notes."""
         grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy, self.config.lift)
         grown = registers.any_lane(grown)
         thread = self.thread_of_scores()
@@ -291,7 +292,7 @@ class Scorer(Tiles):
             for r in cutlass.range_constexpr(2):
                 notes.factor(warp * 16 + (lane >> 2) + 8 * r)[0] = factor[r]
         place = self.place_of_lane(thread)
-        # All have computed scores from the rotary part.
+        # All warps have finished q @ k with the rotary part.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         self.store_probs(self.rope_at(call, at), place, scores)
         cute.arch.fence_view_async_shared()
@@ -304,7 +305,7 @@ class Scorer(Tiles):
 
     @cute.jit
     def put_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
-        """Puts maxima and sums of the rows beside the probabilities of a unit's last block."""
+        """Stores row max and row sum in the notes of a work item's last block."""
         thread = self.thread_of_scores()
         for r in cutlass.range_constexpr(2):
             total = registers.quad_sum(row_sum[r])
@@ -315,7 +316,7 @@ class Scorer(Tiles):
 
     @cute.jit
     def hand_over(self, call: Call, at: Cursor):
-        """Lets the other warpgroups have what this warp has put in a stage."""
+        """Signals to the value warpgroups that this warp has stored its probabilities of a stage."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             call.probs_full.arrive(at)
