@@ -1,6 +1,6 @@
-"""The device code of `mla_decode` with an fp8 cache: the launch, what lies where, and how queries and blocks are loaded.
+"""The device code of `mla_decode` with an fp8 cache: the launch, TMA views, and the loads of queries.
 
-The work is divided, and warps have parts of it, as `mla_decode_device` says.
+Tile scheduler and warp roles are those of `mla_decode_device`.
 """
 
 # mypy: ignore-errors
@@ -26,12 +26,12 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed,
 
 
 def host(config: Fp8Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return MlaDecodeFp8(config)
 
 
 def fake_arguments(config: Fp8Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes. Numbers of e4m3 come as bytes."""
+    """Placeholder arguments to compile the function of `host` with. e4m3 tensors are passed as bytes."""
     size, rows, byte_rows, ints = arguments.size, arguments.rows, arguments.byte_rows, arguments.ints
     tokens, batch = size(), size()
     shape = tokens, config.heads, LATENT + ROPE
@@ -44,7 +44,7 @@ def fake_arguments(config: Fp8Config) -> tuple[Any, ...]:
 
 
 class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
-    """The kernel of one configuration."""
+    """The MLA decode kernel of one configuration for an fp8 cache: `MlaDecode` with fp8 score and value warpgroups."""
 
     @cute.jit
     def __call__(
@@ -85,7 +85,7 @@ class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
 
     @cute.jit
     def load_wide_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-        """Loads the queries of a unit, of 16 bits each, as pieces of 64 columns. The stage of a rotary part stays as it is."""
+        """Loads a work item's 16-bit queries as chunks of 64 columns. The rotary stage is committed with no bytes."""
         c = self.config
         token, head, _ = self.tile_of(call, unit)
         rows = (c.heads_of_tile, c.tokens_of_tile)

@@ -1,4 +1,4 @@
-"""The warpgroup that has the queries of `mla_decode` with an fp8 cache: scores of blocks, and their probabilities."""
+"""The score warpgroup of `mla_decode` with an fp8 cache: it holds the queries, and computes q @ k and softmax of blocks."""
 
 # mypy: ignore-errors
 
@@ -19,12 +19,12 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
-ROPE_STEPS = ROPE // STEP  # products with the rotary part, which come first
+ROPE_STEPS = ROPE // STEP  # MMAs with the rotary part, which are issued first
 PIECE_STEPS = PIECE // STEP
 
 
 class Fp8Scorer(Fp8Tiles, Scorer):
-    """The part of the kernel that computes probabilities."""
+    """Mixin of the score warpgroup."""
 
     def make_qk_mmas(self) -> Products:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
@@ -46,18 +46,18 @@ class Fp8Scorer(Fp8Tiles, Scorer):
     # -- queries ---------------------------------------------------------------------------------------------------------------
 
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Takes queries of a tile to registers, and makes room. See `Scorer.take_queries`."""
+        """Loads queries of a tile to registers, and releases their stages. See `Scorer.take_queries`."""
         take = self.take_narrow if self.config.fp8_queries else self.take_wide
         return take(call, words, at, rope_at)
 
     @cute.jit
     def scale_of(self, call: Call) -> Float32:
-        """Returns what scores are multiplied with."""
+        """Returns the factor of scores: softmax scale times q_scale times kv_scale."""
         return call.scale * Scales(call.q_scale, Int32(0)).of(Int32(0)) * Scales(call.kv_scale, Int32(0)).of(Int32(0))
 
     @cute.jit
     def take_narrow(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Takes queries of 8 bits."""
+        """`take_queries` of e4m3 queries."""
         c = self.config
         thread = self.thread_of_scores()
         call.ropes.wait(rope_at)
@@ -84,10 +84,10 @@ class Fp8Scorer(Fp8Tiles, Scorer):
 
     @cute.jit
     def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Takes queries of 16 bits, as two numbers of e4m3 each.
+        """`take_queries` of 16-bit queries, split into two e4m3 parts each.
 
-        Those of a row are scaled by a power of 2 first, so that the largest is from 2^7 to 2^8: the second number of none that
-        matters is then too small for e4m3.
+        A row is first scaled by a power of 2 that brings its amax to between 2^7 and 2^8, so that no significant low part
+        underflows in e4m3.
         """
         c = self.config
         thread = self.thread_of_scores()
@@ -108,17 +108,17 @@ class Fp8Scorer(Fp8Tiles, Scorer):
         factors, scales = [], []
         for r in cutlass.range_constexpr(2):
             total = registers.quad_max(largest[r])
-            # Exponents have 8 bits, with 127 for 2^0. What is as small as nothing is not enlarged beyond all bounds.
+            # Biased float32 exponents: 127 is 2^0. Clamped, so that the scale of tiny rows stays finite.
             exponent = cutlass.min(Int32(127 + 7 + 127) - (registers.bits_of(total) >> 23), 253)
             factors.append(registers.float_of(exponent << 23))
             scales.append(scale * registers.float_of((254 - exponent) << 23))
         others = call.storage.others.data_ptr().toint() + self.place_of_lane(thread)
-        # All have computed the last scores of the unit before.
+        # All warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         at = first
         for piece in cutlass.range_constexpr(c.query_pieces):
             for step in cutlass.range_constexpr(2):
-                index = (piece * 2 + step + ROPE_STEPS) % STEPS  # the rotary part comes first
+                index = (piece * 2 + step + ROPE_STEPS) % STEPS  # the rotary part first
                 high, low = [], []
                 for each in cutlass.range_constexpr(4):
                     numbers = [x * factors[each % 2] for x in self.four_numbers(call, at, place, step, each)]
@@ -140,11 +140,11 @@ class Fp8Scorer(Fp8Tiles, Scorer):
 
     @cute.jit
     def four_numbers(self, call: Call, at: Cursor, place: Int32, step: cutlass.Constexpr[int], each: cutlass.Constexpr[int]):
-        """Returns four neighbouring queries of 16 bits, of one word of a product's left operand.
+        """Returns four adjacent elements of 16-bit queries, which make one word of an fp8 A operand.
 
         Args:
-            step: which 32 columns of the piece.
-            each: which word: rows ``each % 2``, and columns from ``16 * (each // 2)`` on.
+            step: index of the 32 columns in the chunk.
+            each: index of the word: row ``each % 2``, columns from ``16 * (each // 2)`` on.
         """
         to = self.panel_at(call, at, 0) + each % 2 * (8 * PIECE) + (place ^ (step * 64 + each // 2 * 32))
         return [x for word in load_words("shared", to, 2) for x in registers.widened(self.dtype, word)]
@@ -153,7 +153,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
 
     @cute.jit
     def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Returns scores of a block, and the next one's first piece. See `Scorer.multiply`."""
+        """Computes q @ k of a block. Returns the scores, and the chunk cursor of the next block. See `Scorer.multiply`."""
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
@@ -165,7 +165,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
             self.multiply_step(kept, others, ops, scores, ops.ropes[None, None, step, rope_at.stage], step)
         for piece in cutlass.range_constexpr(PIECES):
             call.pieces.wait(at)
-            # Descriptors of all pieces at once would take too many registers.
+            # Descriptors of all chunks at once would take too many registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
             for step in cutlass.range_constexpr(PIECE_STEPS):
                 index = ROPE_STEPS + piece * PIECE_STEPS + step
@@ -185,7 +185,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
     def multiply_step(
         self, kept: cute.MmaAtom, others: cute.MmaAtom, ops: Operands, scores: cute.Tensor, keys: cute.Tensor, index: int
     ) -> None:
-        """Starts the products with some columns of the keys."""
+        """Issues the MMAs of one k-step: of the high query parts, and of the low ones if there are any."""
         c = self.config
         cute.gemm(kept, scores, ops.kept[None, None, index], keys, scores)
         kept.set(warpgroup.Field.ACCUMULATE, True)
@@ -197,7 +197,7 @@ class Fp8Scorer(Fp8Tiles, Scorer):
 
     @cute.jit
     def store_probs(self, to: Int32, place: Int32, probs: cute.Tensor):
-        """Stores probabilities of a row as e4m3, in the order of tokens in which `mla_decode_fp8_value_device` has values."""
+        """Stores probabilities as e4m3, in the token order of `mla_decode_fp8_value_device`."""
         thread = self.thread_of_scores()
         lane = thread & 31
         for r in cutlass.range_constexpr(2):
@@ -210,5 +210,5 @@ class Fp8Scorer(Fp8Tiles, Scorer):
 
 
 def halves(pair: Uint32) -> list:
-    """Two float16 numbers of a register, as float32."""
+    """The two float16 values of a register, as float32."""
     return registers.widened(cutlass.Float16, pair)

@@ -1,11 +1,10 @@
-"""The two warpgroups that have values of `mla_decode` with an fp8 cache.
+"""The two value warpgroups of `mla_decode` with an fp8 cache.
 
-The tensor cores want both operands of a product of 8-bit numbers along the axis that is summed, here that of tokens, and values lie
-the other way. So the product is computed transposed: its left operand, values by column and token, comes from registers, and what
-loads those from shared memory can transpose pairs of bytes. The accumulator has columns of the latent as rows, and heads as its
-columns.
+fp8 wgmma takes K-major operands only. Here k is the token axis, and values are contiguous along the columns instead. So P @ V is
+computed swap-AB: the A operand, values transposed to columns x tokens, comes from registers, loaded by ldmatrix.trans, which
+transposes pairs of bytes. The accumulator has columns of the latent as rows, and heads as columns.
 
-The order of tokens is that of probabilities, as in `prefill_convert_device`: of 32 tokens, place ``16 h + 4 t + e`` has token
+Tokens are in the order of the probabilities, as in `prefill_convert_device`: of 32 tokens, position ``16 h + 4 t + e`` holds token
 ``16 h + 8 (e // 2) + 2 t + e % 2``.
 """
 
@@ -32,21 +31,21 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import pack, permute_
 from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma
 
-OWN = PIECES // READERS  # pieces of a warpgroup
-TILES = PIECE // 64  # of 64 columns, in a piece
-GROUPS = ROWS // 8  # of 8 heads
-TOKEN_STEPS = ROWS // STEP  # products of a tile with a block
-COPIED = 4  # named barriers of the two warpgroups, for `kept_sums`
+OWN = PIECES // READERS  # chunks of a warpgroup
+TILES = PIECE // 64  # tiles of 64 columns in a chunk
+GROUPS = ROWS // 8  # groups of 8 heads
+TOKEN_STEPS = ROWS // STEP  # MMAs of a tile and a block
+COPIED = 4  # named barriers, one per value warpgroup, for `kept_sums`
 
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """Operands of the products with values.
+    """MMA operands of V.T @ P.T.
 
     Attributes:
-        values: registers of some tiles.
-        words: the same, in words.
-        probs: descriptors of probabilities, by stage.
+        values: A operand in registers, of `Fp8Config.turned` tiles.
+        words: the same registers as 32-bit words.
+        probs: B operand: shared-memory descriptors of probabilities, by stage.
     """
 
     values: cute.Tensor
@@ -55,9 +54,9 @@ class ValueOperands:
 
 
 class Fp8Valuer(Fp8Tiles, Valuer):
-    """The part of the kernel that makes the output.
+    """Mixin of the value warpgroups.
 
-    A thread has, of each tile of its two pieces, two neighbouring columns of 16 heads: those of ``head_of``.
+    In each tile of its two chunks, a thread holds two adjacent columns of 16 heads: those of ``head_of``.
     """
 
     def make_pv_mma(self) -> cute.TiledMma:
@@ -72,19 +71,19 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         return [cute.make_rmem_tensor(part.partition_shape_C((ROWS, ROWS)), Float32) for _ in range(OWN * TILES)]
 
     def make_sums(self) -> tuple:
-        """Returns nothing: sums of a thread's 16 heads stay in shared memory, see `kept_sums`."""
+        """Returns no registers: row max and row sum of a thread's 16 heads stay in shared memory, see `kept_sums`."""
         return None, None
 
     def head_of(self, thread: Int32, group: int, c: int) -> Int32:
-        """Returns which row of the tile one of a thread's 16 heads is, of the new tokens' heads together."""
+        """Returns the tile row, over the heads of all its tokens, of one of a thread's 16 heads."""
         return 8 * group + 2 * (thread & 3) + c
 
     @cute.jit
     def multiply_values(
         self, call: Call, atom: cute.MmaAtom, ops: ValueOperands, acc: list, at: Cursor, second: Cursor, rope_at: Cursor
     ):
-        """Adds the products of a block, whose values are there, when its probabilities are there too."""
-        # Whoever has computed probabilities has also cleared values of slots that hold no token.
+        """Waits for a block's probabilities, rescales, and adds its V.T @ P.T. Its values must have been loaded."""
+        # By then the score warpgroup has also zeroed the values of slots without a token.
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
         turned = self.config.turned
@@ -104,7 +103,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
 
     @cute.jit
     def turn_tile(self, call: Call, words: cute.Tensor, at: Cursor, tile: cutlass.Constexpr[int]):
-        """Loads a tile of a piece to registers, transposed."""
+        """Loads a tile of a chunk to registers, transposed."""
         thread = self.thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
         place = self.panel_at(call, at, 0) + lane * PIECE + ((warp + 4 * (tile % TILES)) ^ (lane & 7)) * CHUNK_BYTES
@@ -118,7 +117,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Scales heads whose maximum has grown, and keeps by how much for their sums in memory."""
+        """Rescales heads whose max has grown, and accumulates the factors that their accumulators in memory still need."""
         notes = call.notes(at)
         grown = registers.load_floats("shared", notes.grown(Int32(0)).toint(), 4)
         if grown[0] + grown[1] + grown[2] + grown[3] != 0.0:
@@ -135,27 +134,27 @@ class Fp8Valuer(Fp8Tiles, Valuer):
 
     @cute.jit
     def group_of(self, call: Call) -> Int32:
-        """Returns this CTA's group, computed here and not before: see `opt_barrier`."""
+        """Returns this CTA's group, recomputed at each use: see `opt_barrier`."""
         cta, _, _ = cute.arch.block_idx()
         return registers.opt_barrier(cta) // self.config.ranks
 
     def places(self, pair: int, c: int) -> list[int]:
-        """Returns where a tile's accumulator has what lies together in a partial result: two columns of a head, then of the one
-        8 further."""
+        """Returns the indices of the accumulator elements that are stored together in a partial result: two columns of a head, then
+        the same columns of the head 8 further."""
         return [8 * pair + 4 * group + 2 * odd + c for group in range(2) for odd in range(2)]
 
     @cute.jit
     def own_sums(self, call: Call, pair: cutlass.Constexpr[int], tile: cutlass.Constexpr[int], c: cutlass.Constexpr[int]):
-        """Returns where a thread's sums of a tile are in memory, while the unit is not done.
+        """Returns the address of a thread's float32 accumulators of a tile while a work item is in progress.
 
-        This is in the group's second partial result, which is of the last of its units. There a thread has what it will have then.
+        They lie in the slot of the group's second partial result, that of its last item, where the thread will store it in the end.
         """
         _, values_at = self.piece(call, self.group_of(call), Int32(0))
         return values_at + self.place_of_sums(self.thread_of_values(), pair, tile, c)
 
     @cute.jit
     def place_of_sums(self, thread: Int32, pair: cutlass.Constexpr[int], tile: cutlass.Constexpr[int], c: cutlass.Constexpr[int]):
-        """Returns where a partial result has `places` of a thread."""
+        """Returns the byte offset of a thread's `places` in a partial result."""
         lane = thread & 31
         chunk = self.first_column(thread, thread >> 7, tile) // CHUNK + (lane >> 4)
         return self.place_of_values(Int32(pair), chunk) + ((2 * (lane & 3) + c) * 4 + ((lane >> 2) & 3)) * 16
@@ -173,7 +172,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         rope_at: Cursor,
         count: Int32,
     ):
-        """Adds the products of all blocks of a unit, in memory where these are many: see `Fp8Config.summed`."""
+        """Adds V.T @ P.T of all blocks of a work item; with many blocks, accumulates in memory: see `Fp8Config.summed`."""
         self.begin_sums(call, Float32(0.0))
         index = Int32(0)
         while index < count:
@@ -190,14 +189,14 @@ class Fp8Valuer(Fp8Tiles, Valuer):
 
     @cute.jit
     def begin_sums(self, call: Call, factor: Float32):
-        """Says what sums of all heads in memory are to be multiplied with; 0 where there are none."""
+        """Sets the factors of all heads' accumulators in memory; 0 before there are any."""
         thread = self.thread_of_values()
         self.meet_others(thread)
         (self.factors_of(call, thread >> 7) + (thread & 127))[0] = factor
 
     @cute.jit
     def add_sums(self, call: Call, acc: list):
-        """Adds sums in registers to those in memory."""
+        """Adds the accumulators in registers to those in memory."""
         self.meet_others(self.thread_of_values())
         for pair in cutlass.range_constexpr(GROUPS // 2):
             for c in cutlass.range_constexpr(2):
@@ -214,7 +213,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         tile: cutlass.Constexpr[int],
         c: cutlass.Constexpr[int],
     ):
-        """Returns `places` of the sums in registers and in memory together."""
+        """Returns `places` of the accumulators in registers, plus those in memory times their factors."""
         thread = self.thread_of_values()
         kept = self.factors_of(call, thread >> 7) + self.head_of(thread, 2 * pair, c)
         factors = [kept[8 * group] for group in range(2)]
@@ -222,27 +221,27 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         return [acc[tile][place] + found[each] * factors[each // 2] for each, place in enumerate(self.places(pair, c))]
 
     def meet_others(self, thread: Int32) -> None:
-        """Waits for the other warps of this warpgroup."""
+        """Barrier of this warpgroup."""
         cute.arch.barrier(barrier_id=COPIED + (thread >> 7), number_of_threads=128)
 
     def factors_of(self, call: Call, half: Int32) -> cute.Pointer:
-        """Returns where a warpgroup keeps by how much sums of heads in memory are to be multiplied.
+        """Returns the address of a warpgroup's factors of the heads' accumulators in memory.
 
-        Each of its threads keeps one number, the upper half of them those of the lower half again.
+        Each thread keeps one factor; the upper 64 threads duplicate those of the lower 64.
         """
         return call.storage.notes.data_ptr() + self.config.stages * NOTES + READERS * 2 * ROWS + half * (2 * ROWS)
 
     @cute.jit
     def read_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
-        """Copies maxima and sums, which are there with a unit's last block, to where this warpgroup keeps them."""
+        """Copies row max and row sum from the notes of a work item's last block to this warpgroup's `kept_sums`."""
         thread = self.thread_of_values()
-        # All have read those of the unit before.
+        # All warps have read those of the previous work item.
         self.meet_others(thread)
         self.sums_of(call, thread >> 7, Int32(0))[thread & 127] = call.notes(at).sums(Int32(0))[thread & 127]
         self.meet_others(thread)
 
     def sums_of(self, call: Call, half: Int32, row: Int32) -> cute.Pointer:
-        """Returns where a row's maximum and sum are kept."""
+        """Returns the address of a row's max and sum in `kept_sums`."""
         return call.storage.notes.data_ptr() + self.config.stages * NOTES + (half * ROWS + row) * 2
 
     @cute.jit
@@ -250,11 +249,11 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         return Scales(call.kv_scale, Int32(0)).of(Int32(0))
 
     def first_column(self, thread: Int32, half: Int32, tile: int) -> Int32:
-        """Returns the first of the 16 columns that a warp has of a tile. A thread has two, by its number of quads."""
+        """Returns the first of a warp's 16 columns of a tile. A thread holds the two at ``lane // 4 * 2``."""
         return (half + tile // TILES * READERS) * PIECE + (tile % TILES) * 64 + ((thread >> 5) & 3) * 16
 
     def has_row(self, thread: Int32, half: Int32) -> Boolean:
-        """Returns whether this thread writes what is one number of a row, of the row of its number."""
+        """Returns whether this thread writes the per-row values of the row ``thread % 128``."""
         return (half == 0) & ((thread & 127) < ROWS)
 
     @cute.jit
@@ -280,7 +279,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         scale = self.value_scale(call)
         for pair in cutlass.range_constexpr(GROUPS // 2):
             for c in cutlass.range_constexpr(2):
-                thread = self.thread_of_values()  # anew, so that addresses of all heads do not take registers at once
+                thread = self.thread_of_values()  # recomputed, so that addresses of all heads do not take registers at once
                 places, factors = [], []
                 for group in cutlass.range_constexpr(2):
                     head = self.head_of(thread, 2 * pair + group, c)

@@ -1,8 +1,8 @@
-"""The device code of `mla_extend`: units of many new tokens, and how they follow from lengths.
+"""The device code of `mla_extend`: work items of many new tokens, and how they follow from lengths.
 
-What loads, computes, stores and merges is `mla_decode_device`'s. A unit has the tokens that two CTAs take together, and its number
-is ``sequence * units + tile``, where ``units`` are as many as the longest sequence may have. Numbers that a sequence does not need
-are left out.
+Loads, MMAs, epilogue and merge are those of `mla_decode_device`. A work item (*unit*) has the tokens that a cluster computes
+together. Its index is ``sequence * units + tile``, where ``units`` is the upper bound of a sequence's items. Indices beyond a
+sequence's last item are skipped.
 """
 
 # mypy: ignore-errors
@@ -29,12 +29,12 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_i
 
 
 def host(config: Config | Fp8Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return MlaExtendFp8(config) if isinstance(config, Fp8Config) else MlaExtend(config)
 
 
 def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     decode = mla_decode_fp8_device if isinstance(config, Fp8Config) else mla_decode_device
     tensors = decode.fake_arguments(config)[:5]
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
@@ -42,25 +42,25 @@ def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
 
 
 def merge_host(config: Config) -> Any:
-    """The function that launches the program that merges partial results."""
+    """The host function that launches the merge kernel of a configuration."""
     return MlaExtendMerge(config)
 
 
 def fake_merge_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `merge_host` takes."""
+    """Placeholder arguments to compile the function of `merge_host` with."""
     out, *numbers, stream = mla_decode_merge_device.fake_arguments(config)
     return out, arguments.ints(arguments.size()), *numbers, stream
 
 
 class Extender(Tiles):
-    """Which tokens a unit has, and what they see.
+    """Mixin that maps work items to tokens, and computes what they see.
 
-    Of a call `q_len` is how many new tokens a sequence has at most, and `batch` counts sequences.
+    Here a call's ``q_len`` is the upper bound of a sequence's new tokens, and ``batch`` the number of sequences.
     """
 
     @cute.jit
     def queries_of(self, call: Any, sequence: Int32):
-        """Returns the first of a sequence's new tokens, and how many there are."""
+        """Returns a sequence's first new token, and its number of new tokens."""
         at = call.cu_seqlens_q + Int64(sequence) * 4
         begin = load_int(at, False)
         return begin, cutlass.max(cutlass.min(load_int(at + 4, False) - begin, call.q_len), 0)
@@ -81,7 +81,7 @@ class Extender(Tiles):
         return begin + first + own, head, cutlass.max(cutlass.min(tokens - own, self.config.tokens_of_tile), 0)
 
     def tokens_before(self, call: Any) -> Int32:
-        """Returns how many tokens of a unit other CTAs have before those of this one."""
+        """Returns the index, in a work item, of this CTA's first token."""
         return call.rank * self.config.tokens_of_tile if self.config.heads <= ROWS else Int32(0)
 
     @cute.jit
@@ -100,7 +100,7 @@ class Extender(Tiles):
         return after
 
     def most_units(self, call: Call) -> Int32:
-        """Returns that they are more than groups, though they need not be: lengths alone say how many there are."""
+        """Returns more than the number of groups: the true number depends on lengths, which are on the device."""
         return call.groups + 1
 
     @cute.jit
@@ -113,22 +113,22 @@ class Extender(Tiles):
 
     @cute.jit
     def lengths_of(self, call: Call, sequence: Int32):
-        """Returns a sequence's tokens in the cache, those before its new ones, and how many of these there are."""
+        """Returns a sequence's tokens in the cache, those before its new tokens, and the number of new tokens."""
         length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
         length = cutlass.max(length, 0)
         _, count = self.queries_of(call, sequence)
         return length, cutlass.max(length - count, 0), count
 
-    # -- division of the work --------------------------------------------------------------------------------------------------
+    # -- tile scheduler --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def share_of(self, call: Call, total: Int32, blocks: Int32):
-        """Returns how many numbers a group has. Those before a unit's blocks are counted with the sequence's."""
+        """Returns the queue positions per group, and 0: `numbers_of` already counts the starting cost of each work item."""
         return cutlass.max((total + call.groups - 1) // call.groups, LEAST_SHARE + STARTING_BLOCKS), Int32(0)
 
     @cute.jit
     def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """A lane's next sequences: what their units count. Returns how much that is together."""
+        """Computes the queue positions of this lane's sequences of a round. Returns their sum."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
@@ -142,10 +142,11 @@ class Extender(Tiles):
 
     @cute.jit
     def numbers_of(self, call: Call, length: Int32, before: Int32, count: Int32, units: Int32):
-        """Returns what a sequence's first units count: their blocks, and `STARTING_BLOCKS` each.
+        """Returns the queue positions of a sequence's first ``units`` work items: their blocks, and `STARTING_BLOCKS` each.
 
-        Unit i of those that have all their tokens T ends at ``before + (i + 1) * T``, and so has the integer part of
-        ``(before + 63 + (i + 1) * T) / 64`` blocks. As T divides 64 this is that of ``(n + i) / (64 / T)``.
+        With causal attention, item i, if it has all its T tokens, ends at ``before + (i + 1) * T``. So it has
+        ``(before + 63 + (i + 1) * T) // 64`` blocks. As T divides 64, this equals ``(start + i) // (64 / T)``, with the ``start``
+        below.
 
         Args:
             length, before, count: see `lengths_of`.
@@ -162,14 +163,14 @@ class Extender(Tiles):
 
     @cute.jit
     def sum_of_parts(self, end: Int32):
-        """Returns the sum of the integer parts of ``n / (64 / T)``, for all n from 0 to ``end - 1``."""
+        """Returns the sum of ``n // (64 / T)`` for all n from 0 to ``end - 1``."""
         each = ROWS // self.config.tokens_of_unit
         parts = end // each
         return parts * (parts - 1) // 2 * each + (end - parts * each) * parts
 
     @cute.jit
     def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """`Sharing.divide` among sequences, and then their units."""
+        """`Sharing.divide` finds the sequence; then a 32-way search finds the work item in it."""
         sequence, _, offset, left, share, _ = Sharing.divide(self, call, at_once)
         lane = cute.arch.lane_idx()
         length, before, count = self.lengths_of(call, sequence)
@@ -202,7 +203,7 @@ class Extender(Tiles):
         limit = valid
         if cutlass.const_expr(c.tokens_of_unit > 1):
             _, _, tokens = self.place_of(call, unit)
-            # What the first token of this CTA's tile sees.
+            # End of what the first token of this CTA's tile sees.
             limit = cutlass.select_(call.is_causal != 0, valid - (tokens - 1) + self.tokens_before(call), valid)
         for r in cutlass.range_constexpr(2):
             seen = limit
@@ -245,20 +246,20 @@ class Extender(Tiles):
 
 
 def units_of(config: Config, q_len: Int32) -> Int32:
-    """Returns how many numbers of units a sequence has."""
+    """Returns the upper bound of a sequence's work items."""
     return (q_len + (config.tokens_of_unit - 1)) // config.tokens_of_unit
 
 
 class MlaExtend(Extender, MlaDecode):
-    """The kernel of one configuration."""
+    """The MLA extend kernel of one configuration: `MlaDecode` over work items of many new tokens."""
 
 
 class MlaExtendFp8(Extender, MlaDecodeFp8):
-    """The kernel of one configuration, for an e4m3 cache."""
+    """The MLA extend kernel of one configuration for an e4m3 cache."""
 
 
 class MlaExtendMerge(Extender, MlaMerge):
-    """The kernel that merges partial results."""
+    """The kernel that merges partial results; the grid has a record per group."""
 
     @cute.jit
     def __call__(

@@ -1,4 +1,4 @@
-"""The warpgroup of `mla_sparse_device` that divides the work, and gathers the keys that tokens chose."""
+"""The producer warpgroup of `mla_sparse_device`: it splits the work, and gathers the selected keys of tokens."""
 
 # mypy: ignore-errors
 
@@ -25,24 +25,24 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
-WARPS = 4  # that gather
+WARPS = 4  # gathering warps
 OWN = ROWS // WARPS  # rows of a block that a warp gathers
-CHUNK = 16  # bytes that a lane copies with an instruction
-LANES = PANEL * 2 // CHUNK  # that copy a row of a panel
-TOGETHER = 32 // LANES  # rows that a warp copies with an instruction
+CHUNK = 16  # bytes per cp.async
+LANES = PANEL * 2 // CHUNK  # lanes that copy a row of a panel
+TOGETHER = 32 // LANES  # rows that a warp copies per instruction
 TURNS = OWN // TOGETHER
 
 
 class Gatherer(Loader):
-    """The part of the kernel that divides the work and loads.
+    """Mixin of the producer warpgroup: tile scheduler and gather.
 
-    Keys are copied 16 bytes by 16 bytes, to where the 128-byte swizzle has them. Rows that are no keys become zeros, because
-    0 * NaN is not 0, and scores of these rows are left out.
+    Keys are copied by 16-byte cp.async to their positions in the 128-byte swizzle. Rows without a key are zeroed, because 0 * NaN
+    is not 0, and their scores are masked.
     """
 
     @cute.jit
     def length_of(self, call: Call, unit: Int32):
-        """Returns how many indices of a token count. Behind the last token, that one stands for it."""
+        """Returns how many of a token's indices are valid. Tokens beyond the last one are clamped to it."""
         length = call.max_seqlen_k
         if call.cache_seqlens != 0:
             given = load_int(call.cache_seqlens + Int64(cutlass.min(unit, call.batch - 1)) * 4, False)
@@ -51,12 +51,12 @@ class Gatherer(Loader):
 
     @cute.jit
     def gather(self, call: Call, q: Table, kv: Table, warp: Int32):
-        """Finds this CTA's units, and gathers queries and blocks of keys as far ahead as there is room: by each warp its rows.
+        """Finds this CTA's work items, and gathers queries and blocks of keys as far ahead as the rings allow.
 
         Args:
-            q: tokens and heads.
-            kv: pages and their slots.
-            warp: which of the warps.
+            q: queries, with tokens as rows and heads as columns.
+            kv: the cache, with pages as rows and slots as columns.
+            warp: this warp's index; each warp gathers its own rows.
         """
         unit, first, begin, end, length = [Int32(0)] * 5
         if warp == 0:
@@ -64,12 +64,12 @@ class Gatherer(Loader):
         else:
             unit, first, begin, end, length = self.plan(call, False)
         lane = cute.arch.lane_idx()
-        own = warp * OWN + lane % OWN  # the row whose address this lane finds
+        own = warp * OWN + lane % OWN  # the row whose address this lane computes
         at, rope_at = first_to_fill(), first_to_fill()
         while begin < end:
             _, _, whole = self.visible(call, length)
             after = cutlass.min(whole, end - first)
-            # Asked for before there is room for the block before, because it takes as long as all else.
+            # Loaded before the previous block has a free stage, because this load is as slow as all the rest.
             slot = self.slot_of(call, unit, (begin - first) * ROWS + own, length)
             head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
             source = q.address + (Int64(unit) * q.row + Int64(head) * q.column) * 2
@@ -90,7 +90,7 @@ class Gatherer(Loader):
 
     @cute.jit
     def slot_of(self, call: Call, unit: Int32, place: Int32, length: Int32):
-        """Returns a token's slot at a place of its indices, or -1. Indices that do not count are not read."""
+        """Returns the slot at position ``place`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
         slot = Int32(-1)
         if place < length:
             slot = load_int(call.page_table.address + (Int64(unit) * call.page_table.row + place) * 4, False)
@@ -98,17 +98,17 @@ class Gatherer(Loader):
 
     @cute.jit
     def fill(self, call: Call, source: Int64, chosen: Int32, at: Cursor, rope_at: Cursor, warp: Int32) -> Cursor:
-        """Copies a warp's rows of a block, whose barriers count the copies of each thread.
+        """Copies a warp's rows of a block. Each thread's copies arrive at the stages' full barriers.
 
         Args:
-            source: where row ``lane % 16`` of the warp lies.
-            chosen: a bit for each lane, whether that row is any.
+            source: address of row ``lane % 16`` of the warp.
+            chosen: a bit per lane: whether that row holds a key.
         """
         lane = cute.arch.lane_idx()
         row, chunk = lane // LANES, lane % LANES
         sources = [self.of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
         counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
-        # Rows of one parity of turns are the first four of eight, others the last four, whose chunks lie with 4 flipped.
+        # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7, whose swizzled chunk index differs by XOR 4.
         place = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
 
         call.ropes.acquire(rope_at)
