@@ -47,7 +47,7 @@ FEW = 1  # sequences up to which the work is "long", on one CTA per SM: with two
 MANY = 800  # (sequence, KV head) pairs of short windows from which a warp takes a KV head: 1.5 CTAs per SM, of four heads each
 
 
-# Declarations that rank before the portable kernel: widths of keys and values, GQA group sizes (least, most), new tokens, formats,
+# Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group, new tokens, formats,
 # page sizes.
 _CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSignature], tuple[int, ...]]] = []
 

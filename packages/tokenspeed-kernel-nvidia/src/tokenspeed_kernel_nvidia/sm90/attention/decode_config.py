@@ -146,8 +146,7 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring. A multiple of ``parts``, so that a warp always visits the same stages and misses no phase of their
-        barriers."""
+        """Stages of the ring. A multiple of ``parts``: a warp then always visits the same stages, and misses no barrier phase."""
         room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
         return room // (self.kv_bytes * self.stage_numbers) // self.parts * self.parts
 
@@ -176,8 +175,7 @@ def config_of(
         return Config(dtype, *widths, min(32, page_size), 16, True, 32, 2, 1, fp8, capped, 2)
     if fp8 and rows == 8 and head_dim > 128:
         # With swap-AB the registers suffice for two CTAs per SM. Microseconds, swap-AB then queries as A: 64 x 4096 tokens, 2 KV
-        # heads of 256: 76.2, 81.9; 32 x 4096, 8 heads: 132.6, 133.0; 192/128: 91.7, 91.4. But width 96: 80.1, 79.3; width 80: 82.6,
-        # 82.4.
+        # heads of 256: 76.2, 81.9; 32 x 4096, 8 heads: 132.6, 133.0; 192/128: 91.7, 91.4. But 96: 80.1, 79.3; 80: 82.6, 82.4.
         return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, turned=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):

@@ -55,7 +55,7 @@ class Call:
         cache_seqlens: address of int32 ``[batch]``.
         batch: sequences.
         partial: address of partial results.
-        counters: address of int32, one for each group and key head.
+        counters: address of int32, one for each group and KV head.
         lse: address of float32 ``[tokens, heads]``, or 0.
         sinks: added to the softmax's denominator.
         q_len: new tokens of each sequence.
@@ -199,8 +199,7 @@ class Tiles:
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """The length of a sequence, clamped to max_seqlen_k; beyond the batch, that of the last sequence. ``early``: see
-        `load_int`."""
+        """A sequence's length, clamped to max_seqlen_k; beyond the batch, that of the last one. ``early``: see `load_int`."""
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
 
@@ -222,8 +221,7 @@ class Tiles:
         return self.abreast == 1 or column // width == r
 
     def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
-        """The KV head of a query row, and the row's index in that head. ``kv_head``: that of row 0, heads abreast counted as
-        one."""
+        """The KV head of a query row, and the row's index in it. ``kv_head``: that of row 0; heads abreast count as one."""
         if self.abreast == 1:
             return kv_head, row
         return kv_head * self.abreast + row // 8, row % 8
@@ -232,8 +230,7 @@ class Tiles:
     def piece(self, call: Call, group: Int32, begins: Any, row: Int32):
         """Addresses of a row of a partial result: of its row max and row sum, and of its values.
 
-        A group writes at most two partial results: of a sequence that began in an earlier group, and of one that begins in this
-        group (``begins``).
+        A group writes at most two partial results: of a sequence that began in an earlier group, and of one that ``begins`` here.
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.rows + row

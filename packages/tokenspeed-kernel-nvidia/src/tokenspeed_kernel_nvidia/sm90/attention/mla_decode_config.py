@@ -34,7 +34,7 @@ class Config:
     Attributes:
         dtype: of q, the cache and the output.
         heads: query heads.
-        narrow: whether partial results are float16 with a power-of-2 scale per row and value warpgroup, instead of float32; see
+        narrow: whether partial results are float16, scaled by a power of 2 per row and value warpgroup, instead of float32. See
             `config_of`.
     """
 
@@ -146,12 +146,12 @@ class Config:
 
     @property
     def score_registers(self) -> int:
-        """Queries take 96, scores 32."""
+        """Queries take 96 registers, scores 32."""
         return 160 if self.narrow else 168
 
     @property
     def value_registers(self) -> int:
-        """The accumulator takes 128."""
+        """The accumulator takes 128 registers."""
         return 160
 
 

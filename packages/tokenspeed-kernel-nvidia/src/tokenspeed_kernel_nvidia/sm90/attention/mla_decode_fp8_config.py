@@ -23,9 +23,8 @@ class Fp8Config(Config):
         dtype: of the output, and of q if that is not e4m3.
         fp8_queries: whether q is e4m3.
         summed: blocks whose P @ V is accumulated in registers before it is added to float32 accumulators in global memory. The
-            tensor cores keep 13 fractional bits relative to the largest term of an fp8 sum, and truncate the rest. Long sums are
-            thus too
-            small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
+            tensor cores keep 13 fractional bits relative to the largest term of an fp8 sum, and truncate the rest. Long sums
+            are thus too small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
     """
 
     fp8_queries: bool = False
@@ -42,8 +41,7 @@ class Fp8Config(Config):
 
     @property
     def turned(self) -> int:
-        """Register buffers for transposed value tiles of 64 columns. With 1, loading a tile waits for the MMAs of the one
-        before."""
+        """Register buffers for transposed value tiles of 64 columns. With 1, loading a tile waits for the previous MMAs."""
         return 1
 
     @property
@@ -53,8 +51,7 @@ class Fp8Config(Config):
 
     @property
     def query_pieces(self) -> int:
-        """Chunk stages, of 128 bytes per row, that queries occupy while they are loaded. An e4m3 rotary part uses the rotary
-        ring."""
+        """Chunk stages, of 128 bytes per row, that queries occupy while loading. An e4m3 rotary part uses the rotary ring."""
         return 4 if self.fp8_queries else 9
 
     @property
@@ -91,12 +88,12 @@ class Fp8Config(Config):
 
     @property
     def score_registers(self) -> int:
-        """Queries take 72, or 80, and scores 32."""
+        """Queries take 72 or 80 registers, scores 32."""
         return 144
 
     @property
     def value_registers(self) -> int:
-        """The accumulator takes 128, and values 16."""
+        """The accumulator takes 128 registers, values 16."""
         return 168
 
 

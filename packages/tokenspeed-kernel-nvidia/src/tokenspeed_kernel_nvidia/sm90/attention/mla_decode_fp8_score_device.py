@@ -86,8 +86,8 @@ class Fp8Scorer(Fp8Tiles, Scorer):
     def take_wide(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
         """`take_queries` of 16-bit queries, split into two e4m3 parts each.
 
-        A row is first scaled by a power of 2 that brings its amax to between 2^7 and 2^8, so that no significant low part
-        underflows in e4m3.
+        A row is first scaled by a power of 2 that brings its amax to between 2^7 and 2^8. Significant low parts then do not
+        underflow in e4m3.
         """
         c = self.config
         thread = self.thread_of_scores()

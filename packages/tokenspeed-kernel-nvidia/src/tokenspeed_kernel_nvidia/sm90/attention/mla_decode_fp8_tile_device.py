@@ -18,8 +18,7 @@ CHUNK_BYTES = 16  # granularity of the swizzle
 class Fp8Tiles(Tiles):
     """Shapes and shared memory of a configuration.
 
-    A latent chunk is one panel of 128 columns. A row of probabilities has as many bytes as a rotary part, and overwrites it here
-    too.
+    A latent chunk is one panel of 128 columns. A row of probabilities has as many bytes as a rotary part, and overwrites it.
     """
 
     every_factor = True

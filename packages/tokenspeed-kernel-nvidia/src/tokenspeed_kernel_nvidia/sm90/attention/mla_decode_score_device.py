@@ -130,8 +130,7 @@ class Scorer(Tiles):
 
     @cute.jit
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Loads the first columns of a Q tile to registers, copies the others to shared memory of their own, and releases its
-        stages.
+        """Loads the first columns of a Q tile to registers, copies the others within shared memory, and releases its stages.
 
         Returns the chunk cursor after the queries, and the factor of scores.
         """

@@ -88,8 +88,7 @@ class Table:
 class Call:
     """The kernel's arguments as a CTA sees them, and its shared memory.
 
-    A work item (*unit*) is the new tokens of a sequence that fit a tile, with all heads: one token with 64 heads or more, four with
-    16.
+    A work item (*unit*) is the new tokens of a sequence that fit a tile, with all heads: one token with 64 heads, four with 16.
 
     Attributes:
         page_table: of int32 ``[batch, max_pages]``.

@@ -145,8 +145,7 @@ class Extender(Tiles):
         """Returns the queue positions of a sequence's first ``units`` work items: their blocks, and `STARTING_BLOCKS` each.
 
         With causal attention, item i, if it has all its T tokens, ends at ``before + (i + 1) * T``. So it has
-        ``(before + 63 + (i + 1) * T) // 64`` blocks. As T divides 64, this equals ``(start + i) // (64 / T)``, with the ``start``
-        below.
+        ``(before + 63 + (i + 1) * T) // 64`` blocks. As T divides 64, this equals ``(start + i) // (64 / T)``.
 
         Args:
             length, before, count: see `lengths_of`.

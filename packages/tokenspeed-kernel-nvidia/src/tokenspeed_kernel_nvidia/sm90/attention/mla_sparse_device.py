@@ -116,8 +116,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
 
     @cute.jit
     def init_barriers(self, call: Call):
-        """Each producer thread's copies arrive at the full barriers; for the row masks each warp arrives once more at those of
-        `ropes`."""
+        """Each producer thread's copies arrive at the full barriers; for its row mask each warp arrives at those of `ropes`."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
             call.pieces.full.init(piece, 32 * WARPS)

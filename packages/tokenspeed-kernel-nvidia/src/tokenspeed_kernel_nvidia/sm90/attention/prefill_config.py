@@ -29,8 +29,7 @@ class Tile(NamedTuple):
 
 
 # Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. They fill an SM's shared memory, and the accumulators of
-# output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, of these tiles and then of
-# others:
+# output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, with these tiles and others:
 # * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
 #   of 16 heads: 725; 721, 721, 674.
 # * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.

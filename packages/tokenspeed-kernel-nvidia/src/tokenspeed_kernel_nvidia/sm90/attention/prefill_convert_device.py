@@ -77,8 +77,7 @@ class Converters(Tiles):
         """Waits until a block of values is loaded and its target stage is empty.
 
         Args:
-            valid: leading rows of the block that hold tokens. The others are zeroed: their probabilities are 0, but they may be
-                NaN.
+            valid: leading rows of the block that hold tokens. The others may be NaN and are zeroed; their probabilities are 0.
         """
         c = self.config
         shared.raw_pipe.wait(raw_at)

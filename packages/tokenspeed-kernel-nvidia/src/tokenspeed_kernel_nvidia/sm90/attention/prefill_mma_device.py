@@ -420,8 +420,8 @@ class Consumers(Queries):
 
     @cute.jit
     def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: Begin):
-        """Masks the keys from ``hidden_from[r]`` on in this thread's rows r, and those before the window. ``first_key``: the
-        block's."""
+        """Masks keys from ``hidden_from[r]`` on in this thread's row r, and those before the window, in the block at
+        ``first_key``."""
         for r in cutlass.range_constexpr(2):
             masks.hide_from(scores, r, hidden_from[r] - first_key)
             if const_expr(self.config.windowed):

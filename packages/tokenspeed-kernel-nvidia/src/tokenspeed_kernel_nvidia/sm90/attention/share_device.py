@@ -17,8 +17,7 @@ class Sharing:
     """Mixin that computes each CTA group's range of KV tiles.
 
     A subclass defines the length of a sequence (``length_of``), its visible tiles (``visible``), and how many tiles a group
-    computes (``share_of``). A call holds the number of sequences (``batch``) and of groups (``groups``), and this CTA's group
-    (``group``).
+    computes (``share_of``). A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
 
     ``share_of`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and the fixed
     cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a group's range.

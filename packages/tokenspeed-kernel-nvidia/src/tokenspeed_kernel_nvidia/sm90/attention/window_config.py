@@ -8,7 +8,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 WARPGROUPS = 3  # consumer warpgroups; there is one producer warpgroup more
-REACH = 128  # keys before a tile's first position that are loaded, from a multiple of 8 on
+REACH = 128  # keys that are loaded before a tile's first position; a multiple of 8
 SHORT = 17  # queries that fit 24 positions, counted from a multiple of 8, wherever they start
 
 

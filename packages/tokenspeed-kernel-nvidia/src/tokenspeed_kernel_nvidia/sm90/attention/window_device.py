@@ -199,8 +199,7 @@ class Window(Consumers):
                     value_words[thread % 16, self.config.rows + thread // 16, panel, stage] = Int64(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        # PDL: the preceding kernel may still write our inputs or read our outputs; the next kernel may launch as soon as SMs have
-        # room.
+        # PDL: the preceding kernel may still write our inputs or read our outputs; the next one may launch as SMs become free.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
