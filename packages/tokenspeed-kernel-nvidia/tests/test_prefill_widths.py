@@ -12,7 +12,7 @@ import torch
 from tokenspeed_kernel_nvidia.sm90.attention import prefill
 from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import TILES, Config
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, OTHER_WIDTHS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, OTHER_WIDTHS, PAGE_SIZES
 
 from . import oracle
 from .oracle import Options

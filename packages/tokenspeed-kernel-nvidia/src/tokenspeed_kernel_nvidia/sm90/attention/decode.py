@@ -30,7 +30,7 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     CONSUMERS,
-    PIECES,
+    MERGE_BATCH,
     ROWS,
     WIDTHS,
     Config,
@@ -38,7 +38,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
 WHOLE = 256  # visible keys of a sequence up to which it is not split
@@ -54,7 +54,7 @@ _CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSigna
 
 def usual_configs() -> list[Config]:
     """The configurations of `every_config` that the declarations in `_CHOSEN` use."""
-    asked = {
+    used = {
         config_of(DTYPES[q], widths, page_size, rows, work, fp8, capped, close)
         for widths, (least, most), tokens, signatures, pages in _CHOSEN
         for q, cache in {(signature.format_for("q").storage_dtype, signature.format_for("k_cache")) for signature in signatures}
@@ -65,7 +65,7 @@ def usual_configs() -> list[Config]:
         for capped in (False, True)
         for close in (False, True)
     }
-    return [config for config in every_config() if config in asked]
+    return [config for config in every_config() if config in used]
 
 
 def _rows(wanted: int) -> int:
@@ -155,8 +155,8 @@ def mha_decode_with_kvcache(
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
             partial_at, counters_at = workspace.memory_at, workspace.counters_at
-            if groups > PIECES * batch:  # one CTA per SM, rather than more partial results to merge
-                groups = max(PIECES * batch, groups // 2)
+            if groups > MERGE_BATCH * batch:  # one CTA per SM, rather than more partial results to merge
+                groups = max(MERGE_BATCH * batch, groups // 2)
         elif groups > batch:
             groups = batch
         sinks, *its = sinks_at(sinks)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tokenspeed_kernel_nvidia.sm90.attention import served
+from tokenspeed_kernel_nvidia.sm90.attention import supported
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 # Pairs (head_dim, v_head_dim).
-WIDTHS = (*((head_dim, head_dim) for head_dim in served.HEAD_DIMS), *served.OTHER_WIDTHS)
-PAGE_SIZES = (1, *served.PAGE_SIZES)
+WIDTHS = (*((head_dim, head_dim) for head_dim in supported.HEAD_DIMS), *supported.OTHER_WIDTHS)
+PAGE_SIZES = (1, *supported.PAGE_SIZES)
 CONSUMERS = 4  # consumer warps of a CTA; one producer warp more
 SHARED_BYTES = 228 * 1024  # of an SM
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 reserved by the system, up to 1024 of alignment, and the rest
 ROWS = (8, 16, 32, 64)  # query rows per KV head that kernel variants exist for
-PIECES = 16  # partial results of a sequence that are merged per step; limited by registers
+MERGE_BATCH = 16  # partial results of a sequence that are merged per step; limited by registers
 # Class of work. Sequences are split (split-KV) for "little" and "much", which compare the visible keys of all sequences together,
 # and for "long", few long sequences. Short sequences are not split.
 Work = Literal["little", "much", "long", "short", "many short"]
@@ -28,22 +28,22 @@ class Row:
 
     Attributes:
         width: elements.
-        number_bytes: bytes per element.
+        element_bytes: bytes per element.
     """
 
     width: int
-    number_bytes: int
+    element_bytes: int
 
     @property
     def panel_bytes(self) -> int:
         """Bytes of a panel's row: 64 where that wastes less of the last panel, else 128."""
-        used = self.width * self.number_bytes
+        used = self.width * self.element_bytes
         return 128 if -(-used // 128) * 128 == -(-used // 64) * 64 else 64
 
     @property
     def panel(self) -> int:
         """Columns of a panel."""
-        return self.panel_bytes // self.number_bytes
+        return self.panel_bytes // self.element_bytes
 
     @property
     def panels(self) -> int:
@@ -74,7 +74,7 @@ class Config:
         capped: whether scores are capped by ``logit_cap``.
         abreast: KV heads whose rows lie side by side in a tile. With two heads of 64 in fp8, rows have 128 bytes instead of 64;
             each head has eight query rows.
-        turned: swap-AB: whether keys and values are the A operands, see `decode_turned_device`.
+        swap_ab: swap-AB: whether keys and values are the A operands, see `decode_swap_ab_device`.
     """
 
     dtype: str
@@ -89,7 +89,7 @@ class Config:
     fp8: bool = False
     capped: bool = False
     abreast: int = 1
-    turned: bool = False
+    swap_ab: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -140,7 +140,7 @@ class Config:
         return self.parts * self.rows * self.width
 
     @property
-    def stage_numbers(self) -> int:
+    def stage_elements(self) -> int:
         """Elements of a tile: keys and values, padding of their panels included."""
         return self.heads * self.block * (self.k_row.columns + self.v_row.columns)
 
@@ -148,7 +148,7 @@ class Config:
     def stages(self) -> int:
         """Stages of the ring. A multiple of ``parts``: a warp then always visits the same stages, and misses no barrier phase."""
         room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
-        return room // (self.kv_bytes * self.stage_numbers) // self.parts * self.parts
+        return room // (self.kv_bytes * self.stage_elements) // self.parts * self.parts
 
 
 def config_of(
@@ -176,7 +176,7 @@ def config_of(
     if fp8 and rows == 8 and head_dim > 128:
         # With swap-AB the registers suffice for two CTAs per SM. Microseconds, swap-AB then queries as A: 64 x 4096 tokens, 2 KV
         # heads of 256: 76.2, 81.9; 32 x 4096, 8 heads: 132.6, 133.0; 192/128: 91.7, 91.4. But 96: 80.1, 79.3; 80: 82.6, 82.4.
-        return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, turned=True)
+        return Config(dtype, *widths, min(16, page_size), rows, work not in SHORT, 16, 2, 1, fp8, capped, swap_ab=True)
     block, resident, heads = _tile(head_dim, v_head_dim, rows, work, fp8)
     if page_size == 1 and not fp8 and (rows == 16 or head_dim == 128):
         block = max(16, block // 2)  # gathering rows takes registers too

@@ -196,6 +196,6 @@ class Decode(Gatherer, Consumers):
                 prefetch_line(call.sinks.address)
             if const_expr(self.config.split):
                 prefetch_line(call.counters)
-                sums_at, results_at = self.piece(call, call.group, call.group < 0, Int32(0))
+                sums_at, results_at = self.partial_at(call, call.group, call.group < 0, Int32(0))
                 prefetch_line(sums_at)
                 prefetch_line(results_at)

@@ -15,11 +15,11 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import Call, Pan
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, load_int
 
-PIECE = 16  # bytes per cp.async
+CHUNK_BYTES = 16  # bytes per cp.async
 UNROLL = 4  # copies of a lane whose addresses are computed together
 
 
-def copy_piece(to: Any, source: Any) -> None:
+def copy_chunk(to: Any, source: Any) -> None:
     """Starts a 16-byte cp.async from global to shared memory."""
     cute.arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[to, source])
 
@@ -80,34 +80,34 @@ class Gatherer(Loader):
             rows[each] = Int32(0)
             if length > 0:
                 position = cutlass.min(cutlass.max(start + each * LANES + cute.arch.lane_idx(), begin), length - 1)
-                place = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(position) * table.page
-                rows[each] = load_int(table.address + place * 4, False)
+                offset = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(position) * table.page
+                rows[each] = load_int(table.address + offset * 4, False)
 
     @cute.jit
     def copy_rows(self, call: Call, cache: CacheRows, panels: cutlass.Constexpr[Panels], rows: cute.Tensor, stage: Int32):
         """Starts the copies of a tile's keys, or values, of the CTA's KV heads. Adjacent lanes copy a row: coalesced."""
         lane = cute.arch.lane_idx()
-        number_bytes = self.config.kv_bytes
-        pieces = panels.width * number_bytes // PIECE  # 16-byte chunks of a row
-        in_panel = panels.row_bytes // PIECE
-        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * number_bytes
+        element_bytes = self.config.kv_bytes
+        chunks = panels.width * element_bytes // CHUNK_BYTES  # 16-byte chunks of a row
+        in_panel = panels.row_bytes // CHUNK_BYTES
+        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * element_bytes
         for head in cutlass.range_constexpr(self.heads):
-            source = cache.address + Int64(call.kv_head + head) * (cache.head * number_bytes)
+            source = cache.address + Int64(call.kv_head + head) * (cache.head * element_bytes)
             for some in cutlass.range_constexpr(cute.size(rows)):
                 keys = min(LANES, self.block)
                 # Fully unrolled, the addresses would need more registers than there are.
-                for turn in cutlass.range((keys * pieces + LANES - 1) // LANES, unroll=UNROLL):
+                for turn in cutlass.range((keys * chunks + LANES - 1) // LANES, unroll=UNROLL):
                     own = turn * LANES + lane
-                    row, piece = own // pieces, own % pieces
-                    if const_expr(LANES % pieces == 0):  # a lane copies the same chunk of every row
-                        row, piece = turn * (LANES // pieces) + lane // pieces, lane % pieces
+                    row, chunk = own // chunks, own % chunks
+                    if const_expr(LANES % chunks == 0):  # a lane copies the same chunk of every row
+                        row, chunk = turn * (LANES // chunks) + lane // chunks, lane % chunks
                     number = cute.arch.shuffle_sync(rows[some], row % LANES)
-                    place = panels.row_at(some * LANES + row) + piece // in_panel * panels.bytes
-                    swizzled = (piece % in_panel) ^ panels.turned(row % 8)
-                    target = to + place + head * (self.box * panels.row_bytes) + swizzled * PIECE
-                    from_row = source + Int64(number) * (cache.token * number_bytes) + piece * PIECE
-                    if const_expr(keys * pieces % LANES == 0):
-                        copy_piece(target, from_row)
-                    if const_expr(keys * pieces % LANES != 0):
+                    offset = panels.row_at(some * LANES + row) + chunk // in_panel * panels.bytes
+                    swizzled = (chunk % in_panel) ^ panels.swizzle_xor(row % 8)
+                    target = to + offset + head * (self.box * panels.row_bytes) + swizzled * CHUNK_BYTES
+                    from_row = source + Int64(number) * (cache.token * element_bytes) + chunk * CHUNK_BYTES
+                    if const_expr(keys * chunks % LANES == 0):
+                        copy_chunk(target, from_row)
+                    if const_expr(keys * chunks % LANES != 0):
                         if row < keys:
-                            copy_piece(target, from_row)
+                            copy_chunk(target, from_row)

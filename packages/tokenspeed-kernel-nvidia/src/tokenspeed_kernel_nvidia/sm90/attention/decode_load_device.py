@@ -12,15 +12,15 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
     DONE,
     LEFT,
     OFFSET,
+    PER_GROUP,
     PLANNED,
     SEQUENCE,
-    SHARE,
     THREADS,
     Call,
     Panels,
     Tiles,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
+from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
@@ -30,16 +30,16 @@ AHEAD = 2  # sequences of a CTA whose K/V are prefetched into L2
 MOST_AHEAD = 256  # prefetched keys of each
 
 
-class Loader(Sharing, Tiles):
+class Loader(SplitKv, Tiles):
     """Mixin of the producer warp: tile scheduler, TMA loads, L2 prefetch."""
 
     @cute.jit
-    def share_of(self, call: Call, total: Int32, _: Int32):
+    def tiles_per_group(self, call: Call, total: Int32, _: Int32):
         """Returns the tiles per group, and 0: starting a sequence has no fixed cost here."""
-        share = (total + call.groups - 1) // call.groups
+        per_group = (total + call.groups - 1) // call.groups
         if const_expr(self.block == 16):  # a multiple of the warps, so that each has a tile
-            share = (share + self.parts - 1) // self.parts * self.parts
-        return share, Int32(0)
+            per_group = (per_group + self.parts - 1) // self.parts * self.parts
+        return per_group, Int32(0)
 
     @cute.jit
     def plan(self, call: Call):
@@ -52,13 +52,13 @@ class Loader(Sharing, Tiles):
         lane = cute.arch.lane_idx()
         step = Int32(1)
         if const_expr(self.config.split):
-            sequence, length, offset, left, share, _none = [Int32(0)] * 6
+            sequence, length, offset, left, per_group, _none = [Int32(0)] * 6
             if call.batch <= 32:  # less code: here the time goes into instruction fetch
-                sequence, length, offset, left, share, _none = self.divide(call, 1)
+                sequence, length, offset, left, per_group, _none = self.divide(call, 1)
             else:
-                sequence, length, offset, left, share, _none = self.divide(call, AT_ONCE)
+                sequence, length, offset, left, per_group, _none = self.divide(call, AT_ONCE)
         else:
-            sequence, offset, share, step = call.group, Int32(0), Int32(0), call.groups
+            sequence, offset, per_group, step = call.group, Int32(0), Int32(0), call.groups
             length = self.length_of(call, sequence)
             left = (call.batch - call.group + call.groups - 1) // call.groups
         if lane == 0:
@@ -66,7 +66,7 @@ class Loader(Sharing, Tiles):
             call.plan[OFFSET] = offset
             call.plan[LEFT] = left
             call.plan[DONE] = Int32(0)
-            call.plan[SHARE] = share
+            call.plan[PER_GROUP] = per_group
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
         return sequence, length, offset, left, step
@@ -90,7 +90,7 @@ class Loader(Sharing, Tiles):
         k_to, k_from = self.partition(call, k, self.keys)
         v_to, v_from = self.partition(call, v, self.values)
 
-        box_bytes = self.config.kv_bytes * self.config.stage_numbers // self.boxes
+        box_bytes = self.config.kv_bytes * self.config.stage_elements // self.boxes
         index = Int32(0)  # of a tile in the CTA's whole range
         next_length = self.length_of(call, sequence + step)
         begin, first, count = self.visible(call, length)
@@ -172,8 +172,8 @@ class Loader(Sharing, Tiles):
         at = first_page + cute.arch.lane_idx()
         if at << call.page_shift < length:
             table = call.page_table
-            place = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(at) * table.page
-            page = load_int(table.address + place * 4, early)
+            entry = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(at) * table.page
+            page = load_int(table.address + entry * 4, early)
         return page
 
     @cute.jit
@@ -183,7 +183,7 @@ class Loader(Sharing, Tiles):
         row = self.heads * panel
         layout = cute.make_layout(
             (self.box, panel, self.heads, self.boxes, panels.count, self.stages),
-            stride=(panel, 1, self.box * panel, self.box * row, self.block * row, self.config.stage_numbers),
+            stride=(panel, 1, self.box * panel, self.box * row, self.block * row, self.config.stage_elements),
         )
         tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(panels.row_bytes), dtype=self.kv_dtype) + panels.begin
         source = cute.local_tile(kv.tensor, (self.box, panel, self.heads), (None, None, call.kv_head // self.heads, None))

@@ -14,8 +14,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import BEFORE, DONE, LEFT, OFFSET, SEQUENCE, SHARE, Call, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, MERGE_BATCH
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Tiles
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     load_floats,
     opt_barrier,
@@ -75,9 +75,9 @@ class Merger(Tiles):
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
         """The factor of the scores of a lane's ``r``-th row, which includes log2(e)."""
-        return self.product_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
+        return self.qk_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
 
-    def product_scale(self, sums: Sums, r: int) -> Float32:
+    def qk_scale(self, sums: Sums, r: int) -> Float32:
         """The factor of q @ k of fp8 keys and a lane's ``r``-th row."""
         return sums.scale[r % self.abreast]
 
@@ -101,7 +101,7 @@ class Merger(Tiles):
     # -- of the warps of a CTA ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def share_sums(self, call: Call, sums: Sums):
+    def store_partial(self, call: Call, sums: Sums):
         """Stores a warp's partial results in shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
@@ -130,12 +130,12 @@ class Merger(Tiles):
         # All warps have stored their partial results and read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
-        pieces = Int32(1)
+        partials = Int32(1)
         if const_expr(self.config.split):
-            share = call.plan[SHARE]
-            start = call.group * share + done - offset  # of the sequence, in tiles of the whole queue
-            first_group = start // share
-            pieces = (start + whole - 1) // share - first_group + 1
+            per_group = call.plan[PER_GROUP]
+            start = call.group * per_group + done - offset  # of the sequence, in tiles of the whole queue
+            first_group = start // per_group
+            partials = (start + whole - 1) // per_group - first_group + 1
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
             row = index // self.fours
@@ -150,17 +150,17 @@ class Merger(Tiles):
                 weight = exp2(sums[each][0] - row_max)
                 row_sum += weight * sums[each][1]
                 result = load_floats("shared", call.results.toint() + ((each * self.rows + row) * self.width + column) * 4, 4)
-                merged = [merged[place] + weight * result[place] for place in range(4)]
+                merged = [merged[i] + weight * result[i] for i in range(4)]
             if self.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
-                if pieces > 1:
-                    sums_at, results_at = self.piece(call, call.group, offset == 0, row)
+                if partials > 1:
+                    sums_at, results_at = self.partial_at(call, call.group, offset == 0, row)
                     store_floats("global", results_at + column * 4, merged)
                     if column == 0:
                         store_floats("global", sums_at, [row_max, row_sum])
                 else:
                     self.write(call, sequence, row, column, row_max, row_sum, merged)
         if const_expr(self.config.split):
-            self.join(call, sequence, first_group, pieces)
+            self.join(call, sequence, first_group, partials)
         if thread == 0:
             if const_expr(self.config.split):
                 count = cutlass.min(whole - offset, left)
@@ -177,27 +177,27 @@ class Merger(Tiles):
     # -- of several CTAs ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def join(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
+    def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
         """Counts the partial results of a sequence that spans several groups; the CTA that arrives last merges them.
 
         At most one such sequence begins in a group, so the counter is that of the group in which the sequence begins.
         """
         thread, _, _ = cute.arch.thread_idx()
-        if pieces > 1:
+        if partials > 1:
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
             if thread == 0:
                 counter = cute.make_ptr(Int32, call.counters, cute.AddressSpace.gmem) + (first_group * call.kv_heads + call.kv_head)
                 before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
                 call.plan[BEFORE] = before
-                if before == pieces - 1:
+                if before == partials - 1:
                     counter[0] = Int32(0)
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
-            if call.plan[BEFORE] == pieces - 1:
-                self.merge_pieces(call, sequence, first_group, pieces)
+            if call.plan[BEFORE] == partials - 1:
+                self.merge_partials(call, sequence, first_group, partials)
 
     @cute.jit
-    def merge_pieces(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
-        """Merges the partial results of a sequence, in a fixed order, PIECES at a time."""
+    def merge_partials(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
+        """Merges the partial results of a sequence, in a fixed order, MERGE_BATCH at a time."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
@@ -209,28 +209,28 @@ class Merger(Tiles):
                 row_sum = Float32(0.0)
                 merged = cute.make_rmem_tensor((4,), Float32)
                 merged.fill(0.0)
-                for begin in cutlass.range(0, pieces, PIECES, unroll=1):
+                for begin in cutlass.range(0, partials, MERGE_BATCH, unroll=1):
                     sums = []
                     results = []
-                    for each in cutlass.range_constexpr(PIECES):
-                        piece = cutlass.min(begin + each, pieces - 1)
-                        sums_at, results_at = self.piece(call, first_group + piece, piece == 0, row)
+                    for each in cutlass.range_constexpr(MERGE_BATCH):
+                        which = cutlass.min(begin + each, partials - 1)
+                        sums_at, results_at = self.partial_at(call, first_group + which, which == 0, row)
                         sums.append(load_floats("global.cg", sums_at, 2))
                         results.append(load_floats("global.cg", results_at + column * 4, 4))
                     raised = row_max
-                    for each in cutlass.range_constexpr(PIECES):
+                    for each in cutlass.range_constexpr(MERGE_BATCH):
                         raised = cute.arch.fmax(raised, sums[each][0])
                     decay = exp2(row_max - raised)
                     row_sum *= decay
-                    for place in cutlass.range_constexpr(4):
-                        merged[place] *= decay
-                    for each in cutlass.range_constexpr(PIECES):
-                        weight = cutlass.select_(begin + each < pieces, exp2(sums[each][0] - raised), Float32(0.0))
+                    for i in cutlass.range_constexpr(4):
+                        merged[i] *= decay
+                    for each in cutlass.range_constexpr(MERGE_BATCH):
+                        weight = cutlass.select_(begin + each < partials, exp2(sums[each][0] - raised), Float32(0.0))
                         row_sum += weight * sums[each][1]
-                        for place in cutlass.range_constexpr(4):
-                            merged[place] += weight * results[each][place]
+                        for i in cutlass.range_constexpr(4):
+                            merged[i] += weight * results[each][i]
                     row_max = raised
-                self.write(call, sequence, row, column, row_max, row_sum, [merged[place] for place in range(4)])
+                self.write(call, sequence, row, column, row_max, row_sum, [merged[i] for i in range(4)])
 
     # -- output ------------------------------------------------------------------------------------------------------------------
 
@@ -256,5 +256,5 @@ class Merger(Tiles):
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
-        place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.abreast * call.gqa_ratio) + q_head
-        cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = logarithm
+        at = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.abreast * call.gqa_ratio) + q_head
+        cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[at] = logarithm

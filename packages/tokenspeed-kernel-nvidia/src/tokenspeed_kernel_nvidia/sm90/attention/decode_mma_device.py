@@ -8,8 +8,8 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode_swap_ab_device import SwapAb
 from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
-from tokenspeed_kernel_nvidia.sm90.attention.decode_turned_device import Turned
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     any_lane,
@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
 
 
-class Consumers(Turned):
+class Consumers(SwapAb):
     """Mixin of the consumer warps: q @ k and P @ V with mma.sync, online softmax in registers."""
 
     @cute.jit
@@ -39,8 +39,8 @@ class Consumers(Turned):
         queries = cute.make_rmem_tensor((self.tiles, self.k_width // 16, 4), Uint32)
         sums = Sums(
             cute.make_rmem_tensor((self.tiles, self.v_width // 8, 2 * self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, 2 if self.config.turned else self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, 2 if self.config.turned else self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, 2 if self.config.swap_ab else self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, 2 if self.config.swap_ab else self.used), Float32),
             cute.make_rmem_tensor((self.abreast,), Float32),
         )
         if const_expr(self.heads > 1):
@@ -71,10 +71,10 @@ class Consumers(Turned):
             turn = (opt_barrier(thread) // 32 % self.parts - done % self.parts + self.parts) % self.parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
-            if const_expr(self.config.turned):
-                self.share_turned(call, sums)
+            if const_expr(self.config.swap_ab):
+                self.store_partial_swap_ab(call, sums)
             else:
-                self.share_sums(call, sums)
+                self.store_partial(call, sums)
             self.merge_warps(call)
 
     @cute.jit
@@ -124,14 +124,14 @@ class Consumers(Turned):
             for column in cutlass.range_constexpr(self.v_width // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
                     sums.acc[tile, column, each] = Float32(0.0)
-        if const_expr(self.config.turned):
-            self.begin_turned(sums)
+        if const_expr(self.config.swap_ab):
+            self.begin_swap_ab(sums)
 
         if const_expr(self.fp8):
-            self.bring_to_float16(call, first_kv_head, queries, sums)
+            self.convert_to_float16(call, first_kv_head, queries, sums)
 
     @cute.jit
-    def bring_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
+    def convert_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
         """Converts bfloat16 queries to float16, scaled by a power of 2 into its range; its inverse goes into the scores' factor.
 
         One instruction converts two e4m3 values to float16; bfloat16 needs several. Warps with the same rows find the same power.
@@ -205,8 +205,8 @@ class Consumers(Turned):
         # Positions without a token may hold NaN, and 0 * NaN is not 0.
         if start < begin or start + self.block > length:
             self.clear_values(values_at, start, length, begin)
-        if const_expr(self.config.turned):
-            self.attend_turned(call, tile_at, values_at, start, length, queries, sums)
+        if const_expr(self.config.swap_ab):
+            self.attend_swap_ab(call, tile_at, values_at, start, length, queries, sums)
         else:
             self.attend_rows(call, tile_at, values_at, start, length, first_row, queries, sums)
 
@@ -244,7 +244,7 @@ class Consumers(Turned):
                 for key in cutlass.range_constexpr(self.block // 8):
                     for each in cutlass.range_constexpr(2):
                         own[key, each] = scores[tile, key, 2 * r + each]
-                cap(own, self.product_scale(sums, r) if const_expr(self.fp8) else call.cap_scale)
+                cap(own, self.qk_scale(sums, r) if const_expr(self.fp8) else call.cap_scale)
                 for key in cutlass.range_constexpr(self.block // 8):
                     for each in cutlass.range_constexpr(2):
                         scores[tile, key, 2 * r + each] = own[key, each]
@@ -257,9 +257,9 @@ class Consumers(Turned):
             row = each * 32 + lane
             position = start + row % self.block
             if row < self.block * self.values.count and (position < begin or position >= length):
-                for piece in cutlass.range_constexpr(self.values.row_bytes // 16):
+                for chunk in cutlass.range_constexpr(self.values.row_bytes // 16):
                     at = row // self.block * self.values.bytes + self.values.row_at(row % self.block)
-                    store_floats("shared", values_at + at + piece * 16, [Float32(0.0)] * 4)
+                    store_floats("shared", values_at + at + chunk * 16, [Float32(0.0)] * 4)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
@@ -272,21 +272,21 @@ class Consumers(Turned):
         keys = self.block // 8
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
-            products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
                 b = ldmatrix(
                     tile_at + lane_row * self.keys.row_bytes
-                    + ((lane_matrix ^ self.keys.turned(lane_row)) * 16 ^ self.keys.piece_in_row(chunk))
+                    + ((lane_matrix ^ self.keys.swizzle_xor(lane_row)) * 16 ^ self.keys.chunk_in_row(chunk))
                     + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)),
                     False,
                 )  # fmt: skip
                 for tile in cutlass.range_constexpr(self.tiles):
                     for half in cutlass.range_constexpr(min(2, self.head_dim // 16 - chunk // 2)):
                         a = [queries[tile, chunk // 2 + half, each] for each in range(4)]
-                        products[tile] = mma_m16n8k16(self.dtype, products[tile], a, b[2 * half : 2 * half + 2])
+                        acc_qk[tile] = mma_m16n8k16(self.dtype, acc_qk[tile], a, b[2 * half : 2 * half + 2])
             for tile in cutlass.range_constexpr(self.tiles):
                 for each in cutlass.range_constexpr(4):
-                    scores[tile, key, each] = products[tile][each]
+                    scores[tile, key, each] = acc_qk[tile][each]
         return scores
 
     @cute.jit
@@ -301,19 +301,19 @@ class Consumers(Turned):
         keys, chunks = self.block // 8, self.k_width // 16
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
-            products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, chunks, 4):
                 words = ldmatrix(
-                    (at ^ self.keys.piece_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False
+                    (at ^ self.keys.chunk_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False
                 )
                 for each in cutlass.range_constexpr(min(4, chunks - chunk)):
                     b = widen_fp8(self.mma_dtype, words[each])
                     for tile in cutlass.range_constexpr(self.tiles):
-                        a = [queries[tile, chunk + each, place] for place in range(4)]
-                        products[tile] = mma_m16n8k16(self.mma_dtype, products[tile], a, b)
+                        a = [queries[tile, chunk + each, i] for i in range(4)]
+                        acc_qk[tile] = mma_m16n8k16(self.mma_dtype, acc_qk[tile], a, b)
             for tile in cutlass.range_constexpr(self.tiles):
                 for each in cutlass.range_constexpr(4):
-                    scores[tile, key, each] = products[tile][each]
+                    scores[tile, key, each] = acc_qk[tile][each]
         return scores
 
     @cute.jit
@@ -385,8 +385,8 @@ class Consumers(Turned):
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
         lane_matrix = lane // 8
-        row_bytes, turned = self.values.row_bytes, self.values.turned(lane_row)
-        matrix_at = values_at + lane_row * row_bytes + lane_matrix % 2 * (8 * row_bytes) + ((lane_matrix // 2) ^ turned) * 16
+        row_bytes, swizzle_xor = self.values.row_bytes, self.values.swizzle_xor(lane_row)
+        matrix_at = values_at + lane_row * row_bytes + lane_matrix % 2 * (8 * row_bytes) + ((lane_matrix // 2) ^ swizzle_xor) * 16
         for chunk in cutlass.range_constexpr(0, self.v_head_dim // 8, 2):
             acc = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.tiles)]
             for tile in cutlass.range_constexpr(self.tiles):
@@ -394,8 +394,8 @@ class Consumers(Turned):
                     for each in cutlass.range_constexpr(2 * self.used):
                         acc[tile][half][each] = sums.acc[tile, chunk + half, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
-                b = ldmatrix((matrix_at ^ self.values.piece_in_row(chunk)) + place, True)
+                offset = self.values.row_at(key * 8) + self.values.panel_at(chunk)
+                b = ldmatrix((matrix_at ^ self.values.chunk_in_row(chunk)) + offset, True)
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
                     for half in cutlass.range_constexpr(2):
@@ -419,8 +419,8 @@ class Consumers(Turned):
                         if const_expr(self.has(each // 2, chunk * 16, self.v_head_dim)):
                             acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
-                words = ldmatrix((at ^ self.values.piece_in_row(chunk)) + place, True)
+                offset = self.values.row_at(key * 8) + self.values.panel_at(chunk)
+                words = ldmatrix((at ^ self.values.chunk_in_row(chunk)) + offset, True)
                 # A word has two columns of two keys; regroup it as the even column's pair and the odd column's pair.
                 pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
                 for tile in cutlass.range_constexpr(self.tiles):

@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 THREADS = 32 * (CONSUMERS + 1)
 # Indices into the CTA's plan in shared memory: the current sequence, the tile offset in it, the tiles left (without split-KV: the
 # sequences left), the tiles done, the tiles of a group's full range, and the arrival counter's previous value.
-SEQUENCE, OFFSET, LEFT, DONE, SHARE, BEFORE = range(6)
+SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
 LAZY = 8.0  # log2 by which the row max may grow before the accumulators are rescaled
 PLANNED = 1  # named barrier: the plan has been written
 
@@ -132,17 +132,17 @@ class Panels:
         """Byte offset of a row in its panel: a box holds its rows of one head, then those of the CTA's next head."""
         return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
-    def turned(self, row: Any) -> Any:
+    def swizzle_xor(self, row: Any) -> Any:
         """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a row. ``row``: modulo 8."""
         return row if self.row_bytes == 128 else row // 2
 
-    def piece_in_row(self, piece: int) -> int:
+    def chunk_in_row(self, chunk: int) -> int:
         """Byte offset of a 16-byte chunk in its panel's row, before the swizzle; it may be XORed into a swizzled address."""
-        return piece % (self.row_bytes // 16) * 16
+        return chunk % (self.row_bytes // 16) * 16
 
-    def panel_at(self, piece: int) -> int:
+    def panel_at(self, chunk: int) -> int:
         """Byte offset of the panel that holds a 16-byte chunk."""
-        return piece // (self.row_bytes // 16) * self.bytes
+        return chunk // (self.row_bytes // 16) * self.bytes
 
 
 def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
@@ -169,7 +169,7 @@ class Tiles:
         self.boxes = self.block // self.box
         self.keys = panels_of(config, config.k_row, self.box, 0)
         self.values = panels_of(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
-        self.stage_bytes = config.kv_bytes * config.stage_numbers
+        self.stage_bytes = config.kv_bytes * config.stage_elements
         self.stages = config.stages
         self.rows = config.rows
         self.parts = config.parts
@@ -193,7 +193,7 @@ class Tiles:
             sums: cute.struct.MemRange[Float32, 2 * config.parts * config.rows]
             sinks: cute.struct.MemRange[Float32, config.rows]
             results: cute.struct.Align[cute.struct.MemRange[Float32, config.merge_floats], 16]
-            tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_numbers], 1024]
+            tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_elements], 1024]
 
         return Storage
 
@@ -211,10 +211,10 @@ class Tiles:
         return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
 
     @cute.jit
-    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, piece: Int32):
-        """Byte offset of a 16-byte chunk of one of 8 rows, within the first panel, swizzled. ``piece``: the chunk's index."""
-        turned = panels.turned(lane_row)
-        return lane_row * panels.row_bytes + (piece ^ turned) * 16
+    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
+        """Byte offset of a 16-byte chunk of one of 8 rows, within the first panel, swizzled. ``chunk``: the chunk's index."""
+        swizzle_xor = panels.swizzle_xor(lane_row)
+        return lane_row * panels.row_bytes + (chunk ^ swizzle_xor) * 16
 
     def has(self, r: int, column: int, width: int) -> bool:
         """Whether a column belongs to the KV head of a lane's ``r``-th query row. ``width``: columns of a head."""
@@ -227,7 +227,7 @@ class Tiles:
         return kv_head * self.abreast + row // 8, row % 8
 
     @cute.jit
-    def piece(self, call: Call, group: Int32, begins: Any, row: Int32):
+    def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
         """Addresses of a row of a partial result: of its row max and row sum, and of its values.
 
         A group writes at most two partial results: of a sequence that began in an earlier group, and of one that ``begins`` here.

@@ -39,7 +39,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
     every_merge_config,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config, every_fp8_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
+from tokenspeed_kernel_nvidia.sm90.attention.supported import LATENT_FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched_on
 
 

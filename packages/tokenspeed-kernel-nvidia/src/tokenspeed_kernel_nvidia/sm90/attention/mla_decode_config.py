@@ -1,8 +1,8 @@
 """Configurations that `mla_decode` is compiled for.
 
-Words of these modules: a *work item* (``unit``) is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of
-the cache; its latents are loaded in *chunks* (``piece``) of 128 columns, each with its own barriers. A *group* is the set of CTAs,
-usually a cluster, that compute all heads of a work item.
+Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache;
+its latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a cluster, that
+compute all heads of a work item.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROWS = 64  # of a Q tile, and tokens of a block of the cache: one wgmma is 64 x 
 RECORD_BYTES = 16  # of a work item's record, which the merge kernel reads
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
-LEAST_SHARE = 2  # minimum blocks per group: each split of a sequence costs a partial result of up to 256 KiB
+LEAST_BLOCKS = 2  # minimum blocks per group: each split of a sequence costs a partial result of up to 256 KiB
 STARTING_BLOCKS = 3  # fixed cost of starting a work item, in blocks: measured on an H200 with 128 heads
 
 
@@ -79,12 +79,12 @@ class Config:
         return 8
 
     @property
-    def pieces(self) -> int:
+    def latent_chunks(self) -> int:
         """Stages of the ring of latent chunks of 128 columns: two whole blocks, and three chunks of the next one."""
         return 11
 
     @property
-    def query_pieces(self) -> int:
+    def query_chunks(self) -> int:
         """Chunk stages that the queries of a work item occupy while they are loaded."""
         return 4
 

@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import QkMmas, Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Blocks, Call, Table
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
@@ -117,10 +117,10 @@ class MlaDecode(Loader, Scorer, Valuer):
         stream: cuda.CUstream,
     ):
         c = self.config
-        units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
+        items = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         self.kernel(
             q, kv, Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
-            cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
+            cache_seqlens.shape[0] * items, items, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
             lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, None, None, self.make_qk_mmas(),
             self.make_pv_mma(),
         ).launch(
@@ -136,7 +136,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         page_table: Table,
         cache_seqlens: Int64,
         batch: Int32,
-        units: Int32,
+        items: Int32,
         q_len: Int32,
         max_seqlen_k: Int32,
         out: Table,
@@ -149,7 +149,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         kv_scale: Int64 | None,
         cu_seqlens_q: Int64 | None,
         is_causal: Int32 | None,
-        qk: Products,
+        qk: QkMmas,
         pv: cute.TiledMma,
     ):
         c = self.config
@@ -157,7 +157,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         cta, _, _ = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.storage())
         call = Call(
-            page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
+            page_table, cache_seqlens, batch, items, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
             cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale, cu_seqlens_q, is_causal,
         )  # fmt: skip
         if warp == LOAD_WARP:
@@ -190,8 +190,8 @@ class MlaDecode(Loader, Scorer, Valuer):
     @cute.jit
     def init_barriers(self, call: Call):
         c = self.config
-        for piece in cutlass.range_constexpr(c.pieces):
-            call.pieces.init(piece, 4 * c.cluster)
+        for chunk in cutlass.range_constexpr(c.latent_chunks):
+            call.latent_chunks.init(chunk, 4 * c.cluster)
         for stage in cutlass.range_constexpr(c.stages):
             call.ropes.init(stage, 4 * READERS * c.cluster)
             call.probs_full.init(stage, 4)

@@ -40,7 +40,7 @@ class Fp8Config(Config):
         return 8.0 - self.lazy
 
     @property
-    def turned(self) -> int:
+    def value_buffers(self) -> int:
         """Register buffers for transposed value tiles of 64 columns. With 1, loading a tile waits for the previous MMAs."""
         return 1
 
@@ -50,7 +50,7 @@ class Fp8Config(Config):
         return 1 if self.fp8_queries else 2
 
     @property
-    def query_pieces(self) -> int:
+    def query_chunks(self) -> int:
         """Chunk stages, of 128 bytes per row, that queries occupy while loading. An e4m3 rotary part uses the rotary ring."""
         return 4 if self.fp8_queries else 9
 
@@ -75,7 +75,7 @@ class Fp8Config(Config):
         return 0 if self.fp8_queries else (STEPS - self.low_kept) * STEP
 
     @property
-    def pieces(self) -> int:
+    def latent_chunks(self) -> int:
         return 24 if self.fp8_queries else 21
 
     @property

@@ -8,7 +8,7 @@ import cutlass
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import LATENT_CHUNK, READERS, Tiles
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
 
 FP8 = cutlass.Float8E4M3FN
@@ -27,7 +27,7 @@ class Fp8Tiles(Tiles):
     def __init__(self, config: Fp8Config) -> None:
         Tiles.__init__(self, config)
         self.stored = cutlass.Uint8
-        self.pieces = Ring(ROWS, PIECE, config.pieces, PIECE, PIECE)
+        self.latent_chunks = Ring(ROWS, LATENT_CHUNK, config.latent_chunks, LATENT_CHUNK, LATENT_CHUNK)
         self.ropes = Ring(ROWS, ROPE, config.stages, ROPE, ROPE)
-        self.others = Ring(ROWS, config.others, 1, PIECE, PIECE)
-        self.wide = Ring(ROWS, PANEL, config.pieces)  # 16-bit queries, in the chunk ring
+        self.others = Ring(ROWS, config.others, 1, LATENT_CHUNK, LATENT_CHUNK)
+        self.wide = Ring(ROWS, PANEL, config.latent_chunks)  # 16-bit queries, in the chunk ring

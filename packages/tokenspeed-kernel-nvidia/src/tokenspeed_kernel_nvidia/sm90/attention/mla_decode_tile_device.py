@@ -8,8 +8,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, LEAST_SHARE, ROPE, ROWS, STARTING_BLOCKS, Config
-from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, LEAST_BLOCKS, ROPE, ROWS, STARTING_BLOCKS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring, Tma
@@ -20,15 +20,15 @@ READERS = 2  # value warpgroups
 THREADS = 128 * 4
 # Indices into the CTA's plan in shared memory. The blocks of all work items, concatenated, form a queue; STARTING empty positions
 # precede each item's blocks, as the cost of starting it. A CTA's range is the positions from BEGIN up to END. It begins in item
-# UNIT, whose first block is at position FIRST. A group's full range has SHARE positions.
-UNIT, FIRST, BEGIN, END, SHARE, STARTING = range(6)
+# ITEM, whose first block is at position FIRST. A group's full range has PER_GROUP positions.
+ITEM, FIRST, BEGIN, END, PER_GROUP, STARTING = range(6)
 # Named barriers: the plan has been written; the barrier of the score warpgroup.
 PLANNED, SCORED = 1, 2
 PLANNERS = 32 + 3 * 128
 
-PIECE = 128  # columns of a latent chunk, which has its own barriers: q @ k starts when the first chunk is loaded
-PIECES = LATENT // PIECE  # chunks of a block; the two value warpgroups take every other one
-PIECE_PANELS = PIECE // PANEL
+LATENT_CHUNK = 128  # columns of a latent chunk, which has its own barriers: q @ k starts when the first chunk is loaded
+LATENT_CHUNKS = LATENT // LATENT_CHUNK  # chunks of a block; the two value warpgroups take every other one
+CHUNK_PANELS = LATENT_CHUNK // PANEL
 PANEL_BYTES = ROWS * PANEL * 2
 NOTES = 3 * ROWS + 4  # float32 elements of a block's `Notes`
 
@@ -88,13 +88,13 @@ class Table:
 class Call:
     """The kernel's arguments as a CTA sees them, and its shared memory.
 
-    A work item (*unit*) is the new tokens of a sequence that fit a tile, with all heads: one token with 64 heads, four with 16.
+    A work item is the new tokens of a sequence that fit a tile, with all heads: one token with 64 heads, four with 16.
 
     Attributes:
         page_table: of int32 ``[batch, max_pages]``.
         cache_seqlens: address of int32 ``[batch]``.
         batch: work items of all sequences.
-        units: work items per sequence.
+        items: work items per sequence.
         q_len: new tokens of a sequence.
         max_seqlen_k: larger sequence lengths are clamped to it.
         out: output, with tokens as rows and heads as columns.
@@ -104,7 +104,7 @@ class Call:
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e).
         group, rank: this CTA's group, and its rank in it.
-        plan: see UNIT.
+        plan: see ITEM.
         storage: see `Tiles.storage`.
         q_scale, kv_scale: addresses of the scales of fp8 queries and of an fp8 cache, or 0; None where neither is fp8.
         cu_seqlens_q, is_causal: for `mla_extend_device`, else None.
@@ -113,7 +113,7 @@ class Call:
     page_table: Table
     cache_seqlens: Int64
     batch: Int32
-    units: Int32
+    items: Int32
     q_len: Int32
     max_seqlen_k: Int32
     out: Table
@@ -134,9 +134,9 @@ class Call:
     # Addresses in shared memory are computed at each use, so that none occupies a register in between.
 
     @property
-    def pieces(self) -> Pipeline:
+    def latent_chunks(self) -> Pipeline:
         """The ring of latent chunks."""
-        return pipeline(self.storage.pieces_full, self.storage.pieces_empty)
+        return pipeline(self.storage.latent_chunks_full, self.storage.latent_chunks_empty)
 
     @property
     def ropes(self) -> Pipeline:
@@ -157,7 +157,7 @@ class Call:
         return Notes(self.storage.notes.data_ptr() + at.stage * NOTES)
 
 
-class Tiles(Sharing):
+class Tiles(SplitKv):
     """Base of the mixins: shapes and shared memory of a configuration, and what belongs to a work item."""
 
     every_factor = False  # whether notes also hold the factors, 1, of rows whose max has not grown
@@ -167,7 +167,7 @@ class Tiles(Sharing):
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.stored = self.dtype  # dtype that shared memory is declared with
-        self.pieces = Ring(ROWS, PIECE, config.pieces)
+        self.latent_chunks = Ring(ROWS, LATENT_CHUNK, config.latent_chunks)
         self.ropes = Ring(ROWS, ROPE, config.stages)
         self.others = Ring(ROWS, LATENT + ROPE - config.kept, 1)  # queries that are not in registers
 
@@ -176,14 +176,14 @@ class Tiles(Sharing):
 
         @cute.struct
         class Storage:
-            pieces_full: cute.struct.MemRange[Int64, config.pieces]
-            pieces_empty: cute.struct.MemRange[Int64, config.pieces]
+            latent_chunks_full: cute.struct.MemRange[Int64, config.latent_chunks]
+            latent_chunks_empty: cute.struct.MemRange[Int64, config.latent_chunks]
             ropes_full: cute.struct.MemRange[Int64, config.stages]
             ropes_empty: cute.struct.MemRange[Int64, config.stages]
             probs_full: cute.struct.MemRange[Int64, config.stages]
             plan: cute.struct.MemRange[Int32, 8]
             notes: cute.struct.Align[cute.struct.MemRange[Float32, config.stages * NOTES + self.kept_sums], 16]
-            pieces: cute.struct.Align[cute.struct.MemRange[dtype, self.pieces.size], 1024]
+            latent_chunks: cute.struct.Align[cute.struct.MemRange[dtype, self.latent_chunks.size], 1024]
             ropes: cute.struct.Align[cute.struct.MemRange[dtype, self.ropes.size], 1024]
             others: cute.struct.Align[cute.struct.MemRange[dtype, max(self.others.size, 16)], 1024]
 
@@ -191,7 +191,7 @@ class Tiles(Sharing):
 
     def panel_at(self, call: Call, at: Cursor, panel: int) -> Int32:
         """The address of a panel of a chunk."""
-        return call.storage.pieces.data_ptr().toint() + (at.stage * self.pieces.panels + panel) * PANEL_BYTES
+        return call.storage.latent_chunks.data_ptr().toint() + (at.stage * self.latent_chunks.panels + panel) * PANEL_BYTES
 
     def rope_at(self, call: Call, at: Cursor) -> Int32:
         """The address of a stage's rotary part, or of the probabilities there."""
@@ -211,29 +211,29 @@ class Tiles(Sharing):
     # -- work items ------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def place_of(self, call: Call, unit: Int32):
+    def tokens_of(self, call: Call, item: Int32):
         """Returns a work item's sequence, its first new token in that, and its number of tokens."""
-        sequence = unit // call.units
-        first = (unit - sequence * call.units) * self.config.tokens_of_tile
+        sequence = item // call.items
+        first = (item - sequence * call.items) * self.config.tokens_of_tile
         return sequence, first, cutlass.min(call.q_len - first, self.config.tokens_of_tile)
 
     @cute.jit
-    def tile_of(self, call: Call, unit: Int32):
+    def tile_of(self, call: Call, item: Int32):
         """Returns first token, first head and number of tokens of this CTA's tile of a work item."""
-        sequence, first, tokens = self.place_of(call, unit)
+        sequence, first, tokens = self.tokens_of(call, item)
         return sequence * call.q_len + first, call.rank * ROWS, tokens
 
-    def next_unit(self, call: Call, unit: Int32) -> Int32:
-        return unit + 1
+    def next_item(self, call: Call, item: Int32) -> Int32:
+        return item + 1
 
-    def most_units(self, call: Call) -> Int32:
+    def most_items(self, call: Call) -> Int32:
         """Returns an upper bound of the number of work items."""
         return call.batch
 
     @cute.jit
-    def length_of(self, call: Call, unit: Int32):
+    def length_of(self, call: Call, item: Int32):
         """Returns how many cache tokens a work item's last token sees. Items beyond the last one are clamped to it."""
-        sequence, first, tokens = self.place_of(call, cutlass.min(unit, call.batch - 1))
+        sequence, first, tokens = self.tokens_of(call, cutlass.min(item, call.batch - 1))
         length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
         return cutlass.max(length - call.q_len + first + tokens, 0)
 
@@ -243,7 +243,7 @@ class Tiles(Sharing):
         return Int32(0), Int32(0), cutlass.max((length + (ROWS - 1)) // ROWS, 1)
 
     @cute.jit
-    def share_of(self, call: Call, total: Int32, blocks: Int32):
+    def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
         """Returns the queue positions per group, and the starting cost of a work item in positions: see `STARTING`.
 
         Where all items have equally many blocks, the range is a multiple or a fraction of an item, if that is at most 1/16 more
@@ -251,12 +251,12 @@ class Tiles(Sharing):
         the starting cost gives groups with many items fewer blocks.
         """
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
-        share = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_SHARE)
+        per_group = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_BLOCKS)
         if starting == 0:
-            even = (share + blocks - 1) // blocks * blocks
-            if blocks > share:
-                parts = blocks // share
+            even = (per_group + blocks - 1) // blocks * blocks
+            if blocks > per_group:
+                parts = blocks // per_group
                 even = (blocks + parts - 1) // parts
-            if even * 16 <= share * 17:
-                share = even
-        return share, starting
+            if even * 16 <= per_group * 17:
+                per_group = even
+        return per_group, starting

@@ -36,7 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import (
     every_fp8_config,
     ranks_for,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.served import FP8
+from tokenspeed_kernel_nvidia.sm90.attention.supported import FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E, launched_on
 
 

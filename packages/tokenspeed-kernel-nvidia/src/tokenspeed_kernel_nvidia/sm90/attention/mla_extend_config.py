@@ -26,7 +26,7 @@ class Extending:
     ranks: int
 
     @property
-    def tokens_of_unit(self) -> int:
+    def tokens_of_item(self) -> int:
         """New tokens of a work item, over all CTAs of the cluster."""
         return self.ranks * ROWS // self.heads
 

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import attend
-from tokenspeed_kernel_nvidia.sm90.attention.served import RAGGED, RAGGED_FP8
+from tokenspeed_kernel_nvidia.sm90.attention.supported import RAGGED, RAGGED_FP8
 
 
 def mla_prefill(

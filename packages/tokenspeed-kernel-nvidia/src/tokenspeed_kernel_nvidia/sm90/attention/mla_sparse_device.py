@@ -16,8 +16,16 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECES, READERS, SCORES, THREADS, VALUES, Call, Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import QkMmas, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    LATENT_CHUNKS,
+    READERS,
+    SCORES,
+    THREADS,
+    VALUES,
+    Call,
+    Table,
+)
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_load_device import WARPS, Gatherer
@@ -85,7 +93,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
         groups: Int32,
         page_shift: Int32,
         scale: Float32,
-        qk: Products,
+        qk: QkMmas,
         pv: cute.TiledMma,
     ):
         c = self.config
@@ -118,9 +126,9 @@ class MlaSparse(Gatherer, Scorer, Valuer):
     def init_barriers(self, call: Call):
         """Each producer thread's copies arrive at the full barriers; for its row mask each warp arrives at those of `ropes`."""
         c = self.config
-        for piece in cutlass.range_constexpr(c.pieces):
-            call.pieces.full.init(piece, 32 * WARPS)
-            call.pieces.empty.init(piece, 4)
+        for chunk in cutlass.range_constexpr(c.latent_chunks):
+            call.latent_chunks.full.init(chunk, 32 * WARPS)
+            call.latent_chunks.empty.init(chunk, 4)
         for stage in cutlass.range_constexpr(c.stages):
             call.ropes.full.init(stage, 32 * WARPS + WARPS)
             call.ropes.empty.init(stage, 4 * READERS)
@@ -135,16 +143,16 @@ class MlaSparse(Gatherer, Scorer, Valuer):
         run: with one per chunk a prefill was 5% slower on an H200 than without any, which would be unsafe.
         """
         call.ropes.wait(rope_at)
-        for _ in cutlass.range_constexpr(PIECES):
-            call.pieces.wait(at)
-            at = advance(at, self.config.pieces)
+        for _ in cutlass.range_constexpr(LATENT_CHUNKS):
+            call.latent_chunks.wait(at)
+            at = advance(at, self.config.latent_chunks)
         cute.arch.fence_view_async_shared()
 
-    def wait_for_piece(self, call: Call, at: Cursor) -> None:
+    def wait_for_chunk(self, call: Call, at: Cursor) -> None:
         """Does nothing: `wait_for_block` has waited for all chunks."""
 
     @cute.jit
-    def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
+    def mask_scores(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
         """Masks the scores of rows that hold no key."""
         chosen = call.notes(rope_at).chosen(Uint32)
         low, high = chosen[0], chosen[1]

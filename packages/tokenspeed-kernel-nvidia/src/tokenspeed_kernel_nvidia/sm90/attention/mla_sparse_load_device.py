@@ -12,10 +12,10 @@ from cutlass import Int32, Int64, Uint16, cute
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    CHUNK_PANELS,
+    LATENT_CHUNK,
+    LATENT_CHUNKS,
     PANEL_BYTES,
-    PIECE,
-    PIECE_PANELS,
-    PIECES,
     STARTING,
     Call,
     Table,
@@ -41,11 +41,11 @@ class Gatherer(Loader):
     """
 
     @cute.jit
-    def length_of(self, call: Call, unit: Int32):
+    def length_of(self, call: Call, item: Int32):
         """Returns how many of a token's indices are valid. Tokens beyond the last one are clamped to it."""
         length = call.max_seqlen_k
         if call.cache_seqlens != 0:
-            given = load_int(call.cache_seqlens + Int64(cutlass.min(unit, call.batch - 1)) * 4, False)
+            given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)
             length = cutlass.max(cutlass.min(given, length), 0)
         return length
 
@@ -58,11 +58,11 @@ class Gatherer(Loader):
             kv: the cache, with pages as rows and slots as columns.
             warp: this warp's index; each warp gathers its own rows.
         """
-        unit, first, begin, end, length = [Int32(0)] * 5
+        item, first, begin, end, length = [Int32(0)] * 5
         if warp == 0:
-            unit, first, begin, end, length = self.plan(call, True)
+            item, first, begin, end, length = self.plan(call, True)
         else:
-            unit, first, begin, end, length = self.plan(call, False)
+            item, first, begin, end, length = self.plan(call, False)
         lane = cute.arch.lane_idx()
         own = warp * OWN + lane % OWN  # the row whose address this lane computes
         at, rope_at = first_to_fill(), first_to_fill()
@@ -70,9 +70,9 @@ class Gatherer(Loader):
             _, _, whole = self.visible(call, length)
             after = cutlass.min(whole, end - first)
             # Loaded before the previous block has a free stage, because this load is as slow as all the rest.
-            slot = self.slot_of(call, unit, (begin - first) * ROWS + own, length)
+            slot = self.slot_of(call, item, (begin - first) * ROWS + own, length)
             head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
-            source = q.address + (Int64(unit) * q.row + Int64(head) * q.column) * 2
+            source = q.address + (Int64(item) * q.row + Int64(head) * q.column) * 2
             at = self.fill(call, source, ballot(own < self.config.heads), at, rope_at, warp)
             rope_at = advance(rope_at, self.config.stages)
             for block in cutlass.range(begin - first, after, unroll=1):
@@ -80,20 +80,20 @@ class Gatherer(Loader):
                 known = cutlass.max(slot, 0)
                 at_page = known >> call.page_shift
                 source = kv.address + (Int64(at_page) * kv.row + Int64(known - (at_page << call.page_shift)) * kv.column) * 2
-                slot = self.slot_of(call, unit, (block + 1) * ROWS + own, length)
+                slot = self.slot_of(call, item, (block + 1) * ROWS + own, length)
                 at = self.fill(call, source, chosen, at, rope_at, warp)
                 rope_at = advance(rope_at, self.config.stages)
-            unit += 1
+            item += 1
             first += whole + call.plan[STARTING]
             begin = first
-            length = self.length_of(call, unit)
+            length = self.length_of(call, item)
 
     @cute.jit
-    def slot_of(self, call: Call, unit: Int32, place: Int32, length: Int32):
-        """Returns the slot at position ``place`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
+    def slot_of(self, call: Call, item: Int32, index: Int32, length: Int32):
+        """Returns the slot at position ``index`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
         slot = Int32(-1)
-        if place < length:
-            slot = load_int(call.page_table.address + (Int64(unit) * call.page_table.row + place) * 4, False)
+        if index < length:
+            slot = load_int(call.page_table.address + (Int64(item) * call.page_table.row + index) * 4, False)
         return slot
 
     @cute.jit
@@ -109,21 +109,21 @@ class Gatherer(Loader):
         sources = [self.of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
         counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
         # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7, whose swizzled chunk index differs by XOR 4.
-        place = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
+        offset = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
 
         call.ropes.acquire(rope_at)
         if lane == 0:
             call.notes(rope_at).chosen(Uint16)[warp] = Uint16(chosen & 0xFFFF)
             call.ropes.full.arrive(rope_at)
-        self.copy(self.rope_at(call, rope_at) + place, 0, sources, LATENT * 2, counts)
+        self.copy(self.rope_at(call, rope_at) + offset, 0, sources, LATENT * 2, counts)
         cute.arch.cp_async_mbarrier_arrive_noinc(call.ropes.full.of(rope_at))
-        for piece in cutlass.range_constexpr(PIECES):
-            call.pieces.acquire(at)
-            to = self.panel_at(call, at, 0) + place
-            for panel in cutlass.range_constexpr(PIECE_PANELS):
-                self.copy(to, panel * PANEL_BYTES, sources, (piece * PIECE + panel * PANEL) * 2, counts)
-            cute.arch.cp_async_mbarrier_arrive_noinc(call.pieces.full.of(at))
-            at = advance(at, self.config.pieces)
+        for part in cutlass.range_constexpr(LATENT_CHUNKS):
+            call.latent_chunks.acquire(at)
+            to = self.panel_at(call, at, 0) + offset
+            for panel in cutlass.range_constexpr(CHUNK_PANELS):
+                self.copy(to, panel * PANEL_BYTES, sources, (part * LATENT_CHUNK + panel * PANEL) * 2, counts)
+            cute.arch.cp_async_mbarrier_arrive_noinc(call.latent_chunks.full.of(at))
+            at = advance(at, self.config.latent_chunks)
         return at
 
     def of_lane(self, address: Int64, lane: Int32) -> Int64:
@@ -134,6 +134,6 @@ class Gatherer(Loader):
 
     def copy(self, to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
         """Starts the copies of a warp's rows of a panel."""
-        places = (to, to ^ (TOGETHER * CHUNK))
+        targets = (to, to ^ (TOGETHER * CHUNK))
         for turn in range(TURNS):
-            copy_piece(places[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])
+            copy_piece(targets[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])

@@ -34,7 +34,7 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_CACHE_WIDTHS, FP8_TILES, Config, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import (
+from tokenspeed_kernel_nvidia.sm90.attention.supported import (
     HEAD_DIMS,
     OTHER_WIDTHS,
     PAGE_SIZES,
@@ -178,7 +178,7 @@ def attend(
     if tokens:
         device = q.get_device()
         own_kv = cache_seqlens is not None and not page_size
-        launch, processors = _program_of(
+        launch, sms = _program_of(
             q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, window_left >= 0, device, v_head_dim, logit_cap > 0, own_kv
         )
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
@@ -188,7 +188,7 @@ def attend(
         k_scale, *of_k = scales_at(k_scale)
         v_scale, *of_v = scales_at(v_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v, window_left, to_cap
+        others = workspace.counters_at, lse_at, *its, scale, causal, sms, *of_q, *of_k, *of_v, window_left, to_cap
         if k.dtype not in DTYPES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         given = out

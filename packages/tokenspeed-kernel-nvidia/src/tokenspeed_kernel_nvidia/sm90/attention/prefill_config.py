@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, OTHER_WIDTHS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, OTHER_WIDTHS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
@@ -79,8 +79,8 @@ class Config:
             row max, so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
         fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V.
             Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16; four
-            with head_dim 64 took 3308 and 3676 us. With ping-pong scheduling (see `turns`), polynomials of degree 2 for 4, 8 and 12
-            of 64 exponentials took 2452, 2530 and 2595 us (2509 without), and 3523, 3482 and 3483 us (3613 without).
+            with head_dim 64 took 3308 and 3676 us. With ping-pong scheduling (see `pingpong`), polynomials of degree 2 for 4, 8 and
+            12 of 64 exponentials took 2452, 2530 and 2595 us (2509 without), and 3523, 3482 and 3483 us (3613 without).
         fp8_cache: whether keys and values are e4m3, but not q. They are converted to float16 in shared memory. 8 sequences of 1024
             new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999 us with a bfloat16
             cache; with head_dim 64 they took 2062 and 1836 us. These were measured when a converter warp waited for each load.
@@ -126,7 +126,7 @@ class Config:
         return self.tile is not None
 
     @property
-    def turns(self) -> bool:
+    def pingpong(self) -> bool:
         """Whether warpgroups issue their MMAs in turn (ping-pong scheduling).
 
         With fp8 operands ping-pong took 2509 us instead of 2472, and 3613 us instead of 3308 with head_dim 64. On an H100 it took
@@ -281,14 +281,14 @@ class Config:
         return not self.stores_from_registers and 64 % self.gqa_ratio == 0
 
     @property
-    def _converters_want(self) -> bool:
+    def _converters_need_more(self) -> bool:
         """Whether converter warps need more registers than a loading warp. Consumers with 160 registers leave none for them."""
         return self.fp8 or (self.fp8_cache and self.block_n == 64)
 
     @property
     def consumer_registers(self) -> int:
         """Registers per consumer thread (setmaxnreg). No configuration of `every_config` spills."""
-        if self._converters_want:
+        if self._converters_need_more:
             return 152 if self.warpgroups == 3 else 224
         return 160 if self.warpgroups == 3 else 232
 

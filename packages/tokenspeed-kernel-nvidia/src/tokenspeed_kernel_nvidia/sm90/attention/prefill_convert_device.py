@@ -55,18 +55,18 @@ class Converters(Tiles):
                         shared.raw_pipe.wait(raw_at)
                         shared.k_pipe.acquire(k_at)
                         self.widen_block(shared, shared.storage.k, raw_at, k_at, warp)
-                        self.hand_over(shared, shared.k_pipe, raw_at, k_at)
+                        self.signal_converted(shared, shared.k_pipe, raw_at, k_at)
                         raw_at, k_at = advance(raw_at, c.raw_stages), advance(k_at, c.kv_stages)
                     if i > 0:
                         self.wait_for_values(shared, raw_at, v_at, kv_len - (end - i) * c.block_n, warp)
                         self.widen_block(shared, shared.storage.v, raw_at, v_at, warp)
-                        self.hand_over(shared, shared.v_pipe, raw_at, v_at)
+                        self.signal_converted(shared, shared.v_pipe, raw_at, v_at)
                         raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
             else:
                 for i in cutlass.range(blocks, unroll=1):
                     self.wait_for_values(shared, raw_at, v_at, kv_len - (end - 1 - i) * c.block_n, warp)
-                    self.turn_block(shared, raw_at, v_at, warp)
-                    self.hand_over(shared, shared.v_pipe, raw_at, v_at)
+                    self.transpose_block(shared, raw_at, v_at, warp)
+                    self.signal_converted(shared, shared.v_pipe, raw_at, v_at)
                     raw_at, v_at = advance(raw_at, c.raw_stages), advance(v_at, c.kv_stages)
             q_at = self.next_q(q_at)
             shared.q_pipe.wait(q_at)
@@ -93,7 +93,7 @@ class Converters(Tiles):
         shared.v_pipe.acquire(v_at)
 
     @cute.jit
-    def hand_over(self, shared: Shared, pipe: Pipeline, raw_at: Cursor, at: Cursor):
+    def signal_converted(self, shared: Shared, pipe: Pipeline, raw_at: Cursor, at: Cursor):
         """Signals *full* to the MMA warps and *empty* to the TMA warp for this warp's part of a block."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -107,18 +107,18 @@ class Converters(Tiles):
         c = self.config
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes
         target = memory.data_ptr().toint() + at.stage * c.kv_bytes
-        pieces = c.raw_panel // 16  # 16-byte chunks of a key's row
-        keys = 32 // pieces  # keys that a warp converts at a time: eight, or four
+        chunks = c.raw_panel // 16  # 16-byte chunks of a key's row
+        keys = 32 // chunks  # keys that a warp converts at a time: eight, or four
         of_panel = c.block_n // keys
         steps = self.raw_ring.panels * of_panel
         lane = opt_barrier(cute.arch.lane_idx())
         # All addresses derive from the lane's first key. A chain of dependent address computations would delay the loads.
-        row, piece = lane // pieces, lane % pieces
-        turned = row if const_expr(keys == 4) else row // 2  # XOR mask of the swizzle, in chunks
-        source += row * c.raw_panel + (piece ^ turned) * 16
+        row, chunk = lane // chunks, lane % chunks
+        swizzle_xor = row if const_expr(keys == 4) else row // 2  # XOR mask of the swizzle, in chunks
+        source += row * c.raw_panel + (chunk ^ swizzle_xor) * 16
         # Lanes of the second target panel begin with their upper half, against two-way bank conflicts.
-        late = piece // 4
-        target += late * (c.block_n * 128) + row * 128 + ((piece % 4 * 2 + late) ^ row) * 16
+        late = chunk // 4
+        target += late * (c.block_n * 128) + row * 128 + ((chunk % 4 * 2 + late) ^ row) * 16
         together = 3 if c.producer_registers > 32 else 1  # loads of a warp before its first store
         groups = (steps + CONVERTERS * together - 1) // (CONVERTERS * together)
         for group in cutlass.range(groups, unroll=1):
@@ -141,7 +141,7 @@ class Converters(Tiles):
                     store_words_shared(to ^ (half * 16), [pair for word in some for pair in widen_fp8(self.mma_dtype, word)])
 
     @cute.jit
-    def turn_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):
+    def transpose_block(self, shared: Shared, raw_at: Cursor, v_at: Cursor, warp: Int32):
         """Transposes a block, 32 keys x 16 columns at a time.
 
         AHEAD loads are issued before the first store, and no address depends on another: otherwise each step would wait for its
@@ -151,14 +151,14 @@ class Converters(Tiles):
         lane, warp = opt_barrier(cute.arch.lane_idx()), opt_barrier(warp)  # recomputed: kept offsets would take registers
         chunks, in_panel = c.v_columns // 16, c.raw_panel // 16  # chunks of 16 columns: per key, per panel's row
         items = c.block_n // 32 * chunks
-        turned = lane % 8 if const_expr(c.raw_panel == 128) else lane % 8 // 2  # XOR mask of the swizzle, in chunks
+        swizzle_xor = lane % 8 if const_expr(c.raw_panel == 128) else lane % 8 // 2  # XOR mask of the swizzle, in chunks
         source = shared.storage.raw.data_ptr().toint() + raw_at.stage * c.raw_bytes + lane * c.raw_panel
         # A lane's row of the stored matrices: even and odd columns, each for key positions 0 to 15 and 16 to 31. In the last four
         # rows of a matrix even and odd are exchanged, as columns that differ by 8 would conflict in the same banks.
         late = lane // 16
         first_bytes, second_bytes = 0x6420 + 0x1111 * late, 0x7531 - 0x1111 * late
         column = lane % 8 * 2 + (lane // 16 ^ lane % 8 // 4)
-        place = lane // 8 % 2 ^ (column % 8 if const_expr(c.block_n == 128) else column // 2 % 4)
+        chunk_xor = lane // 8 % 2 ^ (column % 8 if const_expr(c.block_n == 128) else column // 2 % 4)
         target = shared.storage.v.data_ptr().toint() + v_at.stage * c.v_bytes + column * c.block_n
         steps = (items + CONVERTERS - 1) // CONVERTERS
         for first in cutlass.range_constexpr(0, steps, AHEAD):
@@ -171,10 +171,10 @@ class Converters(Tiles):
                 at = source + keys * (32 * c.raw_panel)
                 if const_expr(chunks > in_panel):
                     at += chunk // in_panel * (c.block_n * c.raw_panel)
-                words = ldmatrix(at + (chunk % in_panel ^ turned) * 16, True)
-                loaded.append((words, target + chunk * (16 * c.block_n) + ((keys * 2) ^ place) * 16))
+                words = ldmatrix(at + (chunk % in_panel ^ swizzle_xor) * 16, True)
+                loaded.append((words, target + chunk * (16 * c.block_n) + ((keys * 2) ^ chunk_xor) * 16))
             for words, to in loaded:
-                turned_words = [
+                transposed = [
                     permute_bytes(words[2 * h], words[2 * h + 1], order) for order in (first_bytes, second_bytes) for h in range(2)
                 ]
-                stmatrix(to, turned_words)
+                stmatrix(to, transposed)

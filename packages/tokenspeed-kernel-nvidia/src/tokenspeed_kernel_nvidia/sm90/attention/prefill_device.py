@@ -94,7 +94,7 @@ class Prefill(Converters, Consumers):
         sinks_kind: Int32,
         scale: Float32,
         causal: Int32,
-        processors: Int32,
+        sms: Int32,
         q_scales: Int64,
         q_apart: Int32,
         k_scales: Int64,
@@ -127,7 +127,7 @@ class Prefill(Converters, Consumers):
             Sinks(sinks, sinks_kind), scale, causal, kv_heads, mmas,
             (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)), window_left, to_cap,
         ).launch(
-            grid=(cutlass.min(most, processors), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=(cutlass.min(most, sms), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
 
     @cute.kernel
@@ -292,13 +292,13 @@ class Prefill(Converters, Consumers):
                 shared.q_pipe.acquire(q_at)
             if working:
                 rank = order - passed
-                seat = rank // head_count
-                kv_head = first_head + rank - seat * head_count
-                # The lane of the sequence: the `seat`-th lane that has a tile at this level.
+                nth = rank // head_count
+                kv_head = first_head + rank - nth * head_count
+                # The lane of the sequence: the `nth`-th lane that has a tile at this level.
                 reach = tiles > level
                 mask = registers.ballot(reach)
                 before = cute.arch.popc(mask & ((1 << lane) - 1))
-                owner = registers.ballot(reach & (before == seat))
+                owner = registers.ballot(reach & (before == nth))
                 source = cute.arch.popc((owner & -owner) - 1)
                 t_start = cute.arch.shuffle_sync(start, offset=source)
                 t_q_len = cute.arch.shuffle_sync(q_len, offset=source)
@@ -306,9 +306,9 @@ class Prefill(Converters, Consumers):
                 keys = Keys(section + source, self.first_key(sequences, section + source, t_start), t_kv_len, kv_head)
                 position = level * c.positions
 
-                fetched = Int32(0)
+                ticket = Int32(0)
                 if lane == 0:
-                    fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+                    ticket = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
 
                 if const_expr(c.converts):
                     q_scales, k_scales, v_scales = scales
@@ -347,7 +347,7 @@ class Prefill(Converters, Consumers):
                             self.load_kv(v_boxes, c.v_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
                             v_at = advance(v_at, c.kv_stages)
 
-                order = grid + cute.arch.shuffle_sync(fetched, offset=0)
+                order = grid + cute.arch.shuffle_sync(ticket, offset=0)
             elif const_expr(c.splits_q):
                 self.end_split_q(shared, q_at)
             else:

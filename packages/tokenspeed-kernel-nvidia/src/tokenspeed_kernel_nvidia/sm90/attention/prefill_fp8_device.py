@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2, lane_maxim
 LARGEST = 448.0  # the largest e4m3 value
 
 
-def places(word: int) -> tuple[int, ...]:
+def elements_of_word(word: int) -> tuple[int, ...]:
     """The accumulator elements that are packed into a word of the A operand.
 
     Word ``r + 2 h + 4 s`` holds row r of key positions 16 h to 16 h + 15 in group s of 32 keys, see `prefill_convert_device`.
@@ -37,7 +37,7 @@ def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cu
     parts = [[None, None], [None, None]]
     for i in cutlass.range_constexpr(cute.size(words)):
         row = i % 2
-        weights = [exp2(scores[at] * scale - shifts[row]) for at in places(i)]
+        weights = [exp2(scores[at] * scale - shifts[row]) for at in elements_of_word(i)]
         words[i] = pack_fp8(*weights)
         for at in cutlass.range_constexpr(4):
             before = parts[row][at % 2]

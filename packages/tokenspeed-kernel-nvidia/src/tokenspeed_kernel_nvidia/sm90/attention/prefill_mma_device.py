@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-TURN = 1  # named barriers for ping-pong scheduling, one per warpgroup: it may issue its MMAs
+PINGPONG = 1  # named barriers for ping-pong scheduling, one per warpgroup: it may issue its MMAs
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Consumers(Queries):
         s_q, s_k = self.q_ring.tiles(shared.storage.q, dtype=kind), self.kv_ring.tiles(shared.storage.k, dtype=kind)
         s_half = self.kv_ring.tiles(shared.storage.k, n // 2, kind)
         if const_expr(c.fp8):
-            s_v = self.turned_ring.tiles(shared.storage.v, dtype=kind)
+            s_v = self.transposed_ring.tiles(shared.storage.v, dtype=kind)
         else:
             s_v = self.v_ring.transposed(shared.storage.v, kind if c.fp8_cache else None)
         qk, half, pv = (mma.get_slice(wg * 128) for mma in (mmas.qk, mmas.qk_half, mmas.pv))
@@ -125,7 +125,7 @@ class Consumers(Queries):
 
         q_at, k_at, v_at = self.first_q(wg), first_to_read(), first_to_read()
         if wg == 0:
-            self.give_turn(c.warpgroups - 1)
+            self.pingpong_signal(c.warpgroups - 1)
 
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists
@@ -137,9 +137,9 @@ class Consumers(Queries):
             tile_scale = self.scale_of(shared, q_at, scale, wg)
             scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
             shared.k_pipe.wait(k_at)
-            self.take_turn(wg)
+            self.pingpong_wait(wg)
             start_mma(mmas.qk, scores, self.q_of(ops, q_at), ops.k[None, None, None, k_at.stage], steps=self.q_steps)
-            self.give_turn(wg)
+            self.pingpong_signal(wg)
             warpgroup.wait_group(0)
             shared.k_pipe.release(k_at)
             k_at = advance(k_at, c.kv_stages)
@@ -221,7 +221,7 @@ class Consumers(Queries):
         c = self.config
         record = shared.record(q_at)
         q_len, kv_len, position = record.q_len, record.kv_len, record.position
-        thread, row = self.place(wg)
+        thread, row = self.thread_and_row(wg)
         column = 2 * (thread % 4)
         seen = self.keys_seen(q_len, kv_len, position, causal)
         block = (seen - 1) // c.block_n
@@ -265,11 +265,11 @@ class Consumers(Queries):
         scores = cute.make_rmem_tensor(mmas.qk.get_slice(0).partition_shape_C((c.block_m, c.block_n)), Float32)
         k_at = self.keys_behind(k_at, v_at)
         shared.k_pipe.wait(k_at)
-        self.take_turn(wg)
+        self.pingpong_wait(wg)
         start_mma(mmas.qk, scores, q, ops.k[None, None, None, k_at.stage], steps=self.q_steps)
         shared.v_pipe.wait(v_at)
         start_mma(mmas.pv, sums.acc, ops.probs, ops.v[None, None, None, v_at.stage], True)
-        self.give_turn(wg)
+        self.pingpong_signal(wg)
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         if const_expr(c.splits_q):
@@ -325,11 +325,11 @@ class Consumers(Queries):
         v = ops.v[None, None, None, v_at.stage]
         scores = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_C((c.block_m, columns)), Float32)
         shared.k_pipe.wait(k_at)
-        self.take_turn(wg)
+        self.pingpong_wait(wg)
         start_mma(qk, scores, q, k, steps=self.q_steps)
         shared.v_pipe.wait(v_at)
         start_mma(pv, sums.acc, ops.probs, v, True)
-        self.give_turn(wg)
+        self.pingpong_signal(wg)
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         next_max, next_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -379,9 +379,9 @@ class Consumers(Queries):
             scale *= shared.record(q_at).qk_scale
         if const_expr(self.config.fp8_cache and self.dtype is not cutlass.Float16):
             if const_expr(self.config.head_dim == 256):
-                scale *= self.bring_panels_to_float16(shared, q_at, wg)
+                scale *= self.convert_panels_to_float16(shared, q_at, wg)
             else:
-                scale *= self.bring_to_float16(shared, q_at, wg)
+                scale *= self.convert_to_float16(shared, q_at, wg)
         return scale
 
     @cute.jit
@@ -390,9 +390,9 @@ class Consumers(Queries):
         if const_expr(self.config.fp8):
             words = cute.recast_tensor(probs, cutlass.Uint32)
             for i in cutlass.range_constexpr(cute.size(words)):
-                places = fp8.places(i)
-                if const_expr(places[0] < cute.size(weights)):
-                    words[i] = registers.pack_fp8(*(weights[at] for at in places))
+                elements = fp8.elements_of_word(i)
+                if const_expr(elements[0] < cute.size(weights)):
+                    words[i] = registers.pack_fp8(*(weights[at] for at in elements))
                 else:
                     words[i] = cutlass.Uint32(0)
         elif const_expr(cute.size(weights) < cute.size(probs)):
@@ -404,19 +404,19 @@ class Consumers(Queries):
             registers.round_to(weights, probs)
 
     @cute.jit
-    def take_turn(self, wg: Int32):
+    def pingpong_wait(self, wg: Int32):
         """Ping-pong: waits until the previous warpgroup has issued its MMAs."""
-        if const_expr(self.config.turns):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+        if const_expr(self.config.pingpong):
+            cute.arch.barrier(barrier_id=PINGPONG + wg, number_of_threads=256)
 
     @cute.jit
-    def give_turn(self, wg: Int32):
+    def pingpong_signal(self, wg: Int32):
         """Ping-pong: lets the next warpgroup issue its MMAs."""
-        if const_expr(self.config.turns):
+        if const_expr(self.config.pingpong):
             behind = wg + 1
             if behind == self.config.warpgroups:
                 behind = Int32(0)
-            cute.arch.barrier_arrive(barrier_id=TURN + behind, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=PINGPONG + behind, number_of_threads=256)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: Begin):
@@ -457,7 +457,7 @@ class Consumers(Queries):
     def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
         """Zeroes a block's values from row ``valid`` on. Every warpgroup does it for itself, with the same result."""
         c = self.config
-        thread = self.place(wg)[0] % 128
+        thread = self.thread_and_row(wg)[0] % 128
         values = self.v_ring.chunks(shared.storage.v)
         chunks = c.panel // 8  # 16-byte chunks of a panel's row
         zeros = cute.make_rmem_tensor(8, self.dtype)
@@ -477,14 +477,14 @@ class Consumers(Queries):
         """Epilogue: normalises by the row sum, sink included, and stores this warpgroup's rows of a tile."""
         c = self.config
         out = output.out
-        thread, row = self.place(wg)
+        thread, row = self.thread_and_row(wg)
         record = shared.record(q_at)
         start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
         v_scale = record.v_scale if const_expr(c.converts) else Float32(1.0)
         if const_expr(not c.splits_q):
             shared.q_pipe.release(q_at)
         for r in cutlass.range_constexpr(2):
-            place = position + (row + 8 * r) // c.gqa_ratio
+            query = position + (row + 8 * r) // c.gqa_ratio
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
             sink = output.sinks.load(q_head)
             highest, factor = softmax.raise_to(sums.row_max[r], sink)
@@ -492,9 +492,9 @@ class Consumers(Queries):
             factor = Float32(0.0) if total == 0.0 else factor / total
             registers.scale_row(sums.acc, r, factor * v_scale if const_expr(c.converts) else factor)
             if output.lse != 0:
-                if place < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
+                if query < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
                     value = (highest + cute.math.log2(total, fastmath=True)) * softmax.LN2
-                    at = Int64(start + place) * out.shape[1] + q_head
+                    at = Int64(start + query) * out.shape[1] + q_head
                     cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)[at] = -Float32.inf if total == 0.0 else value
 
         if const_expr(c.stores_from_registers):
@@ -565,13 +565,13 @@ class Consumers(Queries):
             cute.make_layout((out.shape[0], out.shape[1], 8, chunks), stride=(out.stride[0], out.stride[1], 1, 8)),
         )
         chunk = thread % chunks
-        piece = cute.make_rmem_tensor(8, self.dtype)
+        eight = cute.make_rmem_tensor(8, self.dtype)
         for i in cutlass.range_constexpr(64 * chunks // 128):
             r = first_row + i * (128 // chunks) + (thread % 128) // chunks
-            place = position + r // c.gqa_ratio
-            if place < q_len and r < c.gqa_ratio * c.positions:
-                cute.autovec_copy(s_chunks[r, (None, chunk % 8), chunk // 8, 0], piece)
-                cute.autovec_copy(piece, g_chunks[start + place, kv_head * c.gqa_ratio + r % c.gqa_ratio, None, chunk])
+            query = position + r // c.gqa_ratio
+            if query < q_len and r < c.gqa_ratio * c.positions:
+                cute.autovec_copy(s_chunks[r, (None, chunk % 8), chunk // 8, 0], eight)
+                cute.autovec_copy(eight, g_chunks[start + query, kv_head * c.gqa_ratio + r % c.gqa_ratio, None, chunk])
 
     @cute.jit
     def store_rows(self, out: cute.Tensor, acc: cute.Tensor, numbers: tuple, thread: Int32, row: Int32):
@@ -585,14 +585,14 @@ class Consumers(Queries):
         start, q_len, position, kv_head = numbers
         lane = thread % 4
         for r in cutlass.range_constexpr(2):
-            place = position + (row + 8 * r) // c.gqa_ratio
+            query = position + (row + 8 * r) // c.gqa_ratio
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
-            is_row = (place < q_len) & (row + 8 * r < c.gqa_ratio * c.positions)
+            is_row = (query < q_len) & (row + 8 * r < c.gqa_ratio * c.positions)
             for first in cutlass.range_constexpr(0, c.v_columns // 8, 4):
                 # A lane holds two columns of four groups of eight; the transpose gives it one whole group.
                 own = [registers.pack(self.dtype, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]) for j in range(first, first + 4)]
                 words = registers.transpose_quad(own, lane)
                 column = 8 * (first + lane)
                 if is_row & (column < c.widths[1]):
-                    at = out.iterator + (Int64(start + place) * out.stride[0] + Int64(q_head) * out.stride[1] + column)
+                    at = out.iterator + (Int64(start + query) * out.stride[0] + Int64(q_head) * out.stride[1] + column)
                     registers.store_words(at.toint(), words)

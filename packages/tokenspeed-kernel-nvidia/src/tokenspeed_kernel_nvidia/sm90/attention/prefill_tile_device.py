@@ -145,7 +145,7 @@ class Tiles:
         self.v_ring = Ring(config.block_n, config.v_columns, config.kv_stages, *panel)
         # Blocks to convert, in panels with rows of 128 or 64 bytes; and fp8 values after transposition.
         self.raw_ring = Ring(config.block_n, config.raw_columns, config.raw_stages, config.raw_panel, config.raw_panel)
-        self.turned_ring = Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n)
+        self.transposed_ring = Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n)
         self.out_ring = Ring(config.block_m, config.head_dim, 1)
 
     def storage(self) -> Any:

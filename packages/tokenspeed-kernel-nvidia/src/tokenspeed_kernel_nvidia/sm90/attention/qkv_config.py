@@ -32,7 +32,7 @@ class QkvConfig:
     head_dim: int
 
     @property
-    def product(self) -> Config:
+    def gemm(self) -> Config:
         """The configuration of `mm` whose ring and MMA mainloop this kernel uses."""
         return Config(self.dtype, "dense", "none", self.dtype, MOST_TOKENS)
 
@@ -43,7 +43,7 @@ class QkvConfig:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class LaunchParameters:
     """Launch parameters that depend on sizes, see `mm_config.Layout`.
 
     Attributes:
@@ -62,22 +62,22 @@ class Numbers:
     size: int
 
 
-def numbers_of(config: QkvConfig, tokens: int, columns: int, hidden: int, count: int) -> Numbers:
+def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: int, count: int) -> LaunchParameters:
     """Returns the launch parameters for ``count`` SMs.
 
     Raises:
         ValueError: tokens do not fit into shared memory.
     """
-    product = config.product
+    gemm = config.gemm
     row_bytes = 2 * hidden
     ctas = min(columns // 2, count)
     rows = 2 * -(-columns // 2 // ctas)
-    stages = -(-rows // ROWS) * -(-row_bytes // product.part_bytes)
-    found = layout_of(product, tokens, row_bytes, RING_BYTES, stages)
+    stages = -(-rows // ROWS) * -(-row_bytes // gemm.part_bytes)
+    found = layout_of(gemm, tokens, row_bytes, RING_BYTES, stages)
     if found is None or found.chunk_bytes < row_bytes:
         raise ValueError("wants more shared memory than there is")
-    row_shift = (product.warps - 1).bit_length() - (tokens - 1).bit_length()
-    return Numbers(ctas, row_shift, found.chunk_bytes, found.stages, found.activations, found.ring, found.size)
+    row_shift = (gemm.warps - 1).bit_length() - (tokens - 1).bit_length()
+    return LaunchParameters(ctas, row_shift, found.chunk_bytes, found.stages, found.activations, found.ring, found.size)
 
 
 def every_config() -> list[QkvConfig]:

@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import (
     SERVED_TOKENS,
     QkvConfig,
     every_config,
-    numbers_of,
+    launch_parameters_of,
 )
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 
@@ -47,7 +47,7 @@ def _launch_of(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The compiled kernel, and the launch parameters that depend on sizes alone."""
     config = QkvConfig(dtype_name(dtype), head_dim)
-    return rmsnorm_qkv_rope_program(config), astuple(numbers_of(config, tokens, columns, hidden, multiprocessors(device)))
+    return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, multiprocessors(device)))
 
 
 def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:

@@ -142,7 +142,7 @@ class Qkv(Mm):
     """The kernel of one configuration: the CTA of `mm_device`, with one producer warp and ``config.warps`` consumer warps."""
 
     def __init__(self, config: QkvConfig) -> None:
-        super().__init__(config.product)
+        super().__init__(config.gemm)
         self.head_dim = config.head_dim
         self.half = config.half
 
@@ -192,14 +192,14 @@ class Qkv(Mm):
     ):
         config = self.config
         hidden, pairs = x.shape[1], out.shape[1] // 2
-        share = pairs // ctas
+        per_cta = pairs // ctas
         work = Work(
             Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind), eps, hidden, row_shift,
             Indices(positions, positions_wide, positions_step), Table(table, table_row, Int64(1)),
             Cache(k_cache, k_page, k_slot, k_head, k_number), Cache(v_cache, v_page, v_slot, v_head, v_number),
-            Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, share, pairs - share * ctas,
+            Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, per_cta, pairs - per_cta * ctas,
         )  # fmt: skip
-        self.turn_kernel(
+        self.qkv_kernel(
             Matrix(weights.iterator.toint(), weights.stride[1] * 2), stages, ring_at, Matrix(x.iterator.toint(), x.stride[0] * 2),
             x.shape[0], chunk_bytes, activations_at, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
             Vector(bias, bias_kind), work,
@@ -209,7 +209,7 @@ class Qkv(Mm):
         )  # fmt: skip
 
     @cute.kernel
-    def turn_kernel(
+    def qkv_kernel(
         self,
         weights: Matrix,
         stages: Int32,
@@ -256,7 +256,7 @@ class Qkv(Mm):
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
             cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
             self.prefetch_pairs(call, work)
-            self.bring_pairs(call, work)
+            self.load_pairs(call, work)
         else:
             if warp == 0:
                 if lane < LOAD_BYTES // 4:
@@ -296,7 +296,7 @@ class Qkv(Mm):
                 over = ended.poll(begin)
 
     @cute.jit
-    def bring_pairs(self, call: Call, work: Work):
+    def load_pairs(self, call: Call, work: Work):
         """Loads weights into the ring."""
         config = self.config
         at = first_to_fill()
@@ -325,22 +325,22 @@ class Qkv(Mm):
         Rows are padded with zeros. Sums of squares go to shared memory too. CTA i also writes token i's sum to ``total``.
         """
         thread, _, _ = cute.arch.thread_idx()
-        units = call.at.chunk_bytes // LOAD_BYTES
+        chunks = call.at.chunk_bytes // LOAD_BYTES
         token = warp >> work.row_shift
         first = thread - (token << (work.row_shift + 5))
         step = Int32(32) << work.row_shift
         square = Float32(0.0)
         if token < call.m:
             begin = first
-            while begin < units:
+            while begin < chunks:
                 raw = cute.make_rmem_tensor((4, _AT_ONCE, 4), Uint32)
                 lives = [(begin + turn * step) * LOAD_BYTES < call.row_bytes for turn in range(_AT_ONCE)]
                 # Issue all loads before the first use.
                 for turn in cutlass.range_constexpr(_AT_ONCE):
-                    unit, live = begin + turn * step, lives[turn]
-                    at = Int64(unit * LOAD_BYTES)
+                    chunk, live = begin + turn * step, lives[turn]
+                    at = Int64(chunk * LOAD_BYTES)
                     size = cutlass.select_(work.norm.kind == 1, Int32(4), Int32(2))
-                    norm_at = work.norm.address + Int64(unit * (LOAD_BYTES // 2) * size)
+                    norm_at = work.norm.address + Int64(chunk * (LOAD_BYTES // 2) * size)
                     sources = (
                         (call.a.row(token) + at, live),
                         (work.residual.row(token) + at, live & (work.residual.address != 0)),
@@ -351,20 +351,20 @@ class Qkv(Mm):
                         for word, loaded in enumerate(load_words_if(from_, wanted)):
                             raw[which, turn, word] = loaded
                 for turn in cutlass.range_constexpr(_AT_ONCE):
-                    unit, live = begin + turn * step, lives[turn]
+                    chunk, live = begin + turn * step, lives[turn]
                     scales = self.norm_weights(work, [raw[2 + word // 4, turn, word % 4] for word in range(8)])
-                    products, sums = [], []
+                    scaled, sums = [], []
                     for word in cutlass.range_constexpr(4):
                         pair, other = widened(self.dtype, raw[0, turn, word]), widened(self.dtype, raw[1, turn, word])
                         total = pack(self.dtype, pair[0] + other[0], pair[1] + other[1])
                         pair = widened(self.dtype, total)
                         square += pair[0] * pair[0] + pair[1] * pair[1]
-                        products.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
+                        scaled.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
                         sums.append(total)
-                    if unit < units:
-                        store_words_shared(call.at.activations + token * self.activation_pitch(call) + unit * LOAD_BYTES, products)
+                    if chunk < chunks:
+                        store_words_shared(call.at.activations + token * self.activation_pitch(call) + chunk * LOAD_BYTES, scaled)
                     if live & (work.total.address != 0) & (call.rank == token):
-                        store_words(work.total.row(token) + Int64(unit * LOAD_BYTES), sums)
+                        store_words(work.total.row(token) + Int64(chunk * LOAD_BYTES), sums)
                 begin += _AT_ONCE * step
         for power in cutlass.range_constexpr(5):
             square += cute.arch.shuffle_sync_bfly(square, offset=1 << power)
@@ -394,10 +394,10 @@ class Qkv(Mm):
         config = self.config
         lane = cute.arch.lane_idx()
         thread, _, _ = cute.arch.thread_idx()
-        place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
+        offset = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
         acc = cute.make_rmem_tensor((4,), Float32)
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
-        own = call.at.ring + lane // 4 * config.pitch + place
+        own = call.at.ring + lane // 4 * config.pitch + offset
         # The epilogue needs a token's position and slot. Loaded now, to hide the latency.
         token = thread // GROUP_PAIRS
         real = token < call.m
@@ -419,8 +419,8 @@ class Qkv(Mm):
             first = self.row_of_pair(work, begin + thread % GROUP_PAIRS * 2)
             stored = [call.bias.load(first + half * self.half, mine) for half in range(2)]
             angle = work.table.at(Int32(position), first % self.head_dim, 4)
-            turns = mine & (first // self.head_dim < work.heads + work.kv_heads)
-            cosine, sine = (load_float_if(angle + half * (4 * self.half), turns) for half in range(2))
+            rotates = mine & (first // self.head_dim < work.heads + work.kv_heads)
+            cosine, sine = (load_float_if(angle + half * (4 * self.half), rotates) for half in range(2))
             for tile in cutlass.range(0, rows, ROWS, unroll=1):
                 acc.fill(0.0)
                 for part in cutlass.range(0, call.row_bytes, config.part_bytes, unroll=1):
@@ -428,10 +428,10 @@ class Qkv(Mm):
                     slot_at = own + at.stage * config.stage_bytes
                     loads = []
                     for each in cutlass.range_constexpr(config.loads):
-                        inside = part + place + each * QUAD_BYTES < call.row_bytes
+                        inside = part + offset + each * QUAD_BYTES < call.row_bytes
                         from_ = cutlass.select_(inside, slot_at + each * QUAD_BYTES, call.at.zeros)
                         loads.append([*load_words("shared", from_, 4)])
-                    self.multiply(call, acc, tile, Int32(0), part + place, loads)
+                    self.multiply(call, acc, tile, Int32(0), part + offset, loads)
                     cute.arch.sync_warp()
                     call.pipe.release(at)
                     at = self.advance(call, at)
@@ -444,14 +444,14 @@ class Qkv(Mm):
                     some = load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + thread % GROUP_PAIRS * 2) * 4, 2)
                     pair = [pair[half] + some[half] for half in range(2)]
                 pair = [pair[half] * factor + call.bias.number(stored[half]) for half in range(2)]
-                self.turn(call, work, token, first, pair, cosine, sine, slot)
+                self.rotate(call, work, token, first, pair, cosine, sine, slot)
             if begin + GROUP < call.rows:  # the next group's partial sums reuse the buffer
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
 
     # -- epilogue ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def turn(
+    def rotate(
         self,
         call: Call,
         work: Work,
@@ -476,9 +476,9 @@ class Qkv(Mm):
         store_half(to, both)
         store_half(to + 2 * self.half, both >> 16)
         if (slot >= 0) & (head >= work.heads):
-            place = Int32(slot)
-            page = Int32(Uint32(place) // Uint32(work.page_size))
-            in_page = place - page * work.page_size
+            slot_index = Int32(slot)
+            page = Int32(Uint32(slot_index) // Uint32(work.page_size))
+            in_page = slot_index - page * work.page_size
             key = work.k.at(page, in_page, head - work.heads, number)
             value = work.v.at(page, in_page, head - work.heads - work.kv_heads, number)
             keys = head < work.heads + work.kv_heads

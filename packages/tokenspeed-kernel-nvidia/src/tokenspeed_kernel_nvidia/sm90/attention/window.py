@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
+from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, SHORT, Config, every_config, has_short
 from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_of_scores, sinks_at
 
@@ -61,8 +61,8 @@ def _plan(
     """
     gqa_ratio = heads // kv_heads
     config = Config(DTYPES[dtype], head_dim, gqa_ratio, paged, capped=capped)
-    processors = multiprocessors(device)
-    even = math.ceil(tokens * kv_heads / processors / config.positions) * config.positions
+    sms = multiprocessors(device)
+    even = math.ceil(tokens * kv_heads / sms / config.positions) * config.positions
     if has_short(head_dim, gqa_ratio, paged):
         brief = replace(config, short=True)
         if short or even <= brief.block:
@@ -70,7 +70,7 @@ def _plan(
     block = max(config.positions, min(config.block, even))
     # Upper bound: each sequence may start up to 7 positions early and end with a partial block.
     most = (tokens // block + 2 * batch) * kv_heads
-    return window_program(config), block, min(processors, most)
+    return window_program(config), block, min(sms, most)
 
 
 def mha_prefill(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 WARPGROUPS = 3  # consumer warpgroups; there is one producer warpgroup more

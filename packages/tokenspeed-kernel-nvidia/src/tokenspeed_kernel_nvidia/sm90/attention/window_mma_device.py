@@ -51,17 +51,17 @@ class Rows:
 
     Attributes:
         rows: their indices.
-        places: their positions, relative to the tile's first one.
+        positions: their positions, relative to the tile's first one.
         column: the first of the thread's two columns in each 8.
     """
 
     rows: tuple
-    places: tuple
+    positions: tuple
     column: Int32
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePosition:
     """A tile's location in its sequence.
 
     Attributes:
@@ -77,9 +77,9 @@ class Place:
     head: Int32
 
     @cute.jit
-    def holds(self, place: Int32):
+    def holds(self, offset: Int32):
         """Whether a position of the tile is a query of the sequence."""
-        return self.position + place >= self.first and self.position + place < self.length
+        return self.position + offset >= self.first and self.position + offset < self.length
 
 
 class Consumers(Tiles):
@@ -128,14 +128,14 @@ class Consumers(Tiles):
             if const_expr(not c.ahead):
                 shared.q_pipe.wait(q_at)
                 start_mma(qk, scores, q_ops[None, None, None, q_at.stage], k_ops[None, None, None, eighth, kv_at.stage])
-            place = self.place_of(shared.record(kv_at), tile)
+            tile_at = self.tile_position(shared.record(kv_at), tile)
             sinks = (sink_0, sink_1)
             warpgroup.wait_group(0)
             if lane == 0:
                 shared.q_pipe.empty.arrive(q_at)
             if const_expr(c.capped):
                 softmax.cap(scores, cap_scale)
-            self.mask(scores, place.position, window_left, mine)
+            self.mask(scores, tile_at.position, window_left, mine)
             row_max, row_sum = self.softmax(scores, probs, scale, sinks, lane)
 
             shared.v_ready.wait(kv_at)
@@ -160,9 +160,9 @@ class Consumers(Tiles):
                     shared.q_pipe.wait(q_at)
                 start_mma(qk, scores, q_ops[None, None, None, q_at.stage], k_ops[None, None, None, eighth, kv_at.stage])
 
-            self.store(shared, output, pv, acc, inverse, place, mine, thread, wg)
+            self.store(shared, output, pv, acc, inverse, tile_at, mine, thread, wg)
             if output.lse != 0 and lane % 4 == 0:
-                self.store_lse(output, row_max, row_sum, place, mine)
+                self.store_lse(output, row_max, row_sum, tile_at, mine)
         warpgroup.wait_group(0)
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -182,12 +182,12 @@ class Consumers(Tiles):
         return kv_at, count, tile
 
     @cute.jit
-    def place_of(self, record: Record, tile: Int32) -> Place:
+    def tile_position(self, record: Record, tile: Int32) -> TilePosition:
         c = self.config
         position, token = record.position, record.token
         first, length = record.first, record.length
         at = tile // c.splits * c.positions
-        return Place(position + at, token + at, first, length, self.head_of(record, tile))
+        return TilePosition(position + at, token + at, first, length, self.head_of(record, tile))
 
     @cute.jit
     def head_of(self, record: Record, tile: Int32) -> Int32:
@@ -210,8 +210,8 @@ class Consumers(Tiles):
         """Masks the keys that queries do not see. Column c is the key at ``position - REACH + c``."""
         c = self.config
         before = REACH - position  # columns of keys before the sequence's start
-        low = [cutlass.max(REACH + p - window_left, before) - mine.column for p in mine.places]
-        high = [REACH + p - mine.column for p in mine.places]
+        low = [cutlass.max(REACH + p - window_left, before) - mine.column for p in mine.positions]
+        high = [REACH + p - mine.column for p in mine.positions]
         groups = c.keys // 8
         if window_left != REACH - 1 or before > 0:
             masks.hide_below(scores, low, 0, groups)
@@ -253,7 +253,7 @@ class Consumers(Tiles):
         pv: cute.TiledMma,
         acc: cute.Tensor,
         inverse: list,
-        place: Place,
+        tile_at: TilePosition,
         mine: Rows,
         thread: Int32,
         wg: Int32,
@@ -262,7 +262,7 @@ class Consumers(Tiles):
         c = self.config
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
         words = cute.recast_tensor(rounded, Int32)
-        whole = place.position >= place.first and place.position + c.positions <= place.length
+        whole = tile_at.position >= tile_at.first and tile_at.position + c.positions <= tile_at.length
         for j in cutlass.range_constexpr(c.head_dim // 8):
             for r in cutlass.range_constexpr(2):
                 even, odd = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
@@ -281,22 +281,22 @@ class Consumers(Tiles):
             if thread == 0:
                 boxes = self.out_ring.packed_boxes(shared.storage.out, c.heads, c.positions)
                 for panel in cutlass.range_constexpr(self.out_ring.panels):
-                    target = cute.domain_offset(((place.head, place.token), panel * PANEL), output.tma.tensor)
+                    target = cute.domain_offset(((tile_at.head, tile_at.token), panel * PANEL), output.tma.tensor)
                     tma_store(output.tma.atom, target, ((c.heads, c.positions), PANEL), boxes[None, None, panel, 0, wg])
                 cute.arch.cp_async_bulk_commit_group()
         else:
             for r in cutlass.range_constexpr(2):
-                if place.holds(mine.places[r]):
-                    target = output.out[place.token + mine.places[r], place.head + mine.rows[r] % c.heads, None]
+                if tile_at.holds(mine.positions[r]):
+                    target = output.out[tile_at.token + mine.positions[r], tile_at.head + mine.rows[r] % c.heads, None]
                     target_words = cute.recast_tensor(target, Int32)
                     for j in cutlass.range_constexpr(c.head_dim // 8):
                         target_words[4 * j + thread % LANES % 4] = words[2 * j + r]
 
     @cute.jit
-    def store_lse(self, output: Output, row_max: list, row_sum: list, place: Place, mine: Rows):
+    def store_lse(self, output: Output, row_max: list, row_sum: list, tile_at: TilePosition, mine: Rows):
         """Stores the LSE of the rows."""
         table = cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)
         for r in cutlass.range_constexpr(2):
-            if place.holds(mine.places[r]):
-                at = Int64(place.token + mine.places[r]) * output.heads + place.head + mine.rows[r] % self.config.heads
+            if tile_at.holds(mine.positions[r]):
+                at = Int64(tile_at.token + mine.positions[r]) * output.heads + tile_at.head + mine.rows[r] % self.config.heads
                 (table + at).store((row_max[r] + softmax.log2_ftz(row_sum[r])) * softmax.LN2)

@@ -13,14 +13,16 @@ import cutlass
 from cutlass import Int32, cute
 
 
-class Sharing:
+class SplitKv:
     """Mixin that computes each CTA group's range of KV tiles.
 
     A subclass defines the length of a sequence (``length_of``), its visible tiles (``visible``), and how many tiles a group
-    computes (``share_of``). A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's ``group``.
+    computes (``tiles_per_group``). A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's
+    ``group``.
 
-    ``share_of`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and the fixed
-    cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a group's range.
+    ``tiles_per_group`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and
+    the fixed cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a
+    group's range.
     """
 
     @cute.jit
@@ -46,9 +48,9 @@ class Sharing:
         # Backwards: the last round leaves lengths and counts of the first sequences, with which the search below begins.
         for back in cutlass.range(rounds, unroll=1):
             total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
-        share, starting = self.share_of(call, total, cute.arch.shuffle_sync(counts[0], 0))
+        per_group, starting = self.tiles_per_group(call, total, cute.arch.shuffle_sync(counts[0], 0))
         total += starting * call.batch
-        start = call.group * share
+        start = call.group * per_group
         before = Int32(0)
         found = Int32(-1)
         offset = Int32(0)
@@ -77,7 +79,7 @@ class Sharing:
             step += 1
             if found < 0 and step < rounds:
                 self.tiles_of(call, step, at_once, lengths, counts)
-        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share, starting
+        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(per_group, total - start), 0), per_group, starting
 
     @cute.jit
     def tiles_of(self, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
