@@ -75,7 +75,7 @@ class Fp8Valuer(Fp8Tiles, Valuer):
         return None, None
 
     def head_of(self, thread: Int32, group: int, c: int) -> Int32:
-        """Returns the tile row, over the heads of all its tokens, of one of a thread's 16 heads."""
+        """Returns the row of one of a thread's 16 heads in the tile, whose rows are the heads of all its tokens."""
         return 8 * group + 2 * (thread & 3) + c
 
     @cute.jit
