@@ -141,7 +141,7 @@ def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decode, "LITTLE", 0)
     monkeypatch.setattr(decode, "WHOLE", 64)
     config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)
-    assert (config.abreast, config.turned) == ((2, False) if head_dim == 64 else (1, True))
+    assert (config.abreast, config.swap_ab) == ((2, False) if head_dim == 64 else (1, True))
     kv_lens, e4m3 = [90, 0, 130], torch.float8_e4m3fn
     made = oracle.paged([2] * 3, kv_lens, 12, 4, head_dim, 64, torch.float32, torch.device("cpu"))
     k_scale, v_scale = torch.tensor([0.5, 1.0, 1.5, 0.7]), torch.tensor([1.2, 0.9, 0.6, 1.0])

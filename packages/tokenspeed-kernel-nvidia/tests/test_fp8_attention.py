@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS, config_of
 from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill as launcher_of_mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_TILES, Config
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES
 
 from . import oracle
 from .oracle import Options

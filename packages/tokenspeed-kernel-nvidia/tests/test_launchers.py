@@ -18,7 +18,7 @@ from torch import Tensor
 from tokenspeed_kernel_base import alignment
 from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.sm90.attention import decode, decode_config, prefill, prefill_config, window
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 

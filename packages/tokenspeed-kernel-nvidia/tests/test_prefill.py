@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia.sm90.attention import prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 
 from . import oracle
 from .oracle import Options

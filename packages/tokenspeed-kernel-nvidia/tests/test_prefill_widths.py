@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as oper
 from tokenspeed_kernel_nvidia.sm90.attention import prefill
 from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill as launcher_of_mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import TILES, Config
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, OTHER_WIDTHS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, OTHER_WIDTHS, PAGE_SIZES
 
 from . import oracle
 from .oracle import Options

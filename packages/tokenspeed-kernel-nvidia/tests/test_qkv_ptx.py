@@ -17,7 +17,7 @@ pytest.importorskip("sm90_emulator")
 from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
-from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import GROUP_PAIRS, QkvConfig, numbers_of
+from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import GROUP_PAIRS, QkvConfig, launch_parameters_of
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope_program
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 
@@ -78,7 +78,7 @@ def run(
     places = [memory.put(bytes_of(cache)) for cache in caches]
     out, total = (memory.put(np.full(2 * size, 0x44, np.uint8)) for size in (tokens * columns, tokens * hidden))
     config = QkvConfig("bfloat16", head_dim)
-    numbers = numbers_of(config, tokens, columns, hidden, ctas)
+    numbers = launch_parameters_of(config, tokens, columns, hidden, ctas)
     pairs = columns // 2
     wide = int(index_dtype == torch.int64)
     slots_at = 0 if slots is None else memory.put(bytes_of(slots.to(index_dtype)))
@@ -92,7 +92,7 @@ def run(
         for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
         pairs % numbers.ctas,
     ]  # fmt: skip
-    launch(texts(config), arguments, config.product.threads + 32, (numbers.ctas,), memory, seed=seed + 1)
+    launch(texts(config), arguments, config.gemm.threads + 32, (numbers.ctas,), memory, seed=seed + 1)
     given = {} if slots is None else {"k_cache": caches[0], "v_cache": caches[1], "slot_mapping": slots}
     found = operator.operator.reference(
         *operator.operator.complete(

@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import (
     SQUARES,
     QkvConfig,
     every_config,
-    numbers_of,
+    launch_parameters_of,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as launcher_of_rmsnorm_qkv_rope
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import HEAD_BYTES, SHARED_BYTES, STAGES
@@ -176,10 +176,10 @@ def test_every_size_has_room() -> None:
     """Tokens, a ring of several stages, and the barriers with the sums of squares fit into shared memory."""
     assert [config.head_dim for config in every_config()] == list(HEAD_DIMS)
     for tokens, hidden in itertools.product((1, MOST_TOKENS), (8, 2880, MOST_HIDDEN)):
-        numbers = numbers_of(QkvConfig("bfloat16", 64), tokens, 5120, hidden, 132)
+        numbers = launch_parameters_of(QkvConfig("bfloat16", 64), tokens, 5120, hidden, 132)
         assert numbers.size <= SHARED_BYTES
         assert numbers.stages >= min(4, -(-hidden // 1024) * 5)
         assert numbers.row_shift >= 0
     with pytest.raises(ValueError, match="more shared memory"):
-        numbers_of(QkvConfig("bfloat16", 64), MOST_TOKENS, 5120, 16384, 132)
-    assert 8 * (2 * STAGES + 3) <= SQUARES <= HEAD_BYTES - 16 - 4 * QkvConfig("bfloat16", 64).product.warps
+        launch_parameters_of(QkvConfig("bfloat16", 64), MOST_TOKENS, 5120, 16384, 132)
+    assert 8 * (2 * STAGES + 3) <= SQUARES <= HEAD_BYTES - 16 - 4 * QkvConfig("bfloat16", 64).gemm.warps

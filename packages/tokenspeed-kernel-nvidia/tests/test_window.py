@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia.sm90.attention import window
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS
 
 from . import oracle
 from .oracle import Options

@@ -1,12 +1,14 @@
-"""Decode: attention of the newest tokens of sequences to a paged cache, on Hopper.
+"""Decode on Hopper: attention of the newest tokens of each sequence to a paged KV cache.
 
-Memory decides the speed, so every multiprocessor has to have work, and much of the cache on its way, from beginning to end. The
-grid is fixed: CTAs for all key heads are a *group*, and there are as many groups as two CTAs a multiprocessor make. The tiles of
-all sequences, one after another, are cut into as many equal ranges as there are groups, on the device, from cache_seqlens: a
-captured graph stays right, and evenly loaded, when lengths change. One warp of a CTA loads tiles into a ring in shared memory by
-TMA, four compute. Where a sequence goes on in other groups, each leaves a partial result, and the last one to do so merges them, in
-a fixed order. Sequences of which little is visible, as in layers with a short window, are not divided: groups take turns.
-With many of those, a warp has a key head of its own, and all its tiles: nothing is merged.
+Decode is memory-bound, so every SM needs work, and many tiles in flight, from beginning to end. The kernel is persistent: the CTAs
+of all KV heads form a *group*, and there are as many groups as fit on the SMs at once (usually two CTAs per SM). The tiles of all
+sequences, concatenated, are split into one equal range per group. The split is computed on the device from cache_seqlens, so a
+captured CUDA graph stays correct and balanced when lengths change.
+
+A CTA is warp-specialised: one producer warp loads tiles into a ring in shared memory by TMA, four consumer warps compute. Where a
+sequence spans several groups (split-KV), each group writes a partial result, and the last group to finish merges them in a fixed
+order. Sequences with few visible tokens, as in layers with a short window, are not split: groups take them round-robin. With many
+of those, each warp handles one KV head and all its tiles, so nothing is merged.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     CONSUMERS,
-    PIECES,
+    MERGE_BATCH,
     ROWS,
     WIDTHS,
     Config,
@@ -36,22 +38,23 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
+from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, PAGED_FP8, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_at, scales_of_scores, sinks_at
 
-WHOLE = 256  # keys of a sequence that are not worth dividing
-LITTLE = 2048  # keys of all sequences together that are little work
-FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with two, more pieces to merge take longer
-MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
+WHOLE = 256  # visible keys of a sequence up to which it is not split
+LITTLE = 2048  # visible keys of all sequences together below which the work is "little"
+FEW = 1  # sequences up to which the work is "long", on one CTA per SM: with two, merging more partial results takes longer
+MANY = 800  # (sequence, KV head) pairs of short windows from which a warp takes a KV head: 1.5 CTAs per SM, of four heads each
 
 
-# What kernels are declared for that go before the portable one: widths, query heads a key head, new tokens, formats, pages.
+# Declarations that rank before the portable kernel: head_dim and v_head_dim, smallest and largest GQA group, new tokens, formats,
+# page sizes.
 _CHOSEN: list[tuple[tuple[int, int], tuple[int, int], int, frozenset[FormatSignature], tuple[int, ...]]] = []
 
 
 def usual_configs() -> list[Config]:
-    """Those of `every_config` that such kernels ask for."""
-    asked = {
+    """The configurations of `every_config` that the declarations in `_CHOSEN` use."""
+    used = {
         config_of(DTYPES[q], widths, page_size, rows, work, fp8, capped, close)
         for widths, (least, most), tokens, signatures, pages in _CHOSEN
         for q, cache in {(signature.format_for("q").storage_dtype, signature.format_for("k_cache")) for signature in signatures}
@@ -62,11 +65,11 @@ def usual_configs() -> list[Config]:
         for capped in (False, True)
         for close in (False, True)
     }
-    return [config for config in every_config() if config in asked]
+    return [config for config in every_config() if config in used]
 
 
 def _rows(wanted: int) -> int:
-    """Query rows of the program that has room for so many."""
+    """Query rows of the smallest kernel variant with at least ``wanted`` rows."""
     return next(rows for rows in ROWS if rows >= wanted)
 
 
@@ -91,7 +94,7 @@ def _program_of(
     close: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """The program, groups, and floats of partial results."""
+    """The compiled kernel, the number of CTA groups, and the float32 elements of the workspace for partial results."""
     rows = _rows(heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], widths, page_size, rows, work, cache != dtype, capped, close and kv_heads % 2 == 0)
     groups = max(1, config.resident * multiprocessors(device) * config.heads * config.abreast // kv_heads)
@@ -115,9 +118,9 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a paged cache: launches on checked arguments.
+    """Attention of the newest tokens to a paged cache: launches the kernel on checked arguments.
 
-    Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the public function is
+    Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
     `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
     """
     tokens, heads, head_dim = q.shape
@@ -125,7 +128,7 @@ def mha_decode_with_kvcache(
     v_head_dim = v_cache.shape[3]
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
-        if not pages:  # all sequences are empty, but a TMA wants something to describe
+        if not pages:  # all sequences are empty, but a TMA descriptor needs memory to describe
             k_cache, v_cache = (cache.new_zeros(1, *cache.shape[1:]) for cache in (k_cache, v_cache))
         device, batch = q.get_device(), tokens // max_seqlen_q
         shown = max_seqlen_k if window_left < 0 else min(max_seqlen_k, window_left + max_seqlen_q)
@@ -137,7 +140,7 @@ def mha_decode_with_kvcache(
         cache = k_cache.dtype
         scale, cap_scale = scales_of_scores(head_dim, softmax_scale, logit_cap)
         widths, capped = (head_dim, v_head_dim), cap_scale is not None
-        # Whether key heads of a token are neighbours.
+        # Whether the KV heads of a token are contiguous in memory.
         close = cache != q.dtype and k_cache.stride(2) == head_dim and v_cache.stride(2) == v_head_dim
         launch, groups, floats = _program_of(
             q.dtype, cache, widths, page_size, heads, kv_heads, max_seqlen_q, work, capped, close, device
@@ -151,8 +154,8 @@ def mha_decode_with_kvcache(
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
             partial_at, counters_at = workspace.memory_at, workspace.counters_at
-            if groups > PIECES * batch:  # a CTA a multiprocessor, rather than more to merge
-                groups = max(PIECES * batch, groups // 2)
+            if groups > MERGE_BATCH * batch:  # one CTA per SM, rather than more partial results to merge
+                groups = max(MERGE_BATCH * batch, groups // 2)
         elif groups > batch:
             groups = batch
         sinks, *its = sinks_at(sinks)
@@ -174,9 +177,9 @@ def _register(
     priority: int,
     rows: int = max(ROWS),
 ) -> None:
-    """Declares what is served of heads of some widths.
+    """Declares a kernel for these widths of keys and values.
 
-    Query heads a key head, times new tokens, must be at most ``rows``, and that at most the rows that programs are made for.
+    The largest GQA group size in ``ratios`` times the new tokens of a sequence is at most ``rows``. ``rows`` is at most max(ROWS).
     """
     tokens = rows // ratios[1]
     if priority > Priority.PORTABLE:
@@ -214,12 +217,12 @@ for _widths in WIDTHS:
     else:
         if _widths[0] != 80:
             _register("", _widths, (1, 16), PAGED, PAGE_SIZES, Priority.SPECIALIZED)
-        # Microseconds on an H200, beside the portable kernel: 64 x 4096 of 2 key heads of 256 76.2, 79.9; 32 x 4096 of 8 of 256
-        # 132.6, 138.5; 16 x 2048 of 32 of 96 79.3, 83.5; of 80 82.4, 120.4; 32 x 4096 of 192/128 91.7, 103.9. With more than
-        # eight query rows nothing has been measured.
+        # Microseconds on an H200, this kernel then the portable one. 64 x 4096 tokens, 2 KV heads of 256: 76.2, 79.9. 32 x 4096, 8
+        # heads of 256: 132.6, 138.5. 16 x 2048, 32 heads of 96: 79.3, 83.5; of 80: 82.4, 120.4. 32 x 4096, 192/128: 91.7, 103.9.
+        # More than eight query rows have not been measured.
         _register("fp8_cache_", _widths, (1, 8), PAGED_FP8, PAGE_SIZES, Priority.SPECIALIZED, 8)
-    # On an H200 the portable kernel is quicker, or nothing has been measured. 16 x 2048 of 32 heads of 80 in 16 bits: 118 us,
-    # portable 98.5; pages of one token: 32 x 4096 of 8 key heads of 128 163, 140; 64 x 8192 of 8 of 64 in fp8 175, 150, but in
-    # bfloat16 261, 265; 64 x 4096 of 2 of 256 in fp8 92.2, 81.3.
+    # On an H200 the portable kernel is faster for these, or nothing has been measured. Microseconds, this kernel then the portable
+    # one. 16 x 2048 tokens, 32 heads of 80, 16-bit: 118, 98.5. Pages of one token: 32 x 4096, 8 KV heads of 128: 163, 140;
+    # 64 x 8192, 8 of 64, fp8: 175, 150, but bfloat16: 261, 265; 64 x 4096, 2 of 256, fp8: 92.2, 81.3.
     _register("any_cache_", _widths, (1, 16), _EVERY, (1,) if _usual else (1, *PAGE_SIZES), Priority.PORTABLE - 1)
 _register("gathered_", (64, 64), (1, 16), PAGED, (1,), Priority.SPECIALIZED)

@@ -1,7 +1,7 @@
-"""The device code of `decode`: the launch, and which warp does what.
+"""The device code of `decode`: the launch, and the roles of the warps.
 
-`decode_load_device` divides the work and loads, `decode_mma_device` computes, and `decode_merge_device` makes the output of what
-warps and CTAs have found.
+`decode_load_device` has the tile scheduler and the producer warp, `decode_mma_device` the consumer warps, and `decode_merge_device`
+the epilogue, which merges the partial results of warps and CTAs.
 """
 
 # mypy: ignore-errors
@@ -27,17 +27,17 @@ from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, make_tma, tokens_first
 
-LOAD_WARP = CONSUMERS  # the warp that loads
-PREFETCH_WARP = 0  # the warp that brings keys to the L2 cache before it computes
+LOAD_WARP = CONSUMERS  # the producer warp
+PREFETCH_WARP = 0  # the consumer warp that prefetches K/V into L2 before it computes
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return Decode(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     pages, page_size = size(), size(divisibility=config.box)
@@ -52,7 +52,14 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Decode(Gatherer, Consumers):
-    """The kernel of one configuration."""
+    """The decode kernel of one configuration.
+
+    The grid is (CTAs that cover all KV heads, CTA groups), with `Config.resident` CTAs per SM. A CTA has four consumer warps and
+    one producer warp. The producer finds the CTA's range of tiles and publishes it in shared memory (``plan``). It then fills a
+    ring of K/V tiles by TMA, or by cp.async where a page holds one token. The ring takes all shared memory that is left, so that as
+    many tiles as possible are in flight. The consumers compute scores, online softmax and P @ V with mma.sync from the ring, and
+    merge their partial results through shared memory, those of several CTAs through a workspace in global memory.
+    """
 
     @cute.jit
     def __call__(
@@ -102,7 +109,7 @@ class Decode(Gatherer, Consumers):
         )  # fmt: skip
 
     def abreast_heads(self, cache: cute.Tensor) -> cute.Tensor:
-        """A cache as ``(page_size, columns of a tile's row, kv_heads / abreast, pages)``."""
+        """A view of a cache: ``(page_size, columns of a tile's row, kv_heads / abreast, pages)``."""
         rows = tokens_first(cache, True)
         if self.abreast == 1:
             return rows
@@ -146,7 +153,7 @@ class Decode(Gatherer, Consumers):
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
-        begun = Barriers(storage.begun.data_ptr())  # the kernel before has ended
+        begun = Barriers(storage.begun.data_ptr())  # completed once the preceding kernel has ended
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -165,7 +172,7 @@ class Decode(Gatherer, Consumers):
             if const_expr(not self.config.gathered):
                 if warp == PREFETCH_WARP:
                     self.prefetch_l2(call, begun, k, v)
-        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
+        # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
@@ -180,7 +187,7 @@ class Decode(Gatherer, Consumers):
 
     @cute.jit
     def prefetch_lines(self, call: Call):
-        """Has addresses translated before they are needed: by then, keys have driven them from the multiprocessor's buffers."""
+        """Prefetches a line of each small tensor, to cache its address translation before K/V traffic would evict it."""
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             prefetch_line(call.q.address)
@@ -189,6 +196,6 @@ class Decode(Gatherer, Consumers):
                 prefetch_line(call.sinks.address)
             if const_expr(self.config.split):
                 prefetch_line(call.counters)
-                sums_at, results_at = self.piece(call, call.group, call.group < 0, Int32(0))
+                sums_at, results_at = self.partial_at(call, call.group, call.group < 0, Int32(0))
                 prefetch_line(sums_at)
                 prefetch_line(results_at)

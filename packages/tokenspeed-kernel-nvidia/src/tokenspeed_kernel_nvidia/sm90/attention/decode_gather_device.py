@@ -1,4 +1,4 @@
-"""The warp of `decode_device` that loads tiles where each page has one token: rows of the cache, gathered by their numbers."""
+"""The producer warp of `decode_device` for pages of one token: it gathers rows of the cache by page index, with cp.async."""
 
 # mypy: ignore-errors
 
@@ -15,18 +15,18 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import Call, Pan
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, load_int
 
-PIECE = 16  # bytes that a lane copies with an instruction
-UNROLL = 4  # copies of a lane that are prepared together
+CHUNK_BYTES = 16  # bytes per cp.async
+UNROLL = 4  # copies of a lane whose addresses are computed together
 
 
-def copy_piece(to: Any, source: Any) -> None:
-    """Starts the copy of 16 bytes from global to shared memory."""
+def copy_chunk(to: Any, source: Any) -> None:
+    """Starts a 16-byte cp.async from global to shared memory."""
     cute.arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[to, source])
 
 
 @dataclass(frozen=True)
 class CacheRows:
-    """A cache with a token a page: its address, and how many numbers further those of tokens and key heads are."""
+    """A cache with pages of one token: its address, and strides of tokens and KV heads in elements."""
 
     address: Int64
     token: Int64
@@ -34,15 +34,15 @@ class CacheRows:
 
 
 class Gatherer(Loader):
-    """The part of the kernel that gathers rows."""
+    """Mixin of the producer warp that gathers rows."""
 
     @cute.jit
     def gather(self, call: Call, k: CacheRows, v: CacheRows):
-        """Fills the ring of tiles. Lengths are read a sequence ahead, and numbers of rows a tile ahead."""
+        """Fills the ring of tiles. Sequence lengths are loaded one sequence ahead, row indices one tile ahead."""
         sequence, length, offset, left, step = self.plan(call)
-        # Of the keys of a tile: one a lane, then the next 32.
+        # Row indices of a tile's keys: 32 keys per element, one key per lane.
         rows, next_rows = (cute.make_rmem_tensor(((self.block + LANES - 1) // LANES,), Int32) for _ in range(2))
-        index = Int32(0)  # of a tile, among all of this CTA
+        index = Int32(0)  # of a tile in the CTA's whole range
         next_length = self.length_of(call, sequence + step)
         begin, first, count = self.visible(call, length)
         first += offset
@@ -71,43 +71,43 @@ class Gatherer(Loader):
 
     @cute.jit
     def rows_of(self, call: Call, sequence: Int32, start: Int32, begin: Int32, length: Int32, rows: cute.Tensor):
-        """Reads which rows of the cache hold the keys from position ``start`` on.
+        """Loads the row indices of the keys from position ``start`` on.
 
-        Positions that no query sees get the row of the nearest one that is seen, so that copies need no condition.
+        Positions that no query sees are clamped to the nearest visible one, so that copies need no predicate.
         """
         table = call.page_table
         for each in cutlass.range_constexpr(cute.size(rows)):
             rows[each] = Int32(0)
             if length > 0:
                 position = cutlass.min(cutlass.max(start + each * LANES + cute.arch.lane_idx(), begin), length - 1)
-                place = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(position) * table.page
-                rows[each] = load_int(table.address + place * 4, False)
+                offset = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(position) * table.page
+                rows[each] = load_int(table.address + offset * 4, False)
 
     @cute.jit
     def copy_rows(self, call: Call, cache: CacheRows, panels: cutlass.Constexpr[Panels], rows: cute.Tensor, stage: Int32):
-        """Starts the copies of a tile's keys, or values, of all key heads of this CTA. Neighbouring lanes copy a row together."""
+        """Starts the copies of a tile's keys, or values, of the CTA's KV heads. Adjacent lanes copy a row: coalesced."""
         lane = cute.arch.lane_idx()
-        number_bytes = self.config.kv_bytes
-        pieces = panels.width * number_bytes // PIECE  # of a row
-        in_panel = panels.row_bytes // PIECE
-        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * number_bytes
+        element_bytes = self.config.kv_bytes
+        chunks = panels.width * element_bytes // CHUNK_BYTES  # 16-byte chunks of a row
+        in_panel = panels.row_bytes // CHUNK_BYTES
+        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * element_bytes
         for head in cutlass.range_constexpr(self.heads):
-            source = cache.address + Int64(call.kv_head + head) * (cache.head * number_bytes)
+            source = cache.address + Int64(call.kv_head + head) * (cache.head * element_bytes)
             for some in cutlass.range_constexpr(cute.size(rows)):
                 keys = min(LANES, self.block)
-                # With all turns written out, their addresses take more registers than there are.
-                for turn in cutlass.range((keys * pieces + LANES - 1) // LANES, unroll=UNROLL):
+                # Fully unrolled, the addresses would need more registers than there are.
+                for turn in cutlass.range((keys * chunks + LANES - 1) // LANES, unroll=UNROLL):
                     own = turn * LANES + lane
-                    row, piece = own // pieces, own % pieces
-                    if const_expr(LANES % pieces == 0):  # which of its pieces a lane copies is always the same
-                        row, piece = turn * (LANES // pieces) + lane // pieces, lane % pieces
+                    row, chunk = own // chunks, own % chunks
+                    if const_expr(LANES % chunks == 0):  # a lane copies the same chunk of every row
+                        row, chunk = turn * (LANES // chunks) + lane // chunks, lane % chunks
                     number = cute.arch.shuffle_sync(rows[some], row % LANES)
-                    place = panels.row_at(some * LANES + row) + piece // in_panel * panels.bytes
-                    swizzled = (piece % in_panel) ^ panels.turned(row % 8)
-                    target = to + place + head * (self.box * panels.row_bytes) + swizzled * PIECE
-                    from_row = source + Int64(number) * (cache.token * number_bytes) + piece * PIECE
-                    if const_expr(keys * pieces % LANES == 0):
-                        copy_piece(target, from_row)
-                    if const_expr(keys * pieces % LANES != 0):
+                    offset = panels.row_at(some * LANES + row) + chunk // in_panel * panels.bytes
+                    swizzled = (chunk % in_panel) ^ panels.swizzle_xor(row % 8)
+                    target = to + offset + head * (self.box * panels.row_bytes) + swizzled * CHUNK_BYTES
+                    from_row = source + Int64(number) * (cache.token * element_bytes) + chunk * CHUNK_BYTES
+                    if const_expr(keys * chunks % LANES == 0):
+                        copy_chunk(target, from_row)
+                    if const_expr(keys * chunks % LANES != 0):
                         if row < keys:
-                            copy_piece(target, from_row)
+                            copy_chunk(target, from_row)

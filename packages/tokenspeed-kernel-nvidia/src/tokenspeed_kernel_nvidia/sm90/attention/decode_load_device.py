@@ -1,4 +1,4 @@
-"""The warp of `decode_device` that divides the work and loads tiles, and the one that brings keys to the L2 cache before."""
+"""The producer warp of `decode_device`, which splits the work and loads tiles, and the L2 prefetch ahead of it."""
 
 # mypy: ignore-errors
 
@@ -12,53 +12,53 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
     DONE,
     LEFT,
     OFFSET,
+    PER_GROUP,
     PLANNED,
     SEQUENCE,
-    SHARE,
     THREADS,
     Call,
     Panels,
     Tiles,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
+from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, swizzle
 
-AT_ONCE = 8  # lengths that a lane reads together
-AHEAD = 2  # sequences of a CTA whose keys are brought to the L2 cache
-MOST_AHEAD = 256  # keys of each
+AT_ONCE = 8  # sequence lengths that a lane loads per round
+AHEAD = 2  # sequences of a CTA whose K/V are prefetched into L2
+MOST_AHEAD = 256  # prefetched keys of each
 
 
-class Loader(Sharing, Tiles):
-    """The part of the kernel that divides the work and loads."""
+class Loader(SplitKv, Tiles):
+    """Mixin of the producer warp: tile scheduler, TMA loads, L2 prefetch."""
 
     @cute.jit
-    def share_of(self, call: Call, total: Int32, _: Int32):
-        """Returns how many tiles a group computes, and 0: beginning a sequence costs no tiles."""
-        share = (total + call.groups - 1) // call.groups
-        if const_expr(self.block == 16):  # a tile for each warp
-            share = (share + self.parts - 1) // self.parts * self.parts
-        return share, Int32(0)
+    def tiles_per_group(self, call: Call, total: Int32, _: Int32):
+        """Returns the tiles per group, and 0: starting a sequence has no fixed cost here."""
+        per_group = (total + call.groups - 1) // call.groups
+        if const_expr(self.block == 16):  # a multiple of the warps, so that each has a tile
+            per_group = (per_group + self.parts - 1) // self.parts * self.parts
+        return per_group, Int32(0)
 
     @cute.jit
     def plan(self, call: Call):
-        """Finds this CTA's work, and tells the others.
+        """Finds this CTA's range of tiles, writes it to the plan, and signals PLANNED to the consumer warps.
 
         Returns:
-            The sequence that it begins in, that one's length, the tile there, how many tiles or sequences there are, and how many
-            sequences further the next one is.
+            The first sequence, its length, the tile offset in it, the tiles (without split-KV: the sequences) of the range, and the
+            stride from one sequence to the next.
         """
         lane = cute.arch.lane_idx()
         step = Int32(1)
         if const_expr(self.config.split):
-            sequence, length, offset, left, share, _none = [Int32(0)] * 6
-            if call.batch <= 32:  # less code, and that is what takes time here
-                sequence, length, offset, left, share, _none = self.divide(call, 1)
+            sequence, length, offset, left, per_group, _none = [Int32(0)] * 6
+            if call.batch <= 32:  # less code: here the time goes into instruction fetch
+                sequence, length, offset, left, per_group, _none = self.divide(call, 1)
             else:
-                sequence, length, offset, left, share, _none = self.divide(call, AT_ONCE)
+                sequence, length, offset, left, per_group, _none = self.divide(call, AT_ONCE)
         else:
-            sequence, offset, share, step = call.group, Int32(0), Int32(0), call.groups
+            sequence, offset, per_group, step = call.group, Int32(0), Int32(0), call.groups
             length = self.length_of(call, sequence)
             left = (call.batch - call.group + call.groups - 1) // call.groups
         if lane == 0:
@@ -66,14 +66,14 @@ class Loader(Sharing, Tiles):
             call.plan[OFFSET] = offset
             call.plan[LEFT] = left
             call.plan[DONE] = Int32(0)
-            call.plan[SHARE] = share
+            call.plan[PER_GROUP] = per_group
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
         return sequence, length, offset, left, step
 
     @cute.jit
     def take(self, count: Int32, left: Int32):
-        """Returns how many of a sequence's tiles this CTA computes, and how many tiles, or sequences, are left then."""
+        """Returns how many of a sequence's ``count`` tiles this CTA computes, and the tiles (or sequences) left afterwards."""
         if const_expr(self.config.split):
             count = cutlass.min(count, left)
             left -= count
@@ -83,20 +83,20 @@ class Loader(Sharing, Tiles):
 
     @cute.jit
     def load(self, call: Call, k: Tma, v: Tma):
-        """Fills the ring of tiles. Lengths and numbers of pages are read a sequence ahead."""
+        """Fills the ring of tiles. Sequence lengths and page indices are loaded one sequence ahead."""
         lane = cute.arch.lane_idx()
         shift = call.page_shift
         sequence, length, offset, left, step = self.plan(call)
         k_to, k_from = self.partition(call, k, self.keys)
         v_to, v_from = self.partition(call, v, self.values)
 
-        box_bytes = self.config.kv_bytes * self.config.stage_numbers // self.boxes
-        index = Int32(0)  # of a tile, among all of this CTA
+        box_bytes = self.config.kv_bytes * self.config.stage_elements // self.boxes
+        index = Int32(0)  # of a tile in the CTA's whole range
         next_length = self.length_of(call, sequence + step)
         begin, first, count = self.visible(call, length)
         first += offset
         count -= offset
-        # `pages`, one a lane, are those from `first_page` of the sequence on.
+        # `pages`: entries of the page table, one per lane, from `first_page` of the sequence on.
         first_page = (first * self.block) >> shift
         pages = self.pages_from(call, sequence, first_page, length)
         while left > 0:
@@ -136,10 +136,10 @@ class Loader(Sharing, Tiles):
 
     @cute.jit
     def prefetch_l2(self, call: Call, begun: Barriers, k: Tma, v: Tma):
-        """Brings what this CTA will probably load first to the L2 cache, until the kernel before has ended.
+        """Prefetches into L2 the K/V tiles that this CTA will probably load first, until the preceding kernel has ended (PDL).
 
-        That kernel may be writing all that is read here, so what is found is good for guesses only. Whatever numbers of pages are
-        found, the copy engine leaves out what is not in the cache.
+        The preceding kernel may still be writing lengths and page table, so the values read here are only hints. TMA ignores boxes
+        that are out of the cache's bounds, so any page index is safe.
         """
         shift = call.page_shift
         _, k_from = self.partition(call, k, self.keys)
@@ -167,23 +167,23 @@ class Loader(Sharing, Tiles):
 
     @cute.jit
     def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
-        """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not read."""
+        """The page indices of 32 pages of a sequence, one per lane. Entries beyond its length are not read, and 0 here."""
         page = Int32(0)
         at = first_page + cute.arch.lane_idx()
         if at << call.page_shift < length:
             table = call.page_table
-            place = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(at) * table.page
-            page = load_int(table.address + place * 4, early)
+            entry = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(at) * table.page
+            page = load_int(table.address + entry * 4, early)
         return page
 
     @cute.jit
     def partition(self, call: Call, kv: Tma, panels: cutlass.Constexpr[Panels]):
-        """Boxes in the ring, and boxes of this CTA's key heads in a cache."""
+        """TMA partitions: the boxes in the ring, and the boxes of this CTA's KV heads in a cache."""
         panel = panels.columns
         row = self.heads * panel
         layout = cute.make_layout(
             (self.box, panel, self.heads, self.boxes, panels.count, self.stages),
-            stride=(panel, 1, self.box * panel, self.box * row, self.block * row, self.config.stage_numbers),
+            stride=(panel, 1, self.box * panel, self.box * row, self.block * row, self.config.stage_elements),
         )
         tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(panels.row_bytes), dtype=self.kv_dtype) + panels.begin
         source = cute.local_tile(kv.tensor, (self.box, panel, self.heads), (None, None, call.kv_head // self.heads, None))

@@ -1,7 +1,7 @@
-"""What `decode_device` makes of the sums that warps and CTAs have: the output.
+"""The epilogue of `decode_device`: merges the partial results of warps and CTAs (split-KV), and writes the output.
 
-A warp's sums of a row are its running maximum, its sum of exponentials, and its accumulator. Sums of the same row, of other keys,
-are merged by scaling all to the largest maximum.
+A warp's partial result of a query row is its running row max, its row sum of exponentials, and its accumulator. Partial results of
+the same row over different keys are rescaled to the largest row max and added.
 """
 
 # mypy: ignore-errors
@@ -14,8 +14,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES
-from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import BEFORE, DONE, LEFT, OFFSET, SEQUENCE, SHARE, Call, Tiles
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, MERGE_BATCH
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import BEFORE, DONE, LEFT, OFFSET, PER_GROUP, SEQUENCE, Call, Tiles
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     load_floats,
     opt_barrier,
@@ -26,19 +26,19 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2, LOWEST, exp2, raise_to
 
-MERGERS = 32 * CONSUMERS  # threads
+MERGERS = 32 * CONSUMERS  # threads that merge
 MERGE = 2  # their named barrier
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A warp's sums: of each of its tiles of 16 rows, a lane's one or two rows.
+    """A warp's softmax state and accumulators. A lane holds one or two rows of each tile of 16 query rows.
 
     Attributes:
         acc: ``[tile, 8 columns, element]``, see `registers_device`.
-        row_max, row_sum: ``[tile, row]``; sums of this lane's columns only.
-        scale: what products are multiplied with: ``scale`` or ``cap_scale`` of the call, and what takes q and an fp8 cache to
-            float16. A number for each of the heads that lie abreast.
+        row_max, row_sum: ``[tile, row]``; row_sum covers this lane's columns only.
+        scale: factors of q @ k with an fp8 cache: ``scale`` or ``cap_scale`` of the call, times the cache's scale and the inverse
+            of the factor that brought q to float16. One for each of the heads that lie abreast.
     """
 
     acc: cute.Tensor
@@ -48,13 +48,13 @@ class Sums:
 
 
 class Merger(Tiles):
-    """The part of the kernel that makes the output."""
+    """Mixin of the epilogue."""
 
     # -- of one warp -------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
-        """Writes the output of a sequence and a key head from one warp's sums."""
+        """Writes the output of a sequence and a KV head that one warp has computed alone."""
         lane = cute.arch.lane_idx()
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
@@ -74,24 +74,24 @@ class Merger(Tiles):
                         self.write_lse(call, sequence, token, q_head, logarithm)
 
     def scale(self, call: Call, sums: Sums, r: int) -> Float32:
-        """What scores of a lane's ``r``-th row are multiplied with."""
-        return self.product_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
+        """The factor of the scores of a lane's ``r``-th row, which includes log2(e)."""
+        return self.qk_scale(sums, r) if self.fp8 and not self.config.capped else call.scale
 
-    def product_scale(self, sums: Sums, r: int) -> Float32:
-        """What products of fp8 keys and a lane's ``r``-th row are multiplied with."""
+    def qk_scale(self, sums: Sums, r: int) -> Float32:
+        """The factor of q @ k of fp8 keys and a lane's ``r``-th row."""
         return sums.scale[r % self.abreast]
 
     @cute.jit
     def times_v_scale(self, call: Call, factor: Float32, kv_head: Int32) -> Float32:
-        """The factor of an accumulator, times the scale of values if they have one."""
+        """The factor of an accumulator, times the scale of an fp8 cache's values."""
         if const_expr(self.fp8):
             factor *= call.v_scales.of(kv_head)
         return factor
 
     def own_columns(self, sums: Sums, tile: int, r: int, column: int) -> list[Any]:
-        """Returns what this lane holds of neighbouring columns of a row. Four lanes hold its head's columns from ``4 * column`` on.
+        """Returns this lane's adjacent elements of a row. A quad holds the columns of the row's head from ``4 * column`` on.
 
-        With an fp8 cache a product's columns are the even or the odd ones of 16, because they come by pairs from shared memory.
+        With an fp8 cache an MMA has the even or the odd ones of 16 columns, because ldmatrix transposes bytes in pairs.
         """
         column += r % self.abreast * self.fours
         if self.fp8:
@@ -101,8 +101,8 @@ class Merger(Tiles):
     # -- of the warps of a CTA ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def share_sums(self, call: Call, sums: Sums):
-        """Puts a warp's sums where all warps find them."""
+    def store_partial(self, call: Call, sums: Sums):
+        """Stores a warp's partial results in shared memory."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         lane = thread % 32
@@ -122,20 +122,20 @@ class Merger(Tiles):
 
     @cute.jit
     def merge_warps(self, call: Call):
-        """Merges what the warps have of a sequence, and leaves it as the output, or as a piece that the last CTA merges."""
+        """Merges the warps' partial results of a sequence into the output, or into a partial result that the last CTA merges."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
         _, _, whole = self.visible(call, self.length_of(call, sequence))
-        # Now all have put down their sums, and know where they are, which is changed below.
+        # All warps have stored their partial results and read the plan, which changes below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
         first_group = call.group
-        pieces = Int32(1)
+        partials = Int32(1)
         if const_expr(self.config.split):
-            share = call.plan[SHARE]
-            start = call.group * share + done - offset  # of the sequence
-            first_group = start // share
-            pieces = (start + whole - 1) // share - first_group + 1
+            per_group = call.plan[PER_GROUP]
+            start = call.group * per_group + done - offset  # of the sequence, in tiles of the whole queue
+            first_group = start // per_group
+            partials = (start + whole - 1) // per_group - first_group + 1
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
             row = index // self.fours
@@ -150,17 +150,17 @@ class Merger(Tiles):
                 weight = exp2(sums[each][0] - row_max)
                 row_sum += weight * sums[each][1]
                 result = load_floats("shared", call.results.toint() + ((each * self.rows + row) * self.width + column) * 4, 4)
-                merged = [merged[place] + weight * result[place] for place in range(4)]
+                merged = [merged[i] + weight * result[i] for i in range(4)]
             if self.of_head(call, call.kv_head, row)[1] < call.gqa_ratio * call.q_len:
-                if pieces > 1:
-                    sums_at, results_at = self.piece(call, call.group, offset == 0, row)
+                if partials > 1:
+                    sums_at, results_at = self.partial_at(call, call.group, offset == 0, row)
                     store_floats("global", results_at + column * 4, merged)
                     if column == 0:
                         store_floats("global", sums_at, [row_max, row_sum])
                 else:
                     self.write(call, sequence, row, column, row_max, row_sum, merged)
         if const_expr(self.config.split):
-            self.join(call, sequence, first_group, pieces)
+            self.join(call, sequence, first_group, partials)
         if thread == 0:
             if const_expr(self.config.split):
                 count = cutlass.min(whole - offset, left)
@@ -177,27 +177,27 @@ class Merger(Tiles):
     # -- of several CTAs ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def join(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
-        """Counts the pieces of a sequence, if it has several, and merges them if this was the last.
+    def join(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
+        """Counts the partial results of a sequence that spans several groups; the CTA that arrives last merges them.
 
-        A group begins one such sequence at most, whose counter is the group's.
+        At most one such sequence begins in a group, so the counter is that of the group in which the sequence begins.
         """
         thread, _, _ = cute.arch.thread_idx()
-        if pieces > 1:
+        if partials > 1:
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
             if thread == 0:
                 counter = cute.make_ptr(Int32, call.counters, cute.AddressSpace.gmem) + (first_group * call.kv_heads + call.kv_head)
                 before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
                 call.plan[BEFORE] = before
-                if before == pieces - 1:
+                if before == partials - 1:
                     counter[0] = Int32(0)
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
-            if call.plan[BEFORE] == pieces - 1:
-                self.merge_pieces(call, sequence, first_group, pieces)
+            if call.plan[BEFORE] == partials - 1:
+                self.merge_partials(call, sequence, first_group, partials)
 
     @cute.jit
-    def merge_pieces(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
-        """Merges the pieces of a sequence, in their order."""
+    def merge_partials(self, call: Call, sequence: Int32, first_group: Int32, partials: Int32):
+        """Merges the partial results of a sequence, in a fixed order, MERGE_BATCH at a time."""
         thread, _, _ = cute.arch.thread_idx()
         thread = opt_barrier(thread)
         for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
@@ -209,34 +209,34 @@ class Merger(Tiles):
                 row_sum = Float32(0.0)
                 merged = cute.make_rmem_tensor((4,), Float32)
                 merged.fill(0.0)
-                for begin in cutlass.range(0, pieces, PIECES, unroll=1):
+                for begin in cutlass.range(0, partials, MERGE_BATCH, unroll=1):
                     sums = []
                     results = []
-                    for each in cutlass.range_constexpr(PIECES):
-                        piece = cutlass.min(begin + each, pieces - 1)
-                        sums_at, results_at = self.piece(call, first_group + piece, piece == 0, row)
+                    for each in cutlass.range_constexpr(MERGE_BATCH):
+                        which = cutlass.min(begin + each, partials - 1)
+                        sums_at, results_at = self.partial_at(call, first_group + which, which == 0, row)
                         sums.append(load_floats("global.cg", sums_at, 2))
                         results.append(load_floats("global.cg", results_at + column * 4, 4))
                     raised = row_max
-                    for each in cutlass.range_constexpr(PIECES):
+                    for each in cutlass.range_constexpr(MERGE_BATCH):
                         raised = cute.arch.fmax(raised, sums[each][0])
                     decay = exp2(row_max - raised)
                     row_sum *= decay
-                    for place in cutlass.range_constexpr(4):
-                        merged[place] *= decay
-                    for each in cutlass.range_constexpr(PIECES):
-                        weight = cutlass.select_(begin + each < pieces, exp2(sums[each][0] - raised), Float32(0.0))
+                    for i in cutlass.range_constexpr(4):
+                        merged[i] *= decay
+                    for each in cutlass.range_constexpr(MERGE_BATCH):
+                        weight = cutlass.select_(begin + each < partials, exp2(sums[each][0] - raised), Float32(0.0))
                         row_sum += weight * sums[each][1]
-                        for place in cutlass.range_constexpr(4):
-                            merged[place] += weight * results[each][place]
+                        for i in cutlass.range_constexpr(4):
+                            merged[i] += weight * results[each][i]
                     row_max = raised
-                self.write(call, sequence, row, column, row_max, row_sum, [merged[place] for place in range(4)])
+                self.write(call, sequence, row, column, row_max, row_sum, [merged[i] for i in range(4)])
 
     # -- output ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write(self, call: Call, sequence: Int32, row: Int32, column: Int32, row_max: Float32, row_sum: Float32, merged: Any):
-        """Adds the sink, divides, and stores four numbers of a row of the output."""
+        """Adds the sink, normalises, and stores four elements of an output row."""
         kv_head, own_row = self.of_head(call, call.kv_head, row)
         token = own_row // call.gqa_ratio
         q_head = kv_head * call.gqa_ratio + own_row - token * call.gqa_ratio
@@ -249,12 +249,12 @@ class Merger(Tiles):
 
     @cute.jit
     def normalise(self, row_max: Float32, row_sum: Float32, sink: Float32):
-        """What a row's accumulator is multiplied by, its sink included, and the logarithm of what it is divided by."""
+        """The factor of a row's accumulator, which includes the sink, and the row's LSE."""
         raised, decay = raise_to(row_max, sink)
         total = row_sum * decay + exp2(sink - raised)
         return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (raised + cute.math.log2(total)) * LN2
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
-        place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.abreast * call.gqa_ratio) + q_head
-        cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = logarithm
+        at = (Int64(sequence) * call.q_len + token) * (call.kv_heads * self.abreast * call.gqa_ratio) + q_head
+        cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[at] = logarithm

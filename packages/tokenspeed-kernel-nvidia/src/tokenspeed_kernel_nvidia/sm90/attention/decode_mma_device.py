@@ -1,4 +1,4 @@
-"""The warps of `decode_device` that compute: the attention of a warp's rows to its tiles of keys and values."""
+"""The consumer warps of `decode_device`: attention of a warp's query rows to its tiles of keys and values."""
 
 # mypy: ignore-errors
 
@@ -8,8 +8,8 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode_swap_ab_device import SwapAb
 from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LAZY, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
-from tokenspeed_kernel_nvidia.sm90.attention.decode_turned_device import Turned
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     any_lane,
@@ -29,18 +29,18 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
 
 
-class Consumers(Turned):
-    """The part of the kernel that computes."""
+class Consumers(SwapAb):
+    """Mixin of the consumer warps: q @ k and P @ V with mma.sync, online softmax in registers."""
 
     @cute.jit
     def consume(self, call: Call):
-        """Computes the tiles that the loading warp brings."""
+        """Computes the tiles that the producer warp loads."""
         thread, _, _ = cute.arch.thread_idx()
         queries = cute.make_rmem_tensor((self.tiles, self.k_width // 16, 4), Uint32)
         sums = Sums(
             cute.make_rmem_tensor((self.tiles, self.v_width // 8, 2 * self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, 2 if self.config.turned else self.used), Float32),
-            cute.make_rmem_tensor((self.tiles, 2 if self.config.turned else self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, 2 if self.config.swap_ab else self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, 2 if self.config.swap_ab else self.used), Float32),
             cute.make_rmem_tensor((self.abreast,), Float32),
         )
         if const_expr(self.heads > 1):
@@ -50,7 +50,7 @@ class Consumers(Turned):
 
     @cute.jit
     def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
-        """All warps for one key head: they take its tiles in turn, and their results meet at the end of a sequence."""
+        """All warps work on one KV head: they take its tiles round-robin, and merge at the end of a sequence."""
         first_row = thread // 32 // self.parts * (16 * self.tiles)
         sink = -Float32.inf
         if thread < self.rows:
@@ -67,19 +67,19 @@ class Consumers(Turned):
             if const_expr(self.config.split):
                 count = cutlass.min(count, call.plan[LEFT])
             self.load_queries(call, sequence, call.kv_head, first_row, queries, sums)
-            # The next of this warp's tiles. Remainders have the sign of what was divided.
+            # The next of this warp's tiles. `+ parts`: a remainder has the sign of the dividend.
             turn = (opt_barrier(thread) // 32 % self.parts - done % self.parts + self.parts) % self.parts
             index = done + cute.arch.make_warp_uniform(turn)
             self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
-            if const_expr(self.config.turned):
-                self.share_turned(call, sums)
+            if const_expr(self.config.swap_ab):
+                self.store_partial_swap_ab(call, sums)
             else:
-                self.share_sums(call, sums)
+                self.store_partial(call, sums)
             self.merge_warps(call)
 
     @cute.jit
     def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
-        """A key head for each warp, which has all tiles: no result of another warp is waited for."""
+        """One KV head per warp, which computes all its tiles: warps neither wait for each other nor merge."""
         kv_head = call.kv_head + warp
         sinks = cute.make_rmem_tensor((self.tiles, self.used), Float32)
         for tile in cutlass.range_constexpr(self.tiles):
@@ -100,7 +100,7 @@ class Consumers(Turned):
 
     @cute.jit
     def load_queries(self, call: Call, sequence: Int32, first_kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
-        """Loads the queries of a warp's rows, and begins their sums."""
+        """Loads the queries of a warp's rows as A fragments, and resets softmax state and accumulators."""
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
         for tile in cutlass.range_constexpr(self.tiles):
@@ -117,24 +117,24 @@ class Consumers(Turned):
                         source = call.q.at(sequence * call.q_len + token, q_head)
                         for each in cutlass.range_constexpr(self.head_dim // 8):
                             at = each * 16 + lane % 4 * 4
-                            if const_expr(self.fp8):  # keys come in this order
+                            if const_expr(self.fp8):  # the element order of widened keys, see `qk_mma_fp8`
                                 at = each // 2 * 32 + lane % 4 * 8 + each % 2 * 4
                             chunk = (r % self.abreast * self.head_dim + each * 8) // 16
                             queries[tile, chunk, each % 2 * 2 + r] = load_word(source + at)
             for column in cutlass.range_constexpr(self.v_width // 8):
                 for each in cutlass.range_constexpr(2 * self.used):
                     sums.acc[tile, column, each] = Float32(0.0)
-        if const_expr(self.config.turned):
-            self.begin_turned(sums)
+        if const_expr(self.config.swap_ab):
+            self.begin_swap_ab(sums)
 
         if const_expr(self.fp8):
-            self.bring_to_float16(call, first_kv_head, queries, sums)
+            self.convert_to_float16(call, first_kv_head, queries, sums)
 
     @cute.jit
-    def bring_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
-        """Rounds bfloat16 queries to float16, times a power of 2 that brings them to its range; scores are divided by it again.
+    def convert_to_float16(self, call: Call, kv_head: Int32, queries: cute.Tensor, sums: Sums):
+        """Converts bfloat16 queries to float16, scaled by a power of 2 into its range; its inverse goes into the scores' factor.
 
-        Fp8 numbers become float16 by one instruction for two, and bfloat16 by several. Warps that share rows find the same power.
+        One instruction converts two e4m3 values to float16; bfloat16 needs several. Warps with the same rows find the same power.
         """
         scale = call.cap_scale if const_expr(self.config.capped) else call.scale
         scales = [scale * call.k_scales.of(kv_head * self.abreast + each) for each in range(self.abreast)]
@@ -169,11 +169,11 @@ class Consumers(Turned):
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """Takes a warp's tiles of a sequence, the ``index``-th of the CTA and later ones, into its sums.
+        """Accumulates a warp's tiles of a sequence: the ``index``-th of the CTA, then every ``parts``-th.
 
         Args:
-            tiles_at: where its tiles begin in a stage, in bytes.
-            shift: from a tile's index to its number in the sequence.
+            tiles_at: byte offset of the warp's tiles in a stage.
+            shift: to add to a tile's index to get its index in the sequence.
             length, begin: the sequence's length, and the first position that a query sees.
         """
         while index < end:
@@ -200,13 +200,13 @@ class Consumers(Turned):
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """Takes one tile of keys and values, from position ``start`` on, into a warp's sums."""
+        """One step of attention: accumulates a tile of keys and values, from position ``start`` on."""
         values_at = tile_at + self.values.begin * self.config.kv_bytes
-        # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
+        # Positions without a token may hold NaN, and 0 * NaN is not 0.
         if start < begin or start + self.block > length:
             self.clear_values(values_at, start, length, begin)
-        if const_expr(self.config.turned):
-            self.attend_turned(call, tile_at, values_at, start, length, queries, sums)
+        if const_expr(self.config.swap_ab):
+            self.attend_swap_ab(call, tile_at, values_at, start, length, queries, sums)
         else:
             self.attend_rows(call, tile_at, values_at, start, length, first_row, queries, sums)
 
@@ -222,7 +222,7 @@ class Consumers(Turned):
         queries: cute.Tensor,
         sums: Sums,
     ):
-        """The rest of `attend`, with queries as the left operands."""
+        """The rest of `attend`, with queries as the A operand."""
         scores = self.qk_mma_fp8(tile_at, queries) if const_expr(self.fp8) else self.qk_mma(tile_at, queries)
         if const_expr(self.config.capped):
             self.cap_scores(call, scores, sums)
@@ -237,88 +237,88 @@ class Consumers(Turned):
 
     @cute.jit
     def cap_scores(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """Brings a tile's products between -1 and 1: as shares of the scores' limit."""
+        """Applies tanh of logit_cap to a tile: scores become fractions of the cap, from -1 to 1."""
         for tile in cutlass.range_constexpr(self.tiles):
             for r in cutlass.range_constexpr(self.used):
                 own = cute.make_rmem_tensor((self.block // 8, 2), Float32)
                 for key in cutlass.range_constexpr(self.block // 8):
                     for each in cutlass.range_constexpr(2):
                         own[key, each] = scores[tile, key, 2 * r + each]
-                cap(own, self.product_scale(sums, r) if const_expr(self.fp8) else call.cap_scale)
+                cap(own, self.qk_scale(sums, r) if const_expr(self.fp8) else call.cap_scale)
                 for key in cutlass.range_constexpr(self.block // 8):
                     for each in cutlass.range_constexpr(2):
                         scores[tile, key, 2 * r + each] = own[key, each]
 
     @cute.jit
     def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
-        """Writes zeros to the values of positions that no query sees."""
+        """Zeroes the values of positions that no query sees."""
         lane = cute.arch.lane_idx()
         for each in cutlass.range_constexpr((self.block * self.values.count + 31) // 32):
             row = each * 32 + lane
             position = start + row % self.block
             if row < self.block * self.values.count and (position < begin or position >= length):
-                for piece in cutlass.range_constexpr(self.values.row_bytes // 16):
+                for chunk in cutlass.range_constexpr(self.values.row_bytes // 16):
                     at = row // self.block * self.values.bytes + self.values.row_at(row % self.block)
-                    store_floats("shared", values_at + at + piece * 16, [Float32(0.0)] * 4)
+                    store_floats("shared", values_at + at + chunk * 16, [Float32(0.0)] * 4)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
     @cute.jit
     def qk_mma(self, tile_at: Int32, queries: cute.Tensor):
-        """Scores of a warp's rows and a tile's keys: ``[tile of rows, 8 keys, element]``."""
+        """Scores q @ k of a warp's rows and a tile's keys: ``[tile of rows, 8 keys, element]``."""
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
         lane_matrix = lane // 8
         keys = self.block // 8
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
-            products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
                 b = ldmatrix(
                     tile_at + lane_row * self.keys.row_bytes
-                    + ((lane_matrix ^ self.keys.turned(lane_row)) * 16 ^ self.keys.piece_in_row(chunk))
+                    + ((lane_matrix ^ self.keys.swizzle_xor(lane_row)) * 16 ^ self.keys.chunk_in_row(chunk))
                     + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)),
                     False,
                 )  # fmt: skip
                 for tile in cutlass.range_constexpr(self.tiles):
                     for half in cutlass.range_constexpr(min(2, self.head_dim // 16 - chunk // 2)):
                         a = [queries[tile, chunk // 2 + half, each] for each in range(4)]
-                        products[tile] = mma_m16n8k16(self.dtype, products[tile], a, b[2 * half : 2 * half + 2])
+                        acc_qk[tile] = mma_m16n8k16(self.dtype, acc_qk[tile], a, b[2 * half : 2 * half + 2])
             for tile in cutlass.range_constexpr(self.tiles):
                 for each in cutlass.range_constexpr(4):
-                    scores[tile, key, each] = products[tile][each]
+                    scores[tile, key, each] = acc_qk[tile][each]
         return scores
 
     @cute.jit
     def qk_mma_fp8(self, tile_at: Int32, queries: cute.Tensor):
-        """`qk_mma` of fp8 keys: a lane has four neighbours of a key, which are two pairs for the product.
+        """`qk_mma` of fp8 keys: a lane loads four adjacent elements of a key, which widen to the two registers of a B fragment.
 
-        Each product waits for the one before, which it adds to. Slower were eight keys whose products take turns: 64 x 8192 tokens
-        of 8 heads of dimension 64 took 158 us instead of 143 on an H200, of dimension 128 286 instead of 256.
+        Each MMA depends on the one before, through the accumulator. Interleaving eight groups of keys was slower: on an H200,
+        64 x 8192 tokens of 8 heads of dimension 64 took 158 us instead of 143, of dimension 128 286 us instead of 256.
         """
         lane = cute.arch.lane_idx()
         at = tile_at + self.swizzled(self.keys, lane % 8, lane // 8)
         keys, chunks = self.block // 8, self.k_width // 16
         scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
         for key in cutlass.range_constexpr(keys):
-            products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            acc_qk = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
             for chunk in cutlass.range_constexpr(0, chunks, 4):
                 words = ldmatrix(
-                    (at ^ self.keys.piece_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False
+                    (at ^ self.keys.chunk_in_row(chunk)) + (self.keys.row_at(key * 8) + self.keys.panel_at(chunk)), False
                 )
                 for each in cutlass.range_constexpr(min(4, chunks - chunk)):
                     b = widen_fp8(self.mma_dtype, words[each])
                     for tile in cutlass.range_constexpr(self.tiles):
-                        a = [queries[tile, chunk + each, place] for place in range(4)]
-                        products[tile] = mma_m16n8k16(self.mma_dtype, products[tile], a, b)
+                        a = [queries[tile, chunk + each, i] for i in range(4)]
+                        acc_qk[tile] = mma_m16n8k16(self.mma_dtype, acc_qk[tile], a, b)
             for tile in cutlass.range_constexpr(self.tiles):
                 for each in cutlass.range_constexpr(4):
-                    scores[tile, key, each] = products[tile][each]
+                    scores[tile, key, each] = acc_qk[tile][each]
         return scores
 
     @cute.jit
     def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, first_row: Int32, windowed: cutlass.Boolean):
-        """Hides keys behind a query's position, and before its window."""
+        """Masks keys after a query's position, and before its window."""
         lane = cute.arch.lane_idx()
         own_row = opt_barrier(first_row + lane // 4)
         for tile in cutlass.range_constexpr(self.tiles):
@@ -334,9 +334,9 @@ class Consumers(Turned):
 
     @cute.jit
     def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """Exponentials of a tile's scores, rounded, as the left operand of the product with values.
+        """One step of online softmax: returns the tile's probabilities, rounded to 16 bits, as the A operand of P @ V.
 
-        Here a row's maximum is in units of scores, not yet scaled. Sums are rescaled only where it has grown by more than LAZY.
+        The row max is kept in unscaled scores. Accumulators are rescaled only where it has grown by more than LAZY, after scaling.
         """
         keys = self.block // 8
         highest = cute.make_rmem_tensor((self.tiles, self.used), Float32)
@@ -381,12 +381,12 @@ class Consumers(Turned):
 
     @cute.jit
     def pv_mma(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """Adds the product of a tile's probabilities and values to the accumulator."""
+        """Adds P @ V of a tile to the accumulator."""
         lane = cute.arch.lane_idx()
         lane_row = lane % 8
         lane_matrix = lane // 8
-        row_bytes, turned = self.values.row_bytes, self.values.turned(lane_row)
-        matrix_at = values_at + lane_row * row_bytes + lane_matrix % 2 * (8 * row_bytes) + ((lane_matrix // 2) ^ turned) * 16
+        row_bytes, swizzle_xor = self.values.row_bytes, self.values.swizzle_xor(lane_row)
+        matrix_at = values_at + lane_row * row_bytes + lane_matrix % 2 * (8 * row_bytes) + ((lane_matrix // 2) ^ swizzle_xor) * 16
         for chunk in cutlass.range_constexpr(0, self.v_head_dim // 8, 2):
             acc = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.tiles)]
             for tile in cutlass.range_constexpr(self.tiles):
@@ -394,8 +394,8 @@ class Consumers(Turned):
                     for each in cutlass.range_constexpr(2 * self.used):
                         acc[tile][half][each] = sums.acc[tile, chunk + half, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
-                b = ldmatrix((matrix_at ^ self.values.piece_in_row(chunk)) + place, True)
+                offset = self.values.row_at(key * 8) + self.values.panel_at(chunk)
+                b = ldmatrix((matrix_at ^ self.values.chunk_in_row(chunk)) + offset, True)
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
                     for half in cutlass.range_constexpr(2):
@@ -407,7 +407,7 @@ class Consumers(Turned):
 
     @cute.jit
     def pv_mma_fp8(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """`pv_mma` of fp8 values. Matrices are transposed by pairs of numbers, so a product has every other column."""
+        """`pv_mma` of fp8 values. ldmatrix transposes bytes in pairs, so an MMA has the even or the odd columns of 16."""
         lane = cute.arch.lane_idx()
         at = values_at + self.swizzled(self.values, lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.values.row_bytes)
         for chunk in cutlass.range_constexpr(0, self.v_width // 16, 2):
@@ -419,9 +419,9 @@ class Consumers(Turned):
                         if const_expr(self.has(each // 2, chunk * 16, self.v_head_dim)):
                             acc[tile][part][each] = sums.acc[tile, 2 * chunk + part, each]
             for key in cutlass.range_constexpr(0, self.block // 8, 2):
-                place = self.values.row_at(key * 8) + self.values.panel_at(chunk)
-                words = ldmatrix((at ^ self.values.piece_in_row(chunk)) + place, True)
-                # Two keys' numbers of two columns each: a pair of the even column, and one of the odd.
+                offset = self.values.row_at(key * 8) + self.values.panel_at(chunk)
+                words = ldmatrix((at ^ self.values.chunk_in_row(chunk)) + offset, True)
+                # A word has two columns of two keys; regroup it as the even column's pair and the odd column's pair.
                 pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [probs[tile, key + each // 2, each % 2] for each in range(4)]

@@ -1,4 +1,4 @@
-"""What all warps of `decode_device` share: the call, tiles, and where a CTA is in its work."""
+"""Common to all warps of `decode_device`: the kernel's arguments, tile layouts, and the CTA's progress through its work."""
 
 # mypy: ignore-errors
 
@@ -15,16 +15,16 @@ from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 
 THREADS = 32 * (CONSUMERS + 1)
-# Where a CTA is, in shared memory: its sequence, the tile there, tiles (or sequences, undivided) that are left, tiles that are
-# done. And the tiles of a group, and what a counter was.
-SEQUENCE, OFFSET, LEFT, DONE, SHARE, BEFORE = range(6)
-LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
-PLANNED = 1  # the named barrier that says that it has been written
+# Indices into the CTA's plan in shared memory: the current sequence, the tile offset in it, the tiles left (without split-KV: the
+# sequences left), the tiles done, the tiles of a group's full range, and the arrival counter's previous value.
+SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
+LAZY = 8.0  # log2 by which the row max may grow before the accumulators are rescaled
+PLANNED = 1  # named barrier: the plan has been written
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where rows of q or out are: the address of the first, and how many elements further those of tokens and heads are."""
+    """Rows of q or out: address of the first one, and strides of tokens and heads in elements."""
 
     address: Int64
     token: Int64
@@ -38,7 +38,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Where the page table is: its address, and how many elements further those of sequences and pages are."""
+    """The page table: its address, and strides of sequences and pages in elements."""
 
     address: Int64
     sequence: Int64
@@ -47,7 +47,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Call:
-    """What a CTA is asked for, and its shared memory. What is far away is given by its address.
+    """The kernel's arguments as a CTA sees them, and its shared memory. Tensors in global memory are given by address.
 
     Attributes:
         q, out: queries and output.
@@ -55,23 +55,23 @@ class Call:
         cache_seqlens: address of int32 ``[batch]``.
         batch: sequences.
         partial: address of partial results.
-        counters: address of int32, one for each group and key head.
+        counters: address of int32, one for each group and KV head.
         lse: address of float32 ``[tokens, heads]``, or 0.
-        sinks: taken into the softmax's denominator.
+        sinks: added to the softmax's denominator.
         q_len: new tokens of each sequence.
-        gqa_ratio, kv_heads: query heads a key head, and key heads.
-        max_seqlen_k: lengths beyond are taken for this one.
+        gqa_ratio, kv_heads: GQA group size (query heads per KV head), and KV heads.
+        max_seqlen_k: larger sequence lengths are clamped to it.
         window_left: as the operator's.
-        groups: that share the work; each has CTAs for all key heads.
+        groups: CTA groups, among which the tiles are split; each has CTAs for all KV heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
         k_scales, v_scales: of an fp8 cache.
-        cap_scale: takes a product to what `softmax_device.cap` wants of it; None where scores are not capped.
-        group, kv_head: this CTA's group, and its first key head. Those that lie abreast count as one, also in ``kv_heads``.
+        cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None where scores are not capped.
+        group, kv_head: this CTA's group, and its first KV head. Heads that lie abreast count as one, also in ``kv_heads``.
         pipe: the barriers of the ring of tiles.
-        plan: where the CTA is: see SEQUENCE.
-        sums, results: what warps have found of a sequence.
-        sink_values: sinks of the rows.
+        plan: the CTA's progress, see SEQUENCE.
+        sums, results: partial results of the warps for a sequence: row max and row sum, and accumulators.
+        sink_values: the sink of each query row.
         tiles: the ring.
     """
 
@@ -107,16 +107,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Panels:
-    """Where the keys, or the values, of a tile lie in a stage of the ring.
+    """Layout of a tile's keys, or of its values, in a stage of the ring.
 
     Attributes:
-        width: numbers of a key.
+        width: elements of a key or value vector.
         columns, row_bytes: of a panel's row.
         count: panels.
-        begin: the first one's place, in numbers.
-        bytes: of a panel, with the rows of all key heads.
-        box: rows of a key head that lie together.
-        heads: key heads of a CTA.
+        begin: offset of the first panel in the stage, in elements.
+        bytes: of a panel, with the rows of all KV heads.
+        box: consecutive rows of a KV head.
+        heads: KV heads of a CTA.
     """
 
     width: int
@@ -129,37 +129,37 @@ class Panels:
     heads: int
 
     def row_at(self, row: int | Int32) -> int | Int32:
-        """Where a row of a panel is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
+        """Byte offset of a row in its panel: a box holds its rows of one head, then those of the CTA's next head."""
         return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
 
-    def turned(self, row: Any) -> Any:
-        """Which bits of the number of a row's 16-byte pieces the swizzle changes. ``row``: modulo 8."""
+    def swizzle_xor(self, row: Any) -> Any:
+        """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a row. ``row``: modulo 8."""
         return row if self.row_bytes == 128 else row // 2
 
-    def piece_in_row(self, piece: int) -> int:
-        """Which bits of an address the number of a 16-byte piece changes within its panel."""
-        return piece % (self.row_bytes // 16) * 16
+    def chunk_in_row(self, chunk: int) -> int:
+        """Byte offset of a 16-byte chunk in its panel's row, before the swizzle; it may be XORed into a swizzled address."""
+        return chunk % (self.row_bytes // 16) * 16
 
-    def panel_at(self, piece: int) -> int:
-        """Where the panel of a 16-byte piece begins."""
-        return piece // (self.row_bytes // 16) * self.bytes
+    def panel_at(self, chunk: int) -> int:
+        """Byte offset of the panel that holds a 16-byte chunk."""
+        return chunk // (self.row_bytes // 16) * self.bytes
 
 
 def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
-    """The panels of keys or values whose rows lie as ``row`` says."""
+    """The panels of keys or values with the layout ``row``."""
     size = config.heads * config.block * row.panel_bytes
     return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
 
 
 class Tiles:
-    """The shapes that follow from a configuration, and what there is of a sequence."""
+    """Base of the mixins: shapes that follow from a configuration, and the visible part of a sequence."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.fp8 = config.fp8
         self.kv_dtype = cutlass.Uint8 if config.fp8 else self.dtype
-        self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of products
+        self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of the MMA operands
         self.head_dim = config.head_dim
         self.v_head_dim = config.v_head_dim
         self.k_width = config.k_row.width  # of a tile's rows
@@ -169,16 +169,16 @@ class Tiles:
         self.boxes = self.block // self.box
         self.keys = panels_of(config, config.k_row, self.box, 0)
         self.values = panels_of(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
-        self.stage_bytes = config.kv_bytes * config.stage_numbers
+        self.stage_bytes = config.kv_bytes * config.stage_elements
         self.stages = config.stages
         self.rows = config.rows
         self.parts = config.parts
         self.heads = config.heads
         self.abreast = config.abreast
-        self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
-        self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
-        self.together = 4 if config.fp8 else 2  # columns of a product's row that a lane has side by side
-        self.fours = config.v_head_dim // 4  # lanes of a row, where each has 4 numbers
+        self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 query rows, per warp
+        self.used = 1 if config.rows == 8 else 2  # query rows of a tile of 16 that a lane holds
+        self.together = 4 if config.fp8 else 2  # adjacent columns of an accumulator row that a lane holds
+        self.fours = config.v_head_dim // 4  # threads per output row, of 4 elements each
         self.width = config.width
 
     def storage(self) -> Any:
@@ -193,44 +193,44 @@ class Tiles:
             sums: cute.struct.MemRange[Float32, 2 * config.parts * config.rows]
             sinks: cute.struct.MemRange[Float32, config.rows]
             results: cute.struct.Align[cute.struct.MemRange[Float32, config.merge_floats], 16]
-            tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_numbers], 1024]
+            tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_elements], 1024]
 
         return Storage
 
     @cute.jit
     def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
-        """Of a sequence, or of the last one where there is none. ``early``: see `load_int`."""
+        """A sequence's length, clamped to max_seqlen_k; beyond the batch, that of the last one. ``early``: see `load_int`."""
         length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
 
     @cute.jit
     def visible(self, call: Call, length: Int32):
-        """The first position that a query sees, the first tile, and how many tiles; one where there is nothing to see."""
+        """The first position that a query sees, its tile, and the number of visible tiles, at least 1."""
         begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
         first = begin // self.block
         return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
 
     @cute.jit
-    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, piece: Int32):
-        """Where 16 bytes of one of 8 rows lie, of the pieces of 16 bytes that rows begin with."""
-        turned = panels.turned(lane_row)
-        return lane_row * panels.row_bytes + (piece ^ turned) * 16
+    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
+        """Byte offset of a 16-byte chunk of one of 8 rows, within the first panel, swizzled. ``chunk``: the chunk's index."""
+        swizzle_xor = panels.swizzle_xor(lane_row)
+        return lane_row * panels.row_bytes + (chunk ^ swizzle_xor) * 16
 
     def has(self, r: int, column: int, width: int) -> bool:
-        """Whether a column of a tile's rows is of the key head of a lane's ``r``-th row. ``width``: columns of a head."""
+        """Whether a column belongs to the KV head of a lane's ``r``-th query row. ``width``: columns of a head."""
         return self.abreast == 1 or column // width == r
 
     def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
-        """The key head of a row, and the row's number among those of that head. ``kv_head``: where the rows begin."""
+        """The KV head of a query row, and the row's index in it. ``kv_head``: that of row 0; heads abreast count as one."""
         if self.abreast == 1:
             return kv_head, row
         return kv_head * self.abreast + row // 8, row % 8
 
     @cute.jit
-    def piece(self, call: Call, group: Int32, begins: Any, row: Int32):
-        """Where a row of a partial result lies: its maximum and sum, and its values.
+    def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
+        """Addresses of a row of a partial result: of its row max and row sum, and of its values.
 
-        A group leaves two results at most: of the sequence that it begins in the middle of, and of one that it begins.
+        A group writes at most two partial results: of a sequence that began in an earlier group, and of one that ``begins`` here.
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
         at = (slot * call.kv_heads + call.kv_head) * self.rows + row

@@ -1,12 +1,12 @@
-"""Latent attention (MLA) of the newest tokens of sequences to a paged cache, on Hopper.
+"""MLA decode on Hopper: latent attention of the newest tokens of each sequence to a paged cache.
 
-The latents that heads share are keys, and values too: at 128 heads a token's 1152 bytes meet 278,528 multiplications, so that the
-tensor cores decide the speed, and at 16 heads memory does. One warpgroup of a CTA computes scores, two multiply probabilities with
-values: see `mla_decode_config.Config`. Two CTAs, with 64 of 128 heads each, form a cluster and share what they load.
+The latents, shared by all heads, are both keys and values. With 128 heads a token's 1152 bytes take 278,528 FLOPs, so the kernel is
+compute-bound; with 16 heads it is memory-bound. One warpgroup of a CTA computes scores, two compute P @ V: see
+`mla_decode_config.Config`. With 128 heads, two CTAs of 64 heads form a cluster and share loads by multicast.
 
-The grid is fixed: a CTA for each multiprocessor. The blocks of all sequences, one after another, are cut into as many equal ranges
-as there are clusters, on the device, from cache_seqlens: a captured graph stays right and evenly loaded when lengths change. Where
-a sequence lies in several ranges, each leaves a partial result, and a second launch merges those, in a fixed order.
+The kernel is persistent: one CTA per SM. The blocks of all sequences, concatenated, are split into one equal range per cluster
+(split-KV). The split is computed on the device from cache_seqlens, so a captured CUDA graph stays correct and balanced when lengths
+change. Where a sequence spans several ranges, each leaves a partial result, and a second kernel merges these in a fixed order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
     every_merge_config,
 )
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config, every_fp8_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import LATENT_FP8
+from tokenspeed_kernel_nvidia.sm90.attention.supported import LATENT_FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched_on
 
 
@@ -68,7 +68,7 @@ def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _programs_of(
     dtype: torch.dtype, cache: torch.dtype, heads: int, device: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The programs that compute and merge, groups, and bytes of partial results."""
+    """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
     if cache in DTYPES:
         config = config_of(DTYPES[dtype], heads)
         compute = mla_decode_program(config)
@@ -93,16 +93,16 @@ def mla_decode_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of the newest tokens to a paged cache: launches on checked arguments.
+    """Latent attention of the newest tokens to a paged cache: launches the kernels on checked arguments.
 
-    There is no window, logit_cap or tree. Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the
-    public function is `tokenspeed_kernel_nvidia.mla_decode_with_kvcache`.
+    Windows, logit_cap and tree masks are not supported. Partial results lie in a workspace, see
+    `tokenspeed_kernel_base.workspace`. The public function is `tokenspeed_kernel_nvidia.mla_decode_with_kvcache`.
     """
     tokens, heads, _ = q.shape
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     written = q.new_empty(tokens, heads, kv_lora_rank, dtype=output_dtype(q)) if out is None else out
     if tokens:
-        if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
+        if not kv_cache.shape[0]:  # all sequences are empty, but a TMA descriptor needs memory to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
         device = q.get_device()
         launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, device)
@@ -115,7 +115,7 @@ def mla_decode_with_kvcache(
             if q.dtype not in DTYPES:
                 q = q.view(torch.uint8)
         rows = launched_on(launch, (q, kv_cache), written, (page_table, cache_seqlens), others, ("kv_cache",))
-        if max_seqlen_k > ROWS:  # what is one block, nobody shares
+        if max_seqlen_k > ROWS:  # a single block is never split
             merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)
         if rows is not written:
             written = deliver(rows, out)

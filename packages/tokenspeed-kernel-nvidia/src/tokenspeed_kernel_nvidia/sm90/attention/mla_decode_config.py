@@ -1,4 +1,9 @@
-"""What programs of `mla_decode` are compiled for."""
+"""Configurations that `mla_decode` is compiled for.
+
+Terms of these modules: a *work item* is a tile of new tokens of one sequence, with all heads. A *block* is 64 tokens of the cache;
+its latents are loaded in *chunks* of 128 columns, each with its own barriers. A *group* is the set of CTAs, usually a cluster, that
+compute all heads of a work item.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +13,29 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 LATENT = 512  # columns of the latent, which is also the value
 ROPE = 64  # columns of the rotary part
-ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one wgmma instruction has
-RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
+ROWS = 64  # of a Q tile, and tokens of a block of the cache: one wgmma is 64 x 64
+RECORD_BYTES = 16  # of a work item's record, which the merge kernel reads
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
-LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result, up to 256 KiB
-STARTING_BLOCKS = 3  # whose time it takes to begin a unit: measured on an H200 with 128 heads
+LEAST_BLOCKS = 2  # minimum blocks per group: each split of a sequence costs a partial result of up to 256 KiB
+STARTING_BLOCKS = 3  # fixed cost of starting a work item, in blocks: measured on an H200 with 128 heads
 
 
 @dataclass(frozen=True)
 class Config:
-    """A program.
+    """Configuration of one kernel variant.
 
-    A CTA has a tile of 64 query rows. Three of its warpgroups compute. The first has queries in registers, as many as there is room
-    for, computes scores and probabilities of a block of 64 tokens, and puts these into shared memory. The other two have half of
-    the output's columns each. The more usual division, each of two warpgroups with the scores of its own block, has all queries in
-    shared memory. A product of 64 rows of queries with 64 keys then reads as many bytes for queries as for keys, together 128 a
-    clock: all that shared memory has.
+    A CTA has a tile of 64 query rows, and three consumer warpgroups. The score warpgroup keeps as many queries in registers as fit,
+    computes scores and probabilities of a block of 64 tokens, and stores the probabilities in shared memory. The two value
+    warpgroups compute half of the output's columns each. The more usual split, where each of two warpgroups computes the scores of
+    its own block, keeps all queries in shared memory. A 64 x 64 MMA then reads as many bytes of queries as of keys, 128 bytes per
+    clock together, which is the full bandwidth of shared memory.
 
     Attributes:
         dtype: of q, the cache and the output.
         heads: query heads.
-        narrow: whether partial results are of float16, each row of a warpgroup with a power of 2 of its own, and not of float32:
-            see `config_of`.
+        narrow: whether partial results are float16, scaled by a power of 2 per row and value warpgroup, instead of float32. See
+            `config_of`.
     """
 
     dtype: str
@@ -39,12 +44,12 @@ class Config:
 
     @property
     def ranks(self) -> int:
-        """CTAs of a group, each with its own heads."""
+        """CTAs of a group, each with its own query heads."""
         return max(1, self.heads // ROWS)
 
     @property
     def cluster(self) -> int:
-        """CTAs of a group that share what they load. Each loads half of a block for both, so it is read from L2 once."""
+        """CTAs of a cluster, which share loads by multicast: each loads half of a block for both, so L2 is read once."""
         return self.ranks
 
     @property
@@ -53,122 +58,122 @@ class Config:
 
     @property
     def tokens_of_tile(self) -> int:
-        """New tokens of a sequence that share a tile."""
+        """New tokens of a sequence in a tile."""
         return ROWS // self.heads_of_tile
 
     @property
     def at_once(self) -> bool:
-        """Whether probabilities of a block are handed over as soon as they are there, or when the next block's scores are.
+        """Whether a block's probabilities are signalled as soon as they are stored, or only after the next block's q @ k.
 
-        Where the tensor cores have no pause they are to have the product with values to do while probabilities are computed,
-        and not before, while there are scores to do. With half the rows or fewer of a cluster the memory has no pause instead,
-        and blocks should leave soon to make room.
+        A compute-bound kernel (two CTAs, 128 heads) saves P @ V for the time of the softmax, when no q @ k is in flight. With one
+        CTA, at most half the rows, the kernel is memory-bound, and blocks should be released early to free their stages.
         """
         return self.cluster == 1
 
     @property
     def tail(self) -> int:
-        """How many products of the next block's scores, of 16 columns each, still run when probabilities are handed over.
+        """MMAs (k = 16) of the next block's q @ k that are still in flight when probabilities are signalled.
 
-        The warpgroups that wait for probabilities need some time to begin. These products keep the tensor cores busy meanwhile.
+        They keep the tensor cores busy while the value warpgroups start up.
         """
         return 8
 
     @property
-    def pieces(self) -> int:
-        """Pieces of 128 columns that shared memory has room for: two whole blocks, and three pieces of the next one."""
+    def latent_chunks(self) -> int:
+        """Stages of the ring of latent chunks of 128 columns: two whole blocks, and three chunks of the next one."""
         return 11
 
     @property
-    def query_pieces(self) -> int:
-        """Pieces that the queries of a unit take on their way."""
+    def query_chunks(self) -> int:
+        """Chunk stages that the queries of a work item occupy while they are loaded."""
         return 4
 
     @property
     def lazy(self) -> float:
-        """A row's maximum may grow by so many powers of 2 before its sums are scaled anew."""
+        """log2 by which the row max may grow before accumulators are rescaled."""
         return 8.0
 
     @property
     def lift(self) -> float:
-        """The largest exponential of a unit's first block, as a power of 2."""
+        """log2 of the largest probability in a work item's first block."""
         return 0.0
 
     @property
     def stages(self) -> int:
-        """Rotary parts in shared memory. Probabilities take the place of a block's rotary part."""
+        """Stages of the ring of rotary parts. A block's probabilities overwrite its rotary part."""
         return 3
 
     @property
     def kept(self) -> int:
-        """Columns of queries in registers. The others lie in what shared memory is left."""
+        """Columns of queries in registers. The others lie in the shared memory that is left."""
         return 384
 
     def workspace_bytes(self, groups: int) -> int:
-        """Returns how many bytes partial results of so many groups take, and records of their units."""
+        """Returns the bytes of the partial results and records of ``groups`` groups."""
         return groups * (2 * self.ranks * ROWS * (self.row_bytes + self.sums_bytes) + RECORD_BYTES)
 
     @property
     def row_bytes(self) -> int:
-        """Of the values of a partial result's row."""
+        """Bytes of the values in a row of a partial result."""
         return LATENT * (2 if self.narrow else 4)
 
     @property
     def sums_bytes(self) -> int:
-        """Of the maximum and the sum of a partial result's row. Narrow ones have those for each of two warpgroups."""
+        """Bytes of row max and row sum of a partial result's row; with `narrow`, one pair per value warpgroup."""
         return 16 if self.narrow else 8
 
     @property
     def chunk(self) -> int:
-        """Columns whose values lie together in a partial result: a lane has 16 bytes of them."""
+        """Columns that are stored together in a partial result: 16 bytes per lane."""
         return 16 if self.narrow else 8
 
     @property
     def merge_batch(self) -> int:
-        """Partial results that a warp of the launch that merges loads at once.
+        """Partial results that a warp of the merge kernel has in flight.
 
-        With 8 narrow ones, 1 x 8192 with 128 heads took 13.6 us on an H200, and 14.2 us with 4. Where sequences are many, with
-        little to merge, times with either were within 1%: 255 and 253 us for 16 x 32768, 257 and 260 us for 128 x 4096.
+        With 8 in float16, 1 x 8192 with 128 heads took 13.6 us on an H200, and 14.2 us with 4. With many sequences there is little
+        to merge, and times differ by about 1%: 255 and 253 us for 16 x 32768, 257 and 260 us for 128 x 4096.
         """
         return 8 if self.narrow else 4
 
-    # Registers of a thread; together 512 for the four warpgroups, all that a multiprocessor has for so many threads. For products
-    # that do not wait for each other, the assembler wants 24 besides their operands.
+    # Registers per thread (setmaxnreg). The four warpgroups have 512 together, all that an SM has for 512 threads. ptxas needs 24
+    # besides the operands to keep wgmma asynchronous.
 
     @property
     def load_registers(self) -> int:
-        """Records, which are written before narrow partial results, would take local memory of 24."""
+        """With `narrow`, where records are written before partial results, 24 would spill."""
         return 32 if self.narrow else 24
 
     @property
     def score_registers(self) -> int:
-        """Queries take 96, scores 32."""
+        """Queries take 96 registers, scores 32."""
         return 160 if self.narrow else 168
 
     @property
     def value_registers(self) -> int:
-        """The accumulator takes 128."""
+        """The accumulator takes 128 registers."""
         return 160
 
 
 def config_of(dtype: str, heads: int) -> Config:
-    """Returns the program for a cache in q's dtype.
+    """Returns the configuration for a cache in q's dtype.
 
-    Where two CTAs share 128 heads, partial results are narrow: in float32 those of a few long sequences are more bytes than the
-    cache is. On an H200 they and how they are merged made 13.6 us of 16.6 for 1 x 8192, 255 of 258 for 16 x 32768, 253.5 of 254.1
-    for 64 x 8192, and 257 of 259.5 for 128 x 4096. With fewer heads a partial result is half as large or less and memory decides:
-    64 x 8192 with 16 heads took 157.9 us, and 157.2 where the last CTA to arrive merged narrow ones without a second launch.
-    Programs for an fp8 cache keep float32, because they add sums there, and those that choose keys, because none was measured.
+    With 128 heads partial results are float16 (`narrow`): in float32, those of a few long sequences are more bytes than the cache.
+    On an H200, narrow partial results and their merge reduced 16.6 us to 13.6 for 1 x 8192, 258 to 255 for 16 x 32768, 254.1 to
+    253.5 for 64 x 8192, and 259.5 to 257 for 128 x 4096. With fewer heads a partial result is at most half as large, and the kernel
+    is memory-bound: 64 x 8192 with 16 heads took 157.9 us, and 157.2 us where the last CTA to arrive merged narrow ones without a
+    second launch. Kernels for an fp8 cache keep float32, because they also accumulate there. Sparse kernels keep it because
+    `narrow` has not been measured for them.
     """
     return Config(dtype, heads, narrow=heads > ROWS)
 
 
 def every_config() -> list[Config]:
-    """All that is served of a cache in q's dtype."""
+    """All configurations for a cache in q's dtype."""
     return [config_of(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
 
 
 def every_merge_config() -> list[Config]:
-    """All whose partial results are merged: those of every program for such a cache, and of others in float32."""
+    """All configurations of the merge kernel: those of `every_config`, and float32 ones for the fp8 and sparse kernels."""
     others = [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]
     return list(dict.fromkeys([*every_config(), *others]))

@@ -1,7 +1,7 @@
-"""The device code of `mla_decode`: the launch, and which warps do what.
+"""The device code of `mla_decode`: the launch, and the roles of the warps.
 
-`mla_decode_load_device` divides the work and loads, `mla_decode_score_device` computes probabilities, `mla_decode_value_device`
-multiplies them with values, and `mla_decode_store_device` stores what comes of it.
+`mla_decode_load_device` has the tile scheduler and the producer warp, `mla_decode_score_device` the score warpgroup (q @ k and
+softmax), `mla_decode_value_device` the value warpgroups (P @ V), and `mla_decode_store_device` their epilogue.
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import QkMmas, Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Blocks, Call, Table
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
@@ -28,12 +28,12 @@ LOAD_WARP = 0
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return MlaDecode(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, batch = size(), size()
     q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)
@@ -45,12 +45,18 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 def slots_first(kv_cache: cute.Tensor) -> cute.Tensor:
-    """``[pages, page_size, width]`` as ``(page_size, width, pages)``."""
+    """A view of ``[pages, page_size, width]`` as ``(page_size, width, pages)``."""
     return cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
 
 
 class MlaDecode(Loader, Scorer, Valuer):
-    """The kernel of one configuration."""
+    """The MLA decode kernel of one configuration: persistent and warp-specialised, one CTA of four warpgroups per SM.
+
+    A warp of the first warpgroup finds the CTA's work items, and loads queries and blocks by TMA into two rings in shared memory:
+    latent chunks and rotary parts. The score warpgroup computes q @ k and softmax, stores probabilities over the block's rotary
+    part, and signals ``probs_full``. The two value warpgroups accumulate P @ V for half of the columns each, and release the
+    stages. With 128 heads two CTAs form a cluster: each loads half of a block and multicasts it to both.
+    """
 
     @cute.jit
     def __call__(
@@ -74,7 +80,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         )
 
     def blocks_of(self, q: cute.Tensor, kv_cache: cute.Tensor) -> tuple[Blocks, Blocks]:
-        """Returns queries and cache as bulk copies see them."""
+        """Returns the TMA views of queries and cache."""
         c = self.config
         return (
             Blocks(make_tma(self.load_once, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), None),
@@ -83,12 +89,12 @@ class MlaDecode(Loader, Scorer, Valuer):
 
     @property
     def load_once(self) -> Any:
-        """The copy to one CTA."""
+        """TMA load to one CTA."""
         return cpasync.CopyBulkTensorTileG2SOp()
 
     @property
     def load_shared(self) -> Any:
-        """The copy to all CTAs of a cluster."""
+        """TMA load to all CTAs of the cluster (multicast)."""
         return self.load_once if self.config.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
 
     @cute.jit
@@ -111,10 +117,10 @@ class MlaDecode(Loader, Scorer, Valuer):
         stream: cuda.CUstream,
     ):
         c = self.config
-        units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
+        items = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
         self.kernel(
             q, kv, Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
-            cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
+            cache_seqlens.shape[0] * items, items, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
             lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, q_scale, kv_scale, None, None, self.make_qk_mmas(),
             self.make_pv_mma(),
         ).launch(
@@ -130,7 +136,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         page_table: Table,
         cache_seqlens: Int64,
         batch: Int32,
-        units: Int32,
+        items: Int32,
         q_len: Int32,
         max_seqlen_k: Int32,
         out: Table,
@@ -143,7 +149,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         kv_scale: Int64 | None,
         cu_seqlens_q: Int64 | None,
         is_causal: Int32 | None,
-        qk: Products,
+        qk: QkMmas,
         pv: cute.TiledMma,
     ):
         c = self.config
@@ -151,7 +157,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         cta, _, _ = cute.arch.block_idx()
         storage = SmemAllocator().allocate(self.storage())
         call = Call(
-            page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
+            page_table, cache_seqlens, batch, items, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
             cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage, q_scale, kv_scale, cu_seqlens_q, is_causal,
         )  # fmt: skip
         if warp == LOAD_WARP:
@@ -164,7 +170,7 @@ class MlaDecode(Loader, Scorer, Valuer):
                 if const_expr(blocks.others is not None):
                     cpasync.prefetch_descriptor(blocks.others.atom)
         self.meet()
-        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
+        # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -178,21 +184,21 @@ class MlaDecode(Loader, Scorer, Valuer):
             else:
                 cute.arch.setmaxregister_increase(c.value_registers)
                 self.take_values(call, pv)
-        if const_expr(c.cluster > 1):  # nobody leaves while another CTA may still write to its memory
+        if const_expr(c.cluster > 1):  # no CTA may exit while another one still writes to its shared memory
             self.meet()
 
     @cute.jit
     def init_barriers(self, call: Call):
         c = self.config
-        for piece in cutlass.range_constexpr(c.pieces):
-            call.pieces.init(piece, 4 * c.cluster)
+        for chunk in cutlass.range_constexpr(c.latent_chunks):
+            call.latent_chunks.init(chunk, 4 * c.cluster)
         for stage in cutlass.range_constexpr(c.stages):
             call.ropes.init(stage, 4 * READERS * c.cluster)
             call.probs_full.init(stage, 4)
 
     @cute.jit
     def meet(self):
-        """All threads of the cluster meet."""
+        """Barrier of all threads of the cluster."""
         if const_expr(self.config.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

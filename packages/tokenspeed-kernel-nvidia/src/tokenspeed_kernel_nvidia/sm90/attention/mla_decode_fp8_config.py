@@ -1,4 +1,4 @@
-"""What programs of `mla_decode` with an fp8 cache are compiled for."""
+"""Configurations that `mla_decode` with an fp8 cache is compiled for."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, ROPE, Config
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
-STEP = 32  # columns of a product of 8-bit numbers
-STEPS = (LATENT + ROPE) // STEP  # products that make scores of a block, of queries that are one e4m3 number each
+STEP = 32  # k of an fp8 wgmma
+STEPS = (LATENT + ROPE) // STEP  # MMAs of q @ k of a block, with queries of one e4m3 part
 
 
 @dataclass(frozen=True)
 class Fp8Config(Config):
-    """A program for an e4m3 cache.
+    """Configuration of one kernel variant for an e4m3 cache.
 
-    Both products are of e4m3 numbers. Queries of 16 bits become the sum of two of those, which is good to 8 bits like bfloat16: the
-    second is what the first one's rounding leaves. A single one would be off by 2.6% rms, scores that spread over several units by
-    a tenth of one, and outputs by as many percent. Probabilities are rounded to e4m3, as `mha_prefill` does with fp8 values.
+    Both GEMMs use e4m3 MMAs. A 16-bit query is split into two e4m3 parts: its rounded value (high) and the rounding error (low).
+    Their sum is good to 8 bits, like bfloat16. A single e4m3 part would be off by 2.6% rms, scores with a spread of several units
+    by a tenth of a unit, and outputs by several percent. Probabilities are rounded to e4m3, as `mha_prefill` does with fp8 values.
 
     Attributes:
-        dtype: of the output, and of q if that is no e4m3.
+        dtype: of the output, and of q if that is not e4m3.
         fp8_queries: whether q is e4m3.
-        summed: blocks whose products with values are summed in registers. Those sums are then added to others in float32 in memory.
-            The tensor cores keep 13 bits behind the binary point of the largest term of a sum of 8-bit products, and drop what is
-            below, so that long sums are too small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
+        summed: blocks whose P @ V is accumulated in registers before it is added to float32 accumulators in global memory. The
+            tensor cores keep 13 fractional bits relative to the largest term of an fp8 sum, and truncate the rest. Long sums
+            are thus too small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
     """
 
     fp8_queries: bool = False
@@ -36,46 +36,46 @@ class Fp8Config(Config):
 
     @property
     def lift(self) -> float:
-        """With `lazy` probabilities are up to 2^8: an e4m3 is at most 448."""
+        """log2 of the largest probability in a first block. With `lazy`, probabilities reach 2^8; the largest e4m3 value is 448."""
         return 8.0 - self.lazy
 
     @property
-    def turned(self) -> int:
-        """Tiles of 64 columns whose values are in registers at once: one is loaded while the one before is multiplied."""
+    def value_buffers(self) -> int:
+        """Register buffers for transposed value tiles of 64 columns. With 1, loading a tile waits for the previous MMAs."""
         return 1
 
     @property
     def query_parts(self) -> int:
-        """Numbers of e4m3 whose sum a query is."""
+        """e4m3 parts whose sum is a query."""
         return 1 if self.fp8_queries else 2
 
     @property
-    def query_pieces(self) -> int:
-        """Pieces of 128 bytes a row. An e4m3 rotary part goes where those of the cache go."""
+    def query_chunks(self) -> int:
+        """Chunk stages, of 128 bytes per row, that queries occupy while loading. An e4m3 rotary part uses the rotary ring."""
         return 4 if self.fp8_queries else 9
 
     @property
     def tail(self) -> int:
-        """How many products of scores, with all parts of the queries' numbers, still run when probabilities are handed over."""
+        """k-steps of q @ k, each with all query parts, that are still in flight when probabilities are signalled."""
         return 4
 
     @property
     def low_kept(self) -> int:
-        """Products whose queries' second numbers are in registers: those of the rotary part, and of whole pieces."""
+        """k-steps whose low query parts are in registers: those of the rotary part; any more must make up whole chunks."""
         return 0 if self.fp8_queries else 2
 
     @property
     def kept(self) -> int:
-        """Columns of queries in registers; all first numbers are."""
+        """Columns of queries in registers: all high parts, and `low_kept` steps of low parts."""
         return (STEPS + self.low_kept) * STEP
 
     @property
     def others(self) -> int:
-        """Columns of second numbers in shared memory."""
+        """Columns of low query parts in shared memory."""
         return 0 if self.fp8_queries else (STEPS - self.low_kept) * STEP
 
     @property
-    def pieces(self) -> int:
+    def latent_chunks(self) -> int:
         return 24 if self.fp8_queries else 21
 
     @property
@@ -88,16 +88,16 @@ class Fp8Config(Config):
 
     @property
     def score_registers(self) -> int:
-        """Queries take 72, or 80, and scores 32."""
+        """Queries take 72 or 80 registers, scores 32."""
         return 144
 
     @property
     def value_registers(self) -> int:
-        """The accumulator takes 128, and values 16."""
+        """The accumulator takes 128 registers, values 16."""
         return 168
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All that is served."""
+    """All supported configurations."""
     kinds = [*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True)]
     return [Fp8Config(dtype, heads, fp8_queries) for dtype, fp8_queries in kinds for heads in HEADS]

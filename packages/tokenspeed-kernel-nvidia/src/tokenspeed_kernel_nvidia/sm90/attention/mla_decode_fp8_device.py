@@ -1,6 +1,6 @@
-"""The device code of `mla_decode` with an fp8 cache: the launch, what lies where, and how queries and blocks are loaded.
+"""The device code of `mla_decode` with an fp8 cache: the launch, TMA views, and the loads of queries.
 
-The work is divided, and warps have parts of it, as `mla_decode_device` says.
+Tile scheduler and warp roles are those of `mla_decode_device`.
 """
 
 # mypy: ignore-errors
@@ -19,19 +19,19 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Con
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_score_device import Fp8Scorer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_value_device import Fp8Valuer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, Blocks, Call
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import LATENT_CHUNK, Blocks, Call
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, gqa_packed, make_tma, tma_load
 
 
 def host(config: Fp8Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return MlaDecodeFp8(config)
 
 
 def fake_arguments(config: Fp8Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes. Numbers of e4m3 come as bytes."""
+    """Placeholder arguments to compile the function of `host` with. e4m3 tensors are passed as bytes."""
     size, rows, byte_rows, ints = arguments.size, arguments.rows, arguments.byte_rows, arguments.ints
     tokens, batch = size(), size()
     shape = tokens, config.heads, LATENT + ROPE
@@ -44,7 +44,7 @@ def fake_arguments(config: Fp8Config) -> tuple[Any, ...]:
 
 
 class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
-    """The kernel of one configuration."""
+    """The MLA decode kernel of one configuration for an fp8 cache: `MlaDecode` with fp8 score and value warpgroups."""
 
     @cute.jit
     def __call__(
@@ -73,28 +73,30 @@ class MlaDecodeFp8(Fp8Scorer, Fp8Valuer, MlaDecode):
         c = self.config
         rows, packed = (c.heads_of_tile, c.tokens_of_tile), gqa_packed(q)
         if c.fp8_queries:
-            queries = Blocks(make_tma(self.load_once, packed, (rows, PIECE)), make_tma(self.load_once, packed, (rows, ROPE)))
+            queries = Blocks(make_tma(self.load_once, packed, (rows, LATENT_CHUNK)), make_tma(self.load_once, packed, (rows, ROPE)))
         else:
             queries = Blocks(make_tma(self.load_once, packed, (rows, PANEL)), None)
         cache = slots_first(kv_cache)
-        return queries, Blocks(make_tma(self.load_shared, cache, (ROWS, PIECE)), make_tma(self.load_shared, cache, (ROWS, ROPE)))
+        return queries, Blocks(
+            make_tma(self.load_shared, cache, (ROWS, LATENT_CHUNK)), make_tma(self.load_shared, cache, (ROWS, ROPE))
+        )
 
-    def load_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+    def load_queries(self, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
         load = Loader.load_queries if self.config.fp8_queries else MlaDecodeFp8.load_wide_queries
-        return load(self, call, q, unit, at, rope_at)
+        return load(self, call, q, item, at, rope_at)
 
     @cute.jit
-    def load_wide_queries(self, call: Call, q: Blocks, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
-        """Loads the queries of a unit, of 16 bits each, as pieces of 64 columns. The stage of a rotary part stays as it is."""
+    def load_wide_queries(self, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+        """Loads a work item's 16-bit queries as chunks of 64 columns. The rotary stage is committed with no bytes."""
         c = self.config
-        token, head, _ = self.tile_of(call, unit)
+        token, head, _ = self.tile_of(call, item)
         rows = (c.heads_of_tile, c.tokens_of_tile)
         corner = (head, token)
         self.acquire(call.ropes, rope_at, Int32(0))
-        targets = self.wide.packed_boxes(call.storage.pieces, *rows, dtype=self.dtype)
-        for piece in cutlass.range_constexpr(c.query_pieces):
-            full = self.acquire(call.pieces, at, Int32(self.wide.row_bytes))
-            source = cute.domain_offset((corner, piece * PANEL), q.latents.tensor)
+        targets = self.wide.packed_boxes(call.storage.latent_chunks, *rows, dtype=self.dtype)
+        for chunk in cutlass.range_constexpr(c.query_chunks):
+            full = self.acquire(call.latent_chunks, at, Int32(self.wide.row_bytes))
+            source = cute.domain_offset((corner, chunk * PANEL), q.latents.tensor)
             tma_load(q.latents.atom, source, (rows, PANEL), targets[None, None, 0, 0, at.stage], full)
-            at = advance(at, c.pieces)
+            at = advance(at, c.latent_chunks)
         return at

@@ -1,4 +1,4 @@
-"""The warpgroup of `mla_decode_device` that has the queries: scores of blocks, and their probabilities."""
+"""The score warpgroup of `mla_decode_device`: it holds the queries, and computes q @ k and softmax of blocks."""
 
 # mypy: ignore-errors
 
@@ -14,17 +14,17 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     BEGIN,
+    CHUNK_PANELS,
     FIRST,
+    ITEM,
+    LATENT_CHUNK,
+    LATENT_CHUNKS,
     PANEL_BYTES,
-    PIECE,
-    PIECE_PANELS,
-    PIECES,
     PLANNED,
     PLANNERS,
     SCORED,
     SCORES,
     STARTING,
-    UNIT,
     Call,
     Tiles,
 )
@@ -35,17 +35,17 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
 
-STEPS = PANEL // 16  # products of 16 columns of a panel
+STEPS = PANEL // 16  # MMAs (k = 16) of a panel
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of the products that make scores. All but the queries in registers are descriptors of shared memory.
+    """MMA operands of q @ k. All but the queries in registers are shared-memory descriptors.
 
     Attributes:
-        kept: queries in registers, of the first columns.
-        words: the same, in words.
-        others: queries of the other columns.
+        kept: queries in registers: the first columns.
+        words: the same registers as 32-bit words.
+        others: queries of the other columns, in shared memory.
         latents, ropes: keys, by stage.
     """
 
@@ -57,106 +57,106 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Products:
-    """The products with queries in registers, and with those in shared memory."""
+class QkMmas:
+    """The MMAs with queries in registers (``kept``), and with queries in shared memory (``others``)."""
 
     kept: cute.TiledMma
     others: cute.TiledMma
 
 
 class Scorer(Tiles):
-    """The part of the kernel that computes probabilities."""
+    """Mixin of the score warpgroup."""
 
-    def make_qk_mmas(self) -> Products:
+    def make_qk_mmas(self) -> QkMmas:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
         op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, ROWS, 16), *operands)
-        return Products(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(self.dtype, ROWS))
+        return QkMmas(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(self.dtype, ROWS))
 
     @cute.jit
     def thread_of_scores(self) -> Int32:
-        """Returns this thread's number in the warpgroup, computed here and not before: see `opt_barrier`."""
+        """Returns this thread's index in the warpgroup, recomputed at each use: see `opt_barrier`."""
         thread, _, _ = cute.arch.thread_idx()
         return registers.opt_barrier(thread) - SCORES * 128
 
     @cute.jit
-    def score(self, call: Call, mmas: Products):
-        """Computes probabilities of all blocks of the CTA."""
+    def score(self, call: Call, mmas: QkMmas):
+        """Computes the probabilities of all blocks of the CTA."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= SCORES * 128
         ops = self.operands(call, mmas, thread)
         row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
-        unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
+        item, first, begin = call.plan[ITEM], call.plan[FIRST], call.plan[BEGIN]
         at, rope_at = first_to_read(), first_to_read()
         while begin < call.end():
-            length = self.length_of(call, unit)
+            length = self.length_of(call, item)
             _, _, whole = self.visible(call, length)
             count = cutlass.min(first + whole, call.end()) - begin
             at, scale = self.take_queries(call, ops.words, at, rope_at)
-            self.hand_over(call, rope_at)  # nothing: the stage is released by who has values, as all others are
+            self.signal_probs(call, rope_at)  # no probabilities, but the value warpgroups release this stage like all others
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
                 row_sum[r] = Float32(0.0)
-            valid = length - (begin - first) * ROWS  # tokens from the block's first on that the unit's last token sees
+            valid = length - (begin - first) * ROWS  # tokens from the block's first one on that the item's last token sees
             first += whole + call.plan[STARTING]
             begin = first
             is_first = cutlass.Boolean(True)
             while count > 0:
                 scores, at = self.multiply(call, mmas, ops, at, rope_at, is_first)
                 is_first = cutlass.Boolean(False)
-                self.leave_out(call, scores, unit, valid, at, rope_at)
+                self.mask_scores(call, scores, item, valid, at, rope_at)
                 count -= 1
                 self.put_probs(call, scores, row_max, row_sum, rope_at, scale)
                 if count == 0:
                     self.put_sums(call, row_max, row_sum, rope_at)
                 if const_expr(c.at_once):
-                    self.hand_over(call, rope_at)
+                    self.signal_probs(call, rope_at)
                 rope_at = advance(rope_at, c.stages)
                 valid -= ROWS
             if const_expr(not c.at_once):
-                self.hand_over(call, last_filled(rope_at, c.stages))
-            unit = self.next_unit(call, unit)
+                self.signal_probs(call, last_filled(rope_at, c.stages))
+            item = self.next_item(call, item)
 
-    def operands(self, call: Call, mmas: Products, thread: Int32) -> Operands:
+    def operands(self, call: Call, mmas: QkMmas, thread: Int32) -> Operands:
         kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
         q = kept.make_fragment_A(kept.partition_shape_A((ROWS, self.config.kept)))
         return Operands(
             q, cute.recast_tensor(q, Uint32), others.make_fragment_A(others.partition_A(self.others.tiles(call.storage.others))),
-            kept.make_fragment_B(kept.partition_B(self.pieces.tiles(call.storage.pieces))),
+            kept.make_fragment_B(kept.partition_B(self.latent_chunks.tiles(call.storage.latent_chunks))),
             kept.make_fragment_B(kept.partition_B(self.ropes.tiles(call.storage.ropes))),
         )  # fmt: skip
 
     @cute.jit
     def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor):
-        """Takes some queries of a tile to registers, copies the others to their own place, and makes room.
+        """Loads the first columns of a Q tile to registers, copies the others within shared memory, and releases its stages.
 
-        Returns the first piece behind them, and what scores are multiplied with.
+        Returns the chunk cursor after the queries, and the factor of scores.
         """
         c = self.config
         thread = self.thread_of_scores()
-        place = self.place_of_lane(thread)
-        others = call.storage.others.data_ptr().toint() + place
+        offset = self.lane_offset(thread)
+        others = call.storage.others.data_ptr().toint() + offset
         first = at
-        # All have computed the last scores of the unit before.
+        # All warps have finished q @ k of the previous work item.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
         for panel in cutlass.range_constexpr((LATENT + ROPE) // PANEL):
             rotary = panel == LATENT // PANEL
-            tile_at = self.rope_at(call, rope_at) if rotary else self.panel_at(call, at, panel % PIECE_PANELS)
+            tile_at = self.rope_at(call, rope_at) if rotary else self.panel_at(call, at, panel % CHUNK_PANELS)
             if const_expr(rotary):
                 call.ropes.wait(rope_at)
-            elif const_expr(panel % PIECE_PANELS == 0):
-                call.pieces.wait(at)
+            elif const_expr(panel % CHUNK_PANELS == 0):
+                call.latent_chunks.wait(at)
             for step in cutlass.range_constexpr(STEPS):
-                four = registers.ldmatrix(tile_at + (place ^ (step * 32)), False)
+                four = registers.ldmatrix(tile_at + (offset ^ (step * 32)), False)
                 if const_expr(panel * PANEL < c.kept):
                     for each in cutlass.range_constexpr(4):
                         words[(panel * STEPS + step) * 4 + each] = four[each]
                 else:
                     registers.stmatrix((others ^ (step * 32)) + (panel - c.kept // PANEL) * PANEL_BYTES, four)
-            if const_expr(not rotary and panel % PIECE_PANELS == PIECE_PANELS - 1):
-                at = advance(at, c.pieces)
+            if const_expr(not rotary and panel % CHUNK_PANELS == CHUNK_PANELS - 1):
+                at = advance(at, c.latent_chunks)
         cute.arch.fence_view_async_shared()
         self.release_queries(call, first)
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
@@ -164,30 +164,30 @@ class Scorer(Tiles):
 
     @cute.jit
     def release_queries(self, call: Call, at: Cursor):
-        """Lets blocks have the pieces that queries took. The warps with values release the stage of the rotary part.
+        """Releases the chunk stages that held queries. The value warpgroups release the stage of the rotary part.
 
-        What this warp has read is in registers when it has passed `fence_view_async_shared`: a bulk copy that overwrites it is of
-        another proxy, and an arrival alone does not order it behind loads that are on their way.
+        The caller must have executed `fence_view_async_shared`. TMA writes belong to the async proxy, and an arrival alone does not
+        order them after this warp's loads in flight.
         """
         cute.arch.sync_warp()
-        for _ in cutlass.range_constexpr(self.config.query_pieces):
-            self.release(call.pieces.empty, at)
-            at = advance(at, self.config.pieces)
+        for _ in cutlass.range_constexpr(self.config.query_chunks):
+            self.release(call.latent_chunks.empty, at)
+            at = advance(at, self.config.latent_chunks)
 
     @cute.jit
-    def place_of_lane(self, thread: Int32) -> Int32:
-        """Returns where a lane's 16 bytes of a panel are, as the matrices of 16 rows a warp and 16 columns want them.
+    def lane_offset(self, thread: Int32) -> Int32:
+        """Returns the swizzled byte offset of a lane's 16 bytes in a panel, for ldmatrix of 16 rows per warp and 16 columns.
 
-        Those of the next 16 columns are at that place with 32 flipped, and so on: see `tiles_device`.
+        XOR with ``32 * i`` gives that of the i-th next 16 columns, see `tiles_device`.
         """
         row = (thread >> 5) * 16 + (thread & 15)
         return row * (PANEL * 2) + (((thread >> 4) & 1) ^ (row & 7)) * 16
 
     @cute.jit
-    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
-        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece.
+    def multiply(self, call: Call, mmas: QkMmas, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
+        """Computes q @ k of a block, waiting for it chunk by chunk. Returns the scores, and the chunk cursor of the next block.
 
-        The block before, if this is not a unit's first, is handed over meanwhile if it was not before: see `Config.at_once`.
+        Unless `Config.at_once`, it also signals the previous block's probabilities, except at a work item's first block.
         """
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
@@ -200,56 +200,56 @@ class Scorer(Tiles):
             q = ops.others[None, None, (LATENT - c.kept) // 16 + step, 0]
             cute.gemm(others, scores, q, ops.ropes[None, None, step, rope_at.stage], scores)
             others.set(warpgroup.Field.ACCUMULATE, True)
-        for piece in cutlass.range_constexpr(PIECES):
-            self.wait_for_piece(call, at)
-            # Descriptors of all pieces at once would take too many registers.
+        for chunk in cutlass.range_constexpr(LATENT_CHUNKS):
+            self.wait_for_chunk(call, at)
+            # Descriptors of all chunks at once would take too many registers.
             stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
-            for step in cutlass.range_constexpr(PIECE // 16):
+            for step in cutlass.range_constexpr(LATENT_CHUNK // 16):
                 k = ops.latents[None, None, step, stage]
-                place = piece * (PIECE // 16) + step
-                if const_expr(place * 16 < c.kept):
-                    cute.gemm(kept, scores, ops.kept[None, None, place], k, scores)
+                k_step = chunk * (LATENT_CHUNK // 16) + step
+                if const_expr(k_step * 16 < c.kept):
+                    cute.gemm(kept, scores, ops.kept[None, None, k_step], k, scores)
                 else:
-                    cute.gemm(others, scores, ops.others[None, None, place - c.kept // 16, 0], k, scores)
-                if const_expr(not c.at_once and place == LATENT // 16 - 1 - c.tail):
+                    cute.gemm(others, scores, ops.others[None, None, k_step - c.kept // 16, 0], k, scores)
+                if const_expr(not c.at_once and k_step == LATENT // 16 - 1 - c.tail):
                     warpgroup.commit_group()
-            at = advance(at, c.pieces)
+            at = advance(at, c.latent_chunks)
         if const_expr(c.at_once or c.tail > 0):
             warpgroup.commit_group()
         if const_expr(not c.at_once):
             warpgroup.wait_group(min(c.tail, 1))
             if not is_first:
-                self.hand_over(call, last_filled(rope_at, c.stages))
+                self.signal_probs(call, last_filled(rope_at, c.stages))
         warpgroup.wait_group(0)
         return scores, at
 
     def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor) -> None:
-        """Waits until a block's rotary part is there for products to read."""
+        """Waits until a block's rotary part is loaded and visible to MMAs."""
         call.ropes.wait(rope_at)
 
-    def wait_for_piece(self, call: Call, at: Cursor) -> None:
-        """Waits until a piece is there for products to read."""
-        call.pieces.wait(at)
+    def wait_for_chunk(self, call: Call, at: Cursor) -> None:
+        """Waits until a chunk is loaded and visible to MMAs."""
+        call.latent_chunks.wait(at)
 
     @cute.jit
-    def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Leaves out what is no key of a row.
+    def mask_scores(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
+        """Masks the scores of keys that a row does not see, and zeroes latents beyond the sequence.
 
         Args:
-            valid: how many tokens of the block the last token of the unit sees.
-            end: the first piece behind the block.
+            valid: tokens from the block's first one on that the item's last token sees.
+            end: the chunk cursor after the block.
         """
         if valid < ROWS + (self.config.tokens_of_tile - 1):
-            self.hide(call, scores, unit, valid)
+            self.hide(call, scores, item, valid)
             self.clear_beyond(call, end, valid)
 
     @cute.jit
-    def hide(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32):
-        """Hides tokens that a row does not see. ``valid``: how many of the block its unit's last token sees."""
+    def hide(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
+        """Masks tokens that a row does not see. ``valid``: see `mask_scores`."""
         c = self.config
         thread = self.thread_of_scores()
         row = (thread >> 5) * 16 + ((thread & 31) >> 2)
-        _, _, tokens = self.place_of(call, unit)
+        _, _, tokens = self.tokens_of(call, item)
         for r in cutlass.range_constexpr(2):
             limit = valid
             if const_expr(c.tokens_of_tile > 1):
@@ -258,28 +258,28 @@ class Scorer(Tiles):
 
     @cute.jit
     def clear_beyond(self, call: Call, end: Cursor, valid: Int32):
-        """Writes zeros to the latents of slots that hold no token: they may hold NaN, and 0 * NaN is not 0.
+        """Zeroes the latents of slots without a token: they may hold NaN, and 0 * NaN is not 0.
 
         Args:
-            end: the first piece behind the block.
+            end: the chunk cursor after the block.
         """
         thread = self.thread_of_scores()
-        # All have computed scores from what is overwritten.
+        # All warps have finished q @ k of the block that is overwritten.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
-        at = skip(end, self.config.pieces - PIECES, self.config.pieces)
-        for _ in cutlass.range_constexpr(PIECES):
+        at = skip(end, self.config.latent_chunks - LATENT_CHUNKS, self.config.latent_chunks)
+        for _ in cutlass.range_constexpr(LATENT_CHUNKS):
             row = cutlass.max(valid, 0) + (thread >> 3)
             while row < ROWS:
-                for panel in cutlass.range_constexpr(self.pieces.panels):
+                for panel in cutlass.range_constexpr(self.latent_chunks.panels):
                     to = self.panel_at(call, at, panel) + row * (PANEL * 2) + (thread & 7) * 16
                     registers.store_floats("shared", to, [Float32(0.0)] * 4)
                 row += 16
-            at = advance(at, self.config.pieces)
+            at = advance(at, self.config.latent_chunks)
         cute.arch.fence_view_async_shared()
 
     @cute.jit
     def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor, scale: Any):
-        """Puts a block's probabilities where its rotary part was, and by how much sums before are to be scaled beside them."""
+        """Softmax of a block: stores its probabilities over its rotary part, and the rescale factors in its notes."""
         grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, scale, self.config.lazy, self.config.lift)
         grown = registers.any_lane(grown)
         thread = self.thread_of_scores()
@@ -290,21 +290,21 @@ class Scorer(Tiles):
         if (grown | cutlass.Boolean(self.every_factor)) and lane & 3 == 0:
             for r in cutlass.range_constexpr(2):
                 notes.factor(warp * 16 + (lane >> 2) + 8 * r)[0] = factor[r]
-        place = self.place_of_lane(thread)
-        # All have computed scores from the rotary part.
+        offset = self.lane_offset(thread)
+        # All warps have finished q @ k with the rotary part.
         cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
-        self.store_probs(self.rope_at(call, at), place, scores)
+        self.store_probs(self.rope_at(call, at), offset, scores)
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def store_probs(self, to: Int32, place: Int32, probs: cute.Tensor):
+    def store_probs(self, to: Int32, offset: Int32, probs: cute.Tensor):
         for step in cutlass.range_constexpr(ROWS // 16):
             words = [registers.pack(self.dtype, probs[8 * step + 2 * each], probs[8 * step + 2 * each + 1]) for each in range(4)]
-            registers.stmatrix(to + (place ^ (step * 32)), words)
+            registers.stmatrix(to + (offset ^ (step * 32)), words)
 
     @cute.jit
     def put_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
-        """Puts maxima and sums of the rows beside the probabilities of a unit's last block."""
+        """Stores row max and row sum in the notes of a work item's last block."""
         thread = self.thread_of_scores()
         for r in cutlass.range_constexpr(2):
             total = registers.quad_sum(row_sum[r])
@@ -314,8 +314,8 @@ class Scorer(Tiles):
                 sums[1] = total
 
     @cute.jit
-    def hand_over(self, call: Call, at: Cursor):
-        """Lets the other warpgroups have what this warp has put in a stage."""
+    def signal_probs(self, call: Call, at: Cursor):
+        """Signals to the value warpgroups that this warp has stored its probabilities of a stage."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             call.probs_full.arrive(at)

@@ -1,4 +1,4 @@
-"""The two warpgroups of `mla_decode_device` that have values: each multiplies probabilities with half of the latents' columns."""
+"""The two value warpgroups of `mla_decode_device`: each computes P @ V for half of the latents' columns."""
 
 # mypy: ignore-errors
 
@@ -16,13 +16,13 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Stor
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     BEGIN,
     FIRST,
-    PIECE,
-    PIECES,
+    ITEM,
+    LATENT_CHUNK,
+    LATENT_CHUNKS,
     PLANNED,
     PLANNERS,
     READERS,
     STARTING,
-    UNIT,
     VALUES,
     Call,
 )
@@ -32,11 +32,11 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 
 @dataclass(frozen=True)
 class ValueOperands:
-    """Operands of the products with values, by stage.
+    """MMA operands of P @ V: shared-memory descriptors, by stage.
 
     Attributes:
-        probs: descriptors of probabilities.
-        values: descriptors of values.
+        probs: probabilities.
+        values: values.
     """
 
     probs: cute.Tensor
@@ -44,16 +44,16 @@ class ValueOperands:
 
 
 class Valuer(Storer):
-    """The part of the kernel that makes the output."""
+    """Mixin of the value warpgroups."""
 
     def make_pv_mma(self) -> cute.TiledMma:
         operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
-        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, PIECE, 16), *operands)
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, LATENT_CHUNK, 16), *operands)
         return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
 
     @cute.jit
     def take_values(self, call: Call, mma: cute.TiledMma):
-        """Computes the output of all units of the CTA: every other piece of its columns."""
+        """Computes the output of all work items of the CTA: every other chunk of its columns."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= VALUES * 128
@@ -64,60 +64,62 @@ class Valuer(Storer):
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
-        unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
-        self.write_record(call, self.most_units(call) > call.groups, call.group, Int32(0), Int32(0))
+        item, first, begin = call.plan[ITEM], call.plan[FIRST], call.plan[BEGIN]
+        self.write_record(call, self.most_items(call) > call.groups, call.group, Int32(0), Int32(0))
         at, rope_at = first_to_read(), first_to_read()
         if half == 1:
-            at = advance(at, c.pieces)
+            at = advance(at, c.latent_chunks)
         while begin < call.end():
-            _, _, whole = self.visible(call, self.length_of(call, unit))
+            _, _, whole = self.visible(call, self.length_of(call, item))
             count = cutlass.min(first + whole, call.end()) - begin
-            # Queries. If others released their stage, it could be handed over a second time before this warp has seen the first,
-            # and a wait for a phase does not tell it from the phase after the next.
+            # The stage of the queries' rotary part. If another warp released it, probs_full could complete two phases before this
+            # warp waits, and a parity wait cannot tell a phase from the one after the next.
             call.probs_full.wait(rope_at)
             self.release(call.ropes.empty, rope_at)
-            at, rope_at = skip(at, c.query_pieces, c.pieces), advance(rope_at, c.stages)
+            at, rope_at = skip(at, c.query_chunks, c.latent_chunks), advance(rope_at, c.stages)
             for own in cutlass.range_constexpr(len(acc)):
                 acc[own].fill(0.0)
             row_max, row_sum = self.make_sums()
             at, rope_at = self.take_blocks(call, atom, ops, acc, row_max, row_sum, at, rope_at, count)
-            share = self.share(call, first, whole)
+            split = self.split_of(call, first, whole)
             first += whole + call.plan[STARTING]
             begin = first
-            self.write_unit(call, acc, row_max, row_sum, unit, half, share)
-            unit = self.next_unit(call, unit)
+            self.write_item(call, acc, row_max, row_sum, item, half, split)
+            item = self.next_item(call, item)
 
     def operands_of_values(self, call: Call, part: Any) -> ValueOperands:
         return ValueOperands(
             part.make_fragment_A(part.partition_A(self.ropes.tiles(call.storage.ropes))),
-            part.make_fragment_B(part.partition_B(self.pieces.transposed(call.storage.pieces))),
+            part.make_fragment_B(part.partition_B(self.latent_chunks.transposed(call.storage.latent_chunks))),
         )
 
     def accumulators(self, part: Any) -> list:
-        return [cute.make_rmem_tensor(part.partition_shape_C((ROWS, PIECE)), Float32) for _ in range(PIECES // READERS)]
+        return [
+            cute.make_rmem_tensor(part.partition_shape_C((ROWS, LATENT_CHUNK)), Float32) for _ in range(LATENT_CHUNKS // READERS)
+        ]
 
     def make_sums(self) -> tuple:
-        """Returns places for maxima and sums of this thread's two rows."""
+        """Returns registers for row max and row sum of this thread's two rows."""
         return tuple(cute.make_rmem_tensor(2, Float32) for _ in range(2))
 
     @cute.jit
     def multiply_values(
         self, call: Call, atom: cute.MmaAtom, ops: ValueOperands, acc: list, at: Cursor, second: Cursor, rope_at: Cursor
     ):
-        """Adds the products of a block, whose values are there, when its probabilities are there too."""
+        """Waits for a block's probabilities, rescales, and adds its P @ V. Its values must have been loaded."""
         call.probs_full.wait(rope_at)
         self.rescale(call, acc, rope_at)
         warpgroup.fence()
         for own in cutlass.range_constexpr(len(acc)):
-            place = second if own else at
+            cursor = second if own else at
             for step in cutlass.range_constexpr(ROWS // 16):
-                p, v = ops.probs[None, None, step, rope_at.stage], ops.values[None, None, step, place.stage]
+                p, v = ops.probs[None, None, step, rope_at.stage], ops.values[None, None, step, cursor.stage]
                 cute.gemm(atom, acc[own], p, v, acc[own])
             warpgroup.commit_group()
         warpgroup.wait_group(1)
-        self.release(call.pieces.empty, at)
+        self.release(call.latent_chunks.empty, at)
         warpgroup.wait_group(0)
-        self.release(call.pieces.empty, second)
+        self.release(call.latent_chunks.empty, second)
 
     @cute.jit
     def take_blocks(
@@ -132,7 +134,7 @@ class Valuer(Storer):
         rope_at: Cursor,
         count: Int32,
     ):
-        """Adds the products of all blocks of a unit, and reads maxima and sums. Returns where the next unit is."""
+        """Adds P @ V of all blocks of a work item, and reads row max and row sum. Returns the cursors of the next item."""
         index = Int32(0)
         while index < count:
             at, rope_at = self.take_block(call, atom, ops, acc, row_max, row_sum, at, rope_at, index == count - 1)
@@ -152,22 +154,22 @@ class Valuer(Storer):
         rope_at: Cursor,
         is_last: Boolean,
     ):
-        """Adds the products of a block, and releases it."""
+        """Adds P @ V of a block, and releases its stages."""
         c = self.config
-        second = skip(at, READERS, c.pieces)
-        # These are there before, so that asking for them afterwards would only take time.
-        call.pieces.wait(at)
-        call.pieces.wait(second)
+        second = skip(at, READERS, c.latent_chunks)
+        # Values are loaded before their probabilities are computed, so wait for them first, off the critical path.
+        call.latent_chunks.wait(at)
+        call.latent_chunks.wait(second)
         self.multiply_values(call, atom, ops, acc, at, second, rope_at)
         if is_last:
             self.read_sums(call, row_max, row_sum, rope_at)
         cute.arch.sync_warp()
         self.release(call.ropes.empty, rope_at)
-        return skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
+        return skip(at, LATENT_CHUNKS, c.latent_chunks), advance(rope_at, c.stages)
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):
-        """Scales a warp's rows where a maximum has grown."""
+        """Rescales a warp's rows where a row max has grown."""
         thread = self.thread_of_values()
         notes = call.notes(at)
         if notes.grown((thread >> 5) & 3)[0] != 0.0:
@@ -178,7 +180,7 @@ class Valuer(Storer):
 
     @cute.jit
     def read_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
-        """Reads maxima and sums of a unit's rows, which are there with its last block."""
+        """Reads row max and row sum from the notes of a work item's last block."""
         row = self.row_of_values(self.thread_of_values())
         for r in cutlass.range_constexpr(2):
             sums = call.notes(at).sums(row + 8 * r)

@@ -1,13 +1,13 @@
-"""Latent attention (MLA) of many new tokens of sequences to a paged cache, on Hopper.
+"""MLA extend on Hopper: latent attention of many new tokens of each sequence to a paged cache.
 
-A tile of 64 rows has half of a token's 128 heads, or the heads of some tokens, and is computed as `mla_decode` computes its tiles:
-keys and values are read once for it. Two CTAs that form a cluster have the other half of the heads, or the next tokens, and share
-what they load; for few new tokens see `mla_extend_config.Extending`.
+A tile of 64 rows holds half of a token's 128 heads, or all heads of several tokens. It is computed as in `mla_decode`. The two CTAs
+of a cluster have the two halves of the heads, or consecutive tokens, and share loads by multicast. For few new tokens see
+`mla_extend_config.Extending`.
 
-The grid is fixed. The blocks of all tiles, one after another, are cut into as many equal ranges as there are clusters, on the
-device, from cu_seqlens_q and cache_seqlens: a captured graph stays right and evenly loaded when these change. A cluster leaves at
-most two partial results, of the tile that it begins in the middle of and of its last one, and a second launch merges those in a
-fixed order.
+The kernel is persistent. The blocks of all work items, concatenated, are split into one equal range per cluster. The split is
+computed on the device from cu_seqlens_q and cache_seqlens, so a captured CUDA graph stays correct and balanced when these change. A
+cluster leaves at most two partial results, of the item in which its range begins and of its last one. A second kernel merges these
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import (
     every_fp8_config,
     ranks_for,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.served import FP8
+from tokenspeed_kernel_nvidia.sm90.attention.supported import FP8
 from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E, launched_on
 
 
@@ -65,7 +65,7 @@ def mla_extend_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 def _programs_of(
     dtype: torch.dtype, cache: torch.dtype, heads: int, ranks: int, device: int
 ) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The programs that compute and merge, groups, and bytes of partial results."""
+    """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
     config = Config("bfloat16", heads, ranks)
     groups = max(1, multiprocessors(device) // ranks)
     if cache == torch.bfloat16:
@@ -91,18 +91,18 @@ def mla_extend_with_kvcache(
     kv_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of new tokens to a paged cache that holds them: launches on checked arguments.
+    """Latent attention of new tokens to a paged cache that holds them: launches the kernels on checked arguments.
 
-    There is no window and no logit_cap. Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the public
+    Windows and logit_cap are not supported. Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public
     function is `tokenspeed_kernel_nvidia.mla_extend_with_kvcache`.
     """
     tokens, heads, _ = q.shape
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     written = q.new_empty(tokens, heads, kv_lora_rank, dtype=output_dtype(q)) if out is None else out
     if tokens:
-        if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
+        if not kv_cache.shape[0]:  # all sequences are empty, but a TMA descriptor needs memory to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
-        # New tokens of a sequence at most. Bounds are often loose, and numbers of units are made of this one.
+        # Upper bound of a sequence's new tokens, which sizes the index space of work items. The caller's bound is often loose.
         q_len = max(1, min(max_seqlen_q, tokens, max_seqlen_k if is_causal else tokens))
         device = q.get_device()
         launch, merge, groups, nbytes = _programs_of(q.dtype, kv_cache.dtype, heads, ranks_for(heads, q_len), device)
@@ -116,7 +116,7 @@ def mla_extend_with_kvcache(
             q = q.view(torch.uint8)
         numbers = page_table, cache_seqlens, cu_seqlens_q.contiguous()
         rows = launched_on(launch, (q, kv_cache), written, numbers, others, ("kv_cache",))
-        if max_seqlen_k > ROWS:  # what is one block, nobody shares
+        if max_seqlen_k > ROWS:  # a single block is never split
             merge(rows, numbers[-1], workspace.memory_at, lse_at, q_len, groups)
         if rows is not written:
             written = deliver(rows, out)

@@ -1,4 +1,4 @@
-"""What programs of `mla_extend` are compiled for."""
+"""Configurations that `mla_extend` is compiled for."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ RANKS = 2  # CTAs of a cluster
 
 
 class Extending:
-    """How the programs of `mla_decode` are used for many new tokens.
+    """How the kernels of `mla_decode` are used for many new tokens.
 
-    With any number of heads two CTAs form a cluster: they have halves of a token's 128 heads, or different tokens. What they share
-    is read from L2 once. Alone, a CTA would read 74 KB for the 1.2 us in which 64 rows are multiplied with 64 tokens at full speed:
-    132 of them 8 TB/s, more than L2 has.
+    With any number of heads two CTAs form a cluster: they have halves of a token's 128 heads, or different tokens. Multicast reads
+    shared blocks from L2 once. Without clusters, a CTA would read 74 KB in the 1.2 us that 64 rows take with 64 tokens at full
+    speed. That is 8 TB/s for 132 CTAs, more than the bandwidth of L2.
 
-    Where no sequence has more new tokens than a tile has room for, the other CTA would have none. Then each is alone, and memory
-    decides.
+    Where the new tokens of every sequence fit one tile, the second CTA would have none. Then a cluster has one CTA, and the kernel
+    is memory-bound.
     """
 
     heads: int
     ranks: int
 
     @property
-    def tokens_of_unit(self) -> int:
-        """New tokens of a sequence that share what is loaded."""
+    def tokens_of_item(self) -> int:
+        """New tokens of a work item, over all CTAs of the cluster."""
         return self.ranks * ROWS // self.heads
 
 
 @dataclass(frozen=True)
 class Config(Extending, mla_decode_config.Config):
-    """A program for a cache in q's dtype.
+    """Configuration of one kernel variant for a cache in q's dtype.
 
     Attributes:
         ranks: CTAs of a cluster; 1 for few new tokens of at most 64 heads.
@@ -44,13 +44,13 @@ class Config(Extending, mla_decode_config.Config):
 
 @dataclass(frozen=True)
 class Fp8Config(Extending, mla_decode_fp8_config.Fp8Config):
-    """A program for an e4m3 cache. ``ranks``: as of `Config`."""
+    """Configuration of one kernel variant for an e4m3 cache. ``ranks``: see `Config`."""
 
     ranks: int = RANKS
 
 
 def ranks_for(heads: int, tokens: int) -> int:
-    """Returns how many CTAs form a cluster, for at most so many new tokens of a sequence."""
+    """Returns the CTAs of a cluster. ``tokens``: upper bound of a sequence's new tokens."""
     return 1 if tokens * heads <= ROWS else RANKS
 
 
@@ -62,10 +62,10 @@ def _heads_and_ranks() -> Iterator[tuple[int, int]]:
 
 
 def every_config() -> list[Config]:
-    """All that is served."""
+    """All supported configurations."""
     return [Config("bfloat16", heads, ranks) for heads, ranks in _heads_and_ranks()]
 
 
 def every_fp8_config() -> list[Fp8Config]:
-    """All that is served."""
+    """All supported configurations."""
     return [Fp8Config("bfloat16", heads, narrow, ranks=ranks) for narrow in (False, True) for heads, ranks in _heads_and_ranks()]

@@ -1,8 +1,8 @@
-"""The device code of `mla_extend`: units of many new tokens, and how they follow from lengths.
+"""The device code of `mla_extend`: work items of many new tokens, and how they follow from lengths.
 
-What loads, computes, stores and merges is `mla_decode_device`'s. A unit has the tokens that two CTAs take together, and its number
-is ``sequence * units + tile``, where ``units`` are as many as the longest sequence may have. Numbers that a sequence does not need
-are left out.
+Loads, MMAs, epilogue and merge are those of `mla_decode_device`. A work item has the tokens that a cluster computes together. Its
+index is ``sequence * items + tile``, where ``items`` is the upper bound of a sequence's items. Indices beyond a sequence's last
+item are skipped.
 """
 
 # mypy: ignore-errors
@@ -16,25 +16,25 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_device, mla_decode_fp8_device, mla_decode_merge_device
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LEAST_SHARE, ROWS, STARTING_BLOCKS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LEAST_BLOCKS, ROWS, STARTING_BLOCKS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_device import MlaDecode
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_device import MlaDecodeFp8
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import WARPS, MlaMerge
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import THREADS, Call, Table, Tiles
 from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import Config, Fp8Config
-from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
+from tokenspeed_kernel_nvidia.sm90.attention.split_kv_device import SplitKv
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 
 
 def host(config: Config | Fp8Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return MlaExtendFp8(config) if isinstance(config, Fp8Config) else MlaExtend(config)
 
 
 def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     decode = mla_decode_fp8_device if isinstance(config, Fp8Config) else mla_decode_device
     tensors = decode.fake_arguments(config)[:5]
     scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(4)), Float32(0), *(Int64(0) for _ in range(2))]
@@ -42,53 +42,53 @@ def fake_arguments(config: Config | Fp8Config) -> tuple[Any, ...]:
 
 
 def merge_host(config: Config) -> Any:
-    """The function that launches the program that merges partial results."""
+    """The host function that launches the merge kernel of a configuration."""
     return MlaExtendMerge(config)
 
 
 def fake_merge_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `merge_host` takes."""
-    out, *numbers, stream = mla_decode_merge_device.fake_arguments(config)
-    return out, arguments.ints(arguments.size()), *numbers, stream
+    """Placeholder arguments to compile the function of `merge_host` with."""
+    out, *scalars, stream = mla_decode_merge_device.fake_arguments(config)
+    return out, arguments.ints(arguments.size()), *scalars, stream
 
 
 class Extender(Tiles):
-    """Which tokens a unit has, and what they see.
+    """Mixin that maps work items to tokens, and computes what they see.
 
-    Of a call `q_len` is how many new tokens a sequence has at most, and `batch` counts sequences.
+    Here a call's ``q_len`` is the upper bound of a sequence's new tokens, and ``batch`` the number of sequences.
     """
 
     @cute.jit
     def queries_of(self, call: Any, sequence: Int32):
-        """Returns the first of a sequence's new tokens, and how many there are."""
+        """Returns a sequence's first new token, and its number of new tokens."""
         at = call.cu_seqlens_q + Int64(sequence) * 4
         begin = load_int(at, False)
         return begin, cutlass.max(cutlass.min(load_int(at + 4, False) - begin, call.q_len), 0)
 
     @cute.jit
-    def place_of(self, call: Any, unit: Int32):
-        sequence = unit // call.units
-        first = (unit - sequence * call.units) * self.config.tokens_of_unit
+    def tokens_of(self, call: Any, item: Int32):
+        sequence = item // call.items
+        first = (item - sequence * call.items) * self.config.tokens_of_item
         _, count = self.queries_of(call, sequence)
-        return sequence, first, cutlass.min(count - first, self.config.tokens_of_unit)
+        return sequence, first, cutlass.min(count - first, self.config.tokens_of_item)
 
     @cute.jit
-    def tile_of(self, call: Any, unit: Int32):
-        sequence, first, tokens = self.place_of(call, unit)
+    def tile_of(self, call: Any, item: Int32):
+        sequence, first, tokens = self.tokens_of(call, item)
         begin, _ = self.queries_of(call, sequence)
         own = self.tokens_before(call)
         head = call.rank * ROWS if self.config.heads > ROWS else Int32(0)
         return begin + first + own, head, cutlass.max(cutlass.min(tokens - own, self.config.tokens_of_tile), 0)
 
     def tokens_before(self, call: Any) -> Int32:
-        """Returns how many tokens of a unit other CTAs have before those of this one."""
+        """Returns the index, in a work item, of this CTA's first token."""
         return call.rank * self.config.tokens_of_tile if self.config.heads <= ROWS else Int32(0)
 
     @cute.jit
-    def next_unit(self, call: Call, unit: Int32) -> Int32:
-        sequence, after = unit // call.units, unit + 1
+    def next_item(self, call: Call, item: Int32) -> Int32:
+        sequence, after = item // call.items, item + 1
         _, count = self.queries_of(call, sequence)
-        if (after - sequence * call.units) * self.config.tokens_of_unit >= count:
+        if (after - sequence * call.items) * self.config.tokens_of_item >= count:
             sequence += 1
             is_empty = Boolean(True)
             while is_empty and sequence < call.batch:
@@ -96,113 +96,113 @@ class Extender(Tiles):
                 is_empty = count == 0
                 if is_empty:
                     sequence += 1
-            after = sequence * call.units
+            after = sequence * call.items
         return after
 
-    def most_units(self, call: Call) -> Int32:
-        """Returns that they are more than groups, though they need not be: lengths alone say how many there are."""
+    def most_items(self, call: Call) -> Int32:
+        """Returns more than the number of groups: the true number depends on lengths, which are on the device."""
         return call.groups + 1
 
     @cute.jit
-    def length_of(self, call: Call, unit: Int32):
-        sequence = cutlass.min(unit // call.units, call.batch - 1)
-        first = (unit - unit // call.units * call.units) * self.config.tokens_of_unit
+    def length_of(self, call: Call, item: Int32):
+        sequence = cutlass.min(item // call.items, call.batch - 1)
+        first = (item - item // call.items * call.items) * self.config.tokens_of_item
         length, before, count = self.lengths_of(call, sequence)
-        end = before + cutlass.min(first + self.config.tokens_of_unit, count)
+        end = before + cutlass.min(first + self.config.tokens_of_item, count)
         return cutlass.select_(call.is_causal != 0, end, length)
 
     @cute.jit
     def lengths_of(self, call: Call, sequence: Int32):
-        """Returns a sequence's tokens in the cache, those before its new ones, and how many of these there are."""
+        """Returns a sequence's tokens in the cache, those before its new tokens, and the number of new tokens."""
         length = cutlass.min(load_int(call.cache_seqlens + Int64(sequence) * 4, False), call.max_seqlen_k)
         length = cutlass.max(length, 0)
         _, count = self.queries_of(call, sequence)
         return length, cutlass.max(length - count, 0), count
 
-    # -- division of the work --------------------------------------------------------------------------------------------------
+    # -- tile scheduler --------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def share_of(self, call: Call, total: Int32, blocks: Int32):
-        """Returns how many numbers a group has. Those before a unit's blocks are counted with the sequence's."""
-        return cutlass.max((total + call.groups - 1) // call.groups, LEAST_SHARE + STARTING_BLOCKS), Int32(0)
+    def tiles_per_group(self, call: Call, total: Int32, blocks: Int32):
+        """Returns the queue positions per group, and 0: `positions_of` already counts the starting cost of each work item."""
+        return cutlass.max((total + call.groups - 1) // call.groups, LEAST_BLOCKS + STARTING_BLOCKS), Int32(0)
 
     @cute.jit
     def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """A lane's next sequences: what their units count. Returns how much that is together."""
+        """Computes the queue positions of this lane's sequences of a round. Returns their sum."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
             length, before, count = self.lengths_of(call, cutlass.min(sequence, call.batch - 1))
-            tiles = (count + (self.config.tokens_of_unit - 1)) // self.config.tokens_of_unit
-            numbers = self.numbers_of(call, length, before, count, tiles)
+            tiles = (count + (self.config.tokens_of_item - 1)) // self.config.tokens_of_item
+            positions = self.positions_of(call, length, before, count, tiles)
             lengths[each] = length
-            counts[each] = cutlass.select_(sequence < call.batch, numbers, Int32(0))
+            counts[each] = cutlass.select_(sequence < call.batch, positions, Int32(0))
             some += counts[each]
         return some
 
     @cute.jit
-    def numbers_of(self, call: Call, length: Int32, before: Int32, count: Int32, units: Int32):
-        """Returns what a sequence's first units count: their blocks, and `STARTING_BLOCKS` each.
+    def positions_of(self, call: Call, length: Int32, before: Int32, count: Int32, items: Int32):
+        """Returns the queue positions of a sequence's first ``items`` work items: their blocks, and `STARTING_BLOCKS` each.
 
-        Unit i of those that have all their tokens T ends at ``before + (i + 1) * T``, and so has the integer part of
-        ``(before + 63 + (i + 1) * T) / 64`` blocks. As T divides 64 this is that of ``(n + i) / (64 / T)``.
+        With causal attention, item i, if it has all its T tokens, ends at ``before + (i + 1) * T``. So it has
+        ``(before + 63 + (i + 1) * T) // 64`` blocks. As T divides 64, this equals ``(start + i) // (64 / T)``.
 
         Args:
             length, before, count: see `lengths_of`.
         """
-        tokens = self.config.tokens_of_unit
-        all_units = (count + (tokens - 1)) // tokens
-        whole = cutlass.min(units, all_units - 1)
+        tokens = self.config.tokens_of_item
+        all_items = (count + (tokens - 1)) // tokens
+        whole = cutlass.min(items, all_items - 1)
         start = (before + (ROWS - 1 + tokens)) // tokens
-        blocks = self.sum_of_parts(start + whole) - self.sum_of_parts(start)
-        blocks += cutlass.select_(units == all_units, (before + count + (ROWS - 1)) // ROWS, Int32(0))
-        alike = units * cutlass.max((length + (ROWS - 1)) // ROWS, 1)
-        numbers = cutlass.select_(call.is_causal != 0, blocks, alike) + units * STARTING_BLOCKS
-        return cutlass.select_(units > 0, numbers, Int32(0))
+        blocks = self.sum_of_quotients(start + whole) - self.sum_of_quotients(start)
+        blocks += cutlass.select_(items == all_items, (before + count + (ROWS - 1)) // ROWS, Int32(0))
+        alike = items * cutlass.max((length + (ROWS - 1)) // ROWS, 1)
+        positions = cutlass.select_(call.is_causal != 0, blocks, alike) + items * STARTING_BLOCKS
+        return cutlass.select_(items > 0, positions, Int32(0))
 
     @cute.jit
-    def sum_of_parts(self, end: Int32):
-        """Returns the sum of the integer parts of ``n / (64 / T)``, for all n from 0 to ``end - 1``."""
-        each = ROWS // self.config.tokens_of_unit
+    def sum_of_quotients(self, end: Int32):
+        """Returns the sum of ``n // (64 / T)`` for all n from 0 to ``end - 1``."""
+        each = ROWS // self.config.tokens_of_item
         parts = end // each
         return parts * (parts - 1) // 2 * each + (end - parts * each) * parts
 
     @cute.jit
     def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """`Sharing.divide` among sequences, and then their units."""
-        sequence, _, offset, left, share, _ = Sharing.divide(self, call, at_once)
+        """`SplitKv.divide` finds the sequence; then a 32-way search finds the work item in it."""
+        sequence, _, offset, left, per_group, _ = SplitKv.divide(self, call, at_once)
         lane = cute.arch.lane_idx()
         length, before, count = self.lengths_of(call, sequence)
         first = Int32(0)
-        width = (count + (self.config.tokens_of_unit - 1)) // self.config.tokens_of_unit
+        width = (count + (self.config.tokens_of_item - 1)) // self.config.tokens_of_item
         while width > 1:
             step = (width + 31) // 32
             skipped = lane * step
-            numbers = self.numbers_of(call, length, before, count, first + cutlass.min(skipped, width))
-            found = cute.arch.popc(ballot((skipped < width) & (numbers <= offset))) - 1
+            positions = self.positions_of(call, length, before, count, first + cutlass.min(skipped, width))
+            found = cute.arch.popc(ballot((skipped < width) & (positions <= offset))) - 1
             first += found * step
             width = cutlass.min(width - found * step, step)
-        offset -= self.numbers_of(call, length, before, count, first)
-        unit = sequence * call.units + first
-        return unit, self.length_of(call, unit), offset, left, share, Int32(STARTING_BLOCKS)
+        offset -= self.positions_of(call, length, before, count, first)
+        item = sequence * call.items + first
+        return item, self.length_of(call, item), offset, left, per_group, Int32(STARTING_BLOCKS)
 
     # -- masks -----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Any, rope_at: Any):
-        if valid < ROWS + (self.config.tokens_of_unit - 1):
-            self.hide(call, scores, unit, valid)
+    def mask_scores(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Any, rope_at: Any):
+        if valid < ROWS + (self.config.tokens_of_item - 1):
+            self.hide(call, scores, item, valid)
             self.clear_beyond(call, end, valid)
 
     @cute.jit
-    def hide(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32):
+    def hide(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32):
         c = self.config
         thread = self.thread_of_scores()
         row = (thread >> 5) * 16 + ((thread & 31) >> 2)
         limit = valid
-        if cutlass.const_expr(c.tokens_of_unit > 1):
-            _, _, tokens = self.place_of(call, unit)
-            # What the first token of this CTA's tile sees.
+        if cutlass.const_expr(c.tokens_of_item > 1):
+            _, _, tokens = self.tokens_of(call, item)
+            # End of what the first token of this CTA's tile sees.
             limit = cutlass.select_(call.is_causal != 0, valid - (tokens - 1) + self.tokens_before(call), valid)
         for r in cutlass.range_constexpr(2):
             seen = limit
@@ -235,7 +235,7 @@ class Extender(Tiles):
         c = self.config
         self.kernel(
             *self.blocks_of(q, kv_cache), Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]),
-            cache_seqlens.iterator.toint(), cache_seqlens.shape[0], units_of(c, q_len), q_len, max_seqlen_k,
+            cache_seqlens.iterator.toint(), cache_seqlens.shape[0], items_of(c, q_len), q_len, max_seqlen_k,
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1),
             scale, q_scale, kv_scale, cu_seqlens_q.iterator.toint(), is_causal, self.make_qk_mmas(), self.make_pv_mma(),
         ).launch(
@@ -244,21 +244,21 @@ class Extender(Tiles):
         )  # fmt: skip
 
 
-def units_of(config: Config, q_len: Int32) -> Int32:
-    """Returns how many numbers of units a sequence has."""
-    return (q_len + (config.tokens_of_unit - 1)) // config.tokens_of_unit
+def items_of(config: Config, q_len: Int32) -> Int32:
+    """Returns the upper bound of a sequence's work items."""
+    return (q_len + (config.tokens_of_item - 1)) // config.tokens_of_item
 
 
 class MlaExtend(Extender, MlaDecode):
-    """The kernel of one configuration."""
+    """The MLA extend kernel of one configuration: `MlaDecode` over work items of many new tokens."""
 
 
 class MlaExtendFp8(Extender, MlaDecodeFp8):
-    """The kernel of one configuration, for an e4m3 cache."""
+    """The MLA extend kernel of one configuration for an e4m3 cache."""
 
 
 class MlaExtendMerge(Extender, MlaMerge):
-    """The kernel that merges partial results."""
+    """The kernel that merges partial results; the grid has a record per group."""
 
     @cute.jit
     def __call__(
@@ -272,8 +272,8 @@ class MlaExtendMerge(Extender, MlaMerge):
         stream: cuda.CUstream,
     ):
         c = self.config
-        shares = self.ctas_of_unit(groups)
+        ctas = self.ctas_of_item(groups)
         to = Table(out.iterator.toint(), out.stride[0], out.stride[1])
-        self.kernel(units_of(c, q_len), q_len, to, lse, partial, groups, shares, cu_seqlens_q.iterator.toint()).launch(
-            grid=(shares, c.ranks, groups), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
+        self.kernel(items_of(c, q_len), q_len, to, lse, partial, groups, ctas, cu_seqlens_q.iterator.toint()).launch(
+            grid=(ctas, c.ranks, groups), block=(WARPS * 32, 1, 1), stream=stream, use_pdl=True
         )

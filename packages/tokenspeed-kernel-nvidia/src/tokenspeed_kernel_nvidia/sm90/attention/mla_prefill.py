@@ -1,6 +1,6 @@
-"""Prefill of latent attention before absorption, by the tiles of `prefill`.
+"""MLA prefill without weight absorption, by the kernel of `prefill`.
 
-Each query head has a key head of its own, with keys of 192 columns and values of 128.
+Each query head has its own KV head, with keys of 192 columns and values of 128.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import attend
-from tokenspeed_kernel_nvidia.sm90.attention.served import RAGGED, RAGGED_FP8
+from tokenspeed_kernel_nvidia.sm90.attention.supported import RAGGED, RAGGED_FP8
 
 
 def mla_prefill(
@@ -32,9 +32,11 @@ def mla_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches latent attention of whole sequences, or of tokens to others. Arguments are checked, and with a window it is
-    causal."""
-    if not k.shape[0] and q.shape[0]:  # nobody sees a key, but bulk copies are of some
+    """Latent attention of whole sequences, or of queries to separate K/V: launches the kernel on checked arguments.
+
+    With a window it is causal.
+    """
+    if not k.shape[0] and q.shape[0]:  # no query sees a key, but TMA descriptors need memory to describe
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
     return attend(
         q, k, v, k.shape[1], 0, cu_seqlens, cu_seqlens_kv, None, is_causal, window_left, logit_cap, None, return_lse,

@@ -1,10 +1,10 @@
-"""Latent attention (MLA) of tokens to chosen slots of a paged cache, on Hopper: decode and prefill.
+"""Sparse MLA on Hopper: latent attention of tokens to selected slots (top-k indices) of a paged cache, for decode and prefill.
 
-It is `mla_decode` with keys that are gathered. A token is a sequence of its own, and its indices are what a page table is there.
-Of two CTAs that have 64 of 128 heads each, both gather all keys of their token, and one of them finds these in the L2 cache.
+It is `mla_decode` with gathered keys. Each token counts as a sequence, and its indices take the role of the page table. With 128
+heads, both CTAs of a group gather all keys of their token; one of them hits in L2.
 
-The blocks of 64 keys of all tokens, one after another, are cut into equal ranges on the device, from topk_length. So few tokens are
-split among all multiprocessors, many are hardly split at all, and a captured graph stays right when lengths change.
+The blocks of 64 keys of all tokens, concatenated, are split into equal ranges on the device, from topk_length. So few tokens are
+split among all SMs, many are hardly split at all, and a captured CUDA graph stays correct when lengths change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mla_sparse_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
-    """The programs that compute and merge, groups, and bytes of partial results."""
+    """The compiled attention and merge kernels, the number of groups, and the bytes of the workspace."""
     config = Config(DTYPES[dtype], heads)
     groups = max(1, multiprocessors(device) // config.ranks)
     merge = mla_merge_program(mla_decode_config.Config(DTYPES[dtype], heads))
@@ -57,9 +57,9 @@ def mla_sparse_with_kvcache(
     return_lse: bool,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Latent attention of tokens to chosen slots of a paged cache: launches on checked arguments.
+    """Latent attention of tokens to selected slots of a paged cache: launches the kernels on checked arguments.
 
-    There are no scales. Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the public function is
+    Scales are not supported. Partial results lie in a workspace, see `tokenspeed_kernel_base.workspace`. The public function is
     `tokenspeed_kernel_nvidia.mla_sparse_with_kvcache`.
     """
     tokens, heads, _ = q.shape
@@ -67,7 +67,7 @@ def mla_sparse_with_kvcache(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     written = q.new_empty(tokens, heads, kv_lora_rank) if out is None else out
     if tokens:
-        if not kv_cache.shape[0]:  # no token has a key, but there must be an address
+        if not kv_cache.shape[0]:  # no token has a key, but the copies need a valid address
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
         device = q.get_device()
         launch, merge, groups, nbytes = _programs_of(q.dtype, heads, device)
@@ -77,7 +77,7 @@ def mla_sparse_with_kvcache(
             topk_length = topk_length.contiguous()
         others = 0 if topk_length is None else topk_length.data_ptr(), workspace.memory_at, lse_at, groups, softmax_scale * LOG2_E
         rows = launched_on(launch, (q, kv_cache), written, (indices,), others, ("kv_cache",))
-        if top_k > ROWS:  # what is one block, nobody shares
+        if top_k > ROWS:  # a single block is never split
             merge(rows, workspace.memory_at, lse_at, 1, groups)
         if rows is not written:
             written = deliver(rows, out)

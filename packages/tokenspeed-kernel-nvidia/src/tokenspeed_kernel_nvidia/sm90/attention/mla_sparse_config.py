@@ -1,4 +1,4 @@
-"""What programs of `mla_sparse` are compiled for."""
+"""Configurations that `mla_sparse` is compiled for."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
-PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift tells a slot's page
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # powers of 2, so that a shift gives a slot's page
 
 
 @dataclass(frozen=True)
 class Config(mla_decode_config.Config):
-    """A program.
+    """Configuration of one kernel variant.
 
-    It is one of `mla_decode`, with a warpgroup that gathers keys where that has a warp that loads blocks. A tile has the heads of
-    one token, because no other token has the same keys.
+    The kernel is that of `mla_decode`, with a producer warpgroup that gathers keys instead of a TMA producer warp. A tile has the
+    heads of one token, because each token has its own keys.
     """
 
     @property
     def cluster(self) -> int:
-        """Every CTA gathers all keys itself: a copy that can gather cannot write to another CTA."""
+        """1: every CTA gathers all its keys itself, as cp.async cannot multicast."""
         return 1
 
     @property
     def neighbours(self) -> int:
-        """CTAs that are launched as a cluster, so that those of a group run on neighbouring multiprocessors at the same time.
+        """CTAs that are launched as a cluster, so that those of a group run concurrently on neighbouring SMs.
 
-        They ask for the same keys at nearly the same time: on an H200, 128 tokens with 128 heads took 127 us, and 130 us without.
+        They load the same keys at nearly the same time: on an H200, 128 tokens with 128 heads took 127 us, and 130 us without.
         """
         return self.ranks
 
     @property
     def at_once(self) -> bool:
-        """With 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us at once; decodes took the same."""
+        """False: with 16 heads, a prefill of 4096 tokens took 1703 us on an H200, and 1966 us with True; decode took the same."""
         return False
 
     @property
     def load_registers(self) -> int:
-        """A thread that gathers has the addresses of four rows."""
+        """A gathering thread holds the addresses of four rows."""
         return 32
 
     @property
@@ -48,5 +48,5 @@ class Config(mla_decode_config.Config):
 
 
 def every_config() -> list[Config]:
-    """All that is served."""
+    """All supported configurations."""
     return [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]

@@ -1,7 +1,7 @@
-"""The device code of `mla_sparse`: the launch, and which warps do what.
+"""The device code of `mla_sparse`: the launch, and the roles of the warps.
 
-`mla_sparse_load_device` divides the work and gathers keys. What computes and stores is `mla_decode_device`'s: a token is a sequence
-of its own, whose keys are those that it chose.
+`mla_sparse_load_device` splits the work and gathers keys. MMAs and epilogue are those of `mla_decode_device`, where a token counts
+as a sequence of its selected keys.
 """
 
 # mypy: ignore-errors
@@ -16,8 +16,16 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECES, READERS, SCORES, THREADS, VALUES, Call, Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import QkMmas, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    LATENT_CHUNKS,
+    READERS,
+    SCORES,
+    THREADS,
+    VALUES,
+    Call,
+    Table,
+)
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_load_device import WARPS, Gatherer
@@ -26,12 +34,12 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return MlaSparse(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     size, rows = arguments.size, arguments.rows
     tokens = size()
     q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)
@@ -42,7 +50,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class MlaSparse(Gatherer, Scorer, Valuer):
-    """The kernel of one configuration."""
+    """The sparse MLA kernel of one configuration: `mla_decode_device.MlaDecode` with a gathering producer warpgroup."""
 
     @cute.jit
     def __call__(
@@ -85,7 +93,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
         groups: Int32,
         page_shift: Int32,
         scale: Float32,
-        qk: Products,
+        qk: QkMmas,
         pv: cute.TiledMma,
     ):
         c = self.config
@@ -101,7 +109,7 @@ class MlaSparse(Gatherer, Scorer, Valuer):
                 self.init_barriers(call)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
+        # PDL: the preceding kernel may have written our inputs; the next kernel may launch as soon as SMs have room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < SCORES * 4:
@@ -116,11 +124,11 @@ class MlaSparse(Gatherer, Scorer, Valuer):
 
     @cute.jit
     def init_barriers(self, call: Call):
-        """The copies of each thread arrive at a barrier, and for what is written beside rotary parts so does each warp."""
+        """Each producer thread's copies arrive at the full barriers; for its row mask each warp arrives at those of `ropes`."""
         c = self.config
-        for piece in cutlass.range_constexpr(c.pieces):
-            call.pieces.full.init(piece, 32 * WARPS)
-            call.pieces.empty.init(piece, 4)
+        for chunk in cutlass.range_constexpr(c.latent_chunks):
+            call.latent_chunks.full.init(chunk, 32 * WARPS)
+            call.latent_chunks.empty.init(chunk, 4)
         for stage in cutlass.range_constexpr(c.stages):
             call.ropes.full.init(stage, 32 * WARPS + WARPS)
             call.ropes.empty.init(stage, 4 * READERS)
@@ -128,24 +136,24 @@ class MlaSparse(Gatherer, Scorer, Valuer):
 
     @cute.jit
     def wait_for_block(self, call: Call, at: Cursor, rope_at: Cursor):
-        """Waits until all of a block is there for products to read.
+        """Waits until a whole block is loaded and visible to MMAs.
 
-        Threads have copied it, and tensor cores see what threads have written only behind a fence. The products with values come
-        behind this one too, because probabilities do. There is one for all pieces, because each takes time while products run: one
-        for each piece made a prefill 5% slower on an H200 than none at all, which would not be safe.
+        cp.async writes through the generic proxy, so wgmma, which reads through the async proxy, needs a fence. P @ V is covered as
+        well, because probabilities are signalled after the fence. There is one fence per block, because a fence is slow while MMAs
+        run: with one per chunk a prefill was 5% slower on an H200 than without any, which would be unsafe.
         """
         call.ropes.wait(rope_at)
-        for _ in cutlass.range_constexpr(PIECES):
-            call.pieces.wait(at)
-            at = advance(at, self.config.pieces)
+        for _ in cutlass.range_constexpr(LATENT_CHUNKS):
+            call.latent_chunks.wait(at)
+            at = advance(at, self.config.latent_chunks)
         cute.arch.fence_view_async_shared()
 
-    def wait_for_piece(self, call: Call, at: Cursor) -> None:
-        """It is there since the block is."""
+    def wait_for_chunk(self, call: Call, at: Cursor) -> None:
+        """Does nothing: `wait_for_block` has waited for all chunks."""
 
     @cute.jit
-    def leave_out(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
-        """Leaves out rows that are no keys."""
+    def mask_scores(self, call: Call, scores: cute.Tensor, item: Int32, valid: Int32, end: Cursor, rope_at: Cursor):
+        """Masks the scores of rows that hold no key."""
         chosen = call.notes(rope_at).chosen(Uint32)
         low, high = chosen[0], chosen[1]
         if (low & high) != 0xFFFFFFFF:

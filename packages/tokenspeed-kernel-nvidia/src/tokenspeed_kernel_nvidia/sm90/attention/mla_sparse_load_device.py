@@ -1,4 +1,4 @@
-"""The warpgroup of `mla_sparse_device` that divides the work, and gathers the keys that tokens chose."""
+"""The producer warpgroup of `mla_sparse_device`: it splits the work, and gathers the selected keys of tokens."""
 
 # mypy: ignore-errors
 
@@ -12,10 +12,10 @@ from cutlass import Int32, Int64, Uint16, cute
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    CHUNK_PANELS,
+    LATENT_CHUNK,
+    LATENT_CHUNKS,
     PANEL_BYTES,
-    PIECE,
-    PIECE_PANELS,
-    PIECES,
     STARTING,
     Call,
     Table,
@@ -25,54 +25,54 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
 
-WARPS = 4  # that gather
+WARPS = 4  # gathering warps
 OWN = ROWS // WARPS  # rows of a block that a warp gathers
-CHUNK = 16  # bytes that a lane copies with an instruction
-LANES = PANEL * 2 // CHUNK  # that copy a row of a panel
-TOGETHER = 32 // LANES  # rows that a warp copies with an instruction
+CHUNK = 16  # bytes per cp.async
+LANES = PANEL * 2 // CHUNK  # lanes that copy a row of a panel
+TOGETHER = 32 // LANES  # rows that a warp copies per instruction
 TURNS = OWN // TOGETHER
 
 
 class Gatherer(Loader):
-    """The part of the kernel that divides the work and loads.
+    """Mixin of the producer warpgroup: tile scheduler and gather.
 
-    Keys are copied 16 bytes by 16 bytes, to where the 128-byte swizzle has them. Rows that are no keys become zeros, because
-    0 * NaN is not 0, and scores of these rows are left out.
+    Keys are copied by 16-byte cp.async to their positions in the 128-byte swizzle. Rows without a key are zeroed, because 0 * NaN
+    is not 0, and their scores are masked.
     """
 
     @cute.jit
-    def length_of(self, call: Call, unit: Int32):
-        """Returns how many indices of a token count. Behind the last token, that one stands for it."""
+    def length_of(self, call: Call, item: Int32):
+        """Returns how many of a token's indices are valid. Tokens beyond the last one are clamped to it."""
         length = call.max_seqlen_k
         if call.cache_seqlens != 0:
-            given = load_int(call.cache_seqlens + Int64(cutlass.min(unit, call.batch - 1)) * 4, False)
+            given = load_int(call.cache_seqlens + Int64(cutlass.min(item, call.batch - 1)) * 4, False)
             length = cutlass.max(cutlass.min(given, length), 0)
         return length
 
     @cute.jit
     def gather(self, call: Call, q: Table, kv: Table, warp: Int32):
-        """Finds this CTA's units, and gathers queries and blocks of keys as far ahead as there is room: by each warp its rows.
+        """Finds this CTA's work items, and gathers queries and blocks of keys as far ahead as the rings allow.
 
         Args:
-            q: tokens and heads.
-            kv: pages and their slots.
-            warp: which of the warps.
+            q: queries, with tokens as rows and heads as columns.
+            kv: the cache, with pages as rows and slots as columns.
+            warp: this warp's index; each warp gathers its own rows.
         """
-        unit, first, begin, end, length = [Int32(0)] * 5
+        item, first, begin, end, length = [Int32(0)] * 5
         if warp == 0:
-            unit, first, begin, end, length = self.plan(call, True)
+            item, first, begin, end, length = self.plan(call, True)
         else:
-            unit, first, begin, end, length = self.plan(call, False)
+            item, first, begin, end, length = self.plan(call, False)
         lane = cute.arch.lane_idx()
-        own = warp * OWN + lane % OWN  # the row whose address this lane finds
+        own = warp * OWN + lane % OWN  # the row whose address this lane computes
         at, rope_at = first_to_fill(), first_to_fill()
         while begin < end:
             _, _, whole = self.visible(call, length)
             after = cutlass.min(whole, end - first)
-            # Asked for before there is room for the block before, because it takes as long as all else.
-            slot = self.slot_of(call, unit, (begin - first) * ROWS + own, length)
+            # Loaded before the previous block has a free stage, because this load is as slow as all the rest.
+            slot = self.slot_of(call, item, (begin - first) * ROWS + own, length)
             head = cutlass.min(call.rank * ROWS + own, self.config.heads - 1)
-            source = q.address + (Int64(unit) * q.row + Int64(head) * q.column) * 2
+            source = q.address + (Int64(item) * q.row + Int64(head) * q.column) * 2
             at = self.fill(call, source, ballot(own < self.config.heads), at, rope_at, warp)
             rope_at = advance(rope_at, self.config.stages)
             for block in cutlass.range(begin - first, after, unroll=1):
@@ -80,50 +80,50 @@ class Gatherer(Loader):
                 known = cutlass.max(slot, 0)
                 at_page = known >> call.page_shift
                 source = kv.address + (Int64(at_page) * kv.row + Int64(known - (at_page << call.page_shift)) * kv.column) * 2
-                slot = self.slot_of(call, unit, (block + 1) * ROWS + own, length)
+                slot = self.slot_of(call, item, (block + 1) * ROWS + own, length)
                 at = self.fill(call, source, chosen, at, rope_at, warp)
                 rope_at = advance(rope_at, self.config.stages)
-            unit += 1
+            item += 1
             first += whole + call.plan[STARTING]
             begin = first
-            length = self.length_of(call, unit)
+            length = self.length_of(call, item)
 
     @cute.jit
-    def slot_of(self, call: Call, unit: Int32, place: Int32, length: Int32):
-        """Returns a token's slot at a place of its indices, or -1. Indices that do not count are not read."""
+    def slot_of(self, call: Call, item: Int32, index: Int32, length: Int32):
+        """Returns the slot at position ``index`` of a token's indices, or -1. Indices beyond ``length`` are not read."""
         slot = Int32(-1)
-        if place < length:
-            slot = load_int(call.page_table.address + (Int64(unit) * call.page_table.row + place) * 4, False)
+        if index < length:
+            slot = load_int(call.page_table.address + (Int64(item) * call.page_table.row + index) * 4, False)
         return slot
 
     @cute.jit
     def fill(self, call: Call, source: Int64, chosen: Int32, at: Cursor, rope_at: Cursor, warp: Int32) -> Cursor:
-        """Copies a warp's rows of a block, whose barriers count the copies of each thread.
+        """Copies a warp's rows of a block. Each thread's copies arrive at the stages' full barriers.
 
         Args:
-            source: where row ``lane % 16`` of the warp lies.
-            chosen: a bit for each lane, whether that row is any.
+            source: address of row ``lane % 16`` of the warp.
+            chosen: a bit per lane: whether that row holds a key.
         """
         lane = cute.arch.lane_idx()
         row, chunk = lane // LANES, lane % LANES
         sources = [self.of_lane(source, row + turn * TOGETHER) + chunk * CHUNK for turn in range(TURNS)]
         counts = [((chosen >> (row + turn * TOGETHER)) & 1) * CHUNK for turn in range(TURNS)]
-        # Rows of one parity of turns are the first four of eight, others the last four, whose chunks lie with 4 flipped.
-        place = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
+        # Even turns copy rows 0 to 3 of eight, odd turns rows 4 to 7, whose swizzled chunk index differs by XOR 4.
+        offset = (warp * OWN + row) * (PANEL * 2) + (chunk ^ row) * CHUNK
 
         call.ropes.acquire(rope_at)
         if lane == 0:
             call.notes(rope_at).chosen(Uint16)[warp] = Uint16(chosen & 0xFFFF)
             call.ropes.full.arrive(rope_at)
-        self.copy(self.rope_at(call, rope_at) + place, 0, sources, LATENT * 2, counts)
+        self.copy(self.rope_at(call, rope_at) + offset, 0, sources, LATENT * 2, counts)
         cute.arch.cp_async_mbarrier_arrive_noinc(call.ropes.full.of(rope_at))
-        for piece in cutlass.range_constexpr(PIECES):
-            call.pieces.acquire(at)
-            to = self.panel_at(call, at, 0) + place
-            for panel in cutlass.range_constexpr(PIECE_PANELS):
-                self.copy(to, panel * PANEL_BYTES, sources, (piece * PIECE + panel * PANEL) * 2, counts)
-            cute.arch.cp_async_mbarrier_arrive_noinc(call.pieces.full.of(at))
-            at = advance(at, self.config.pieces)
+        for part in cutlass.range_constexpr(LATENT_CHUNKS):
+            call.latent_chunks.acquire(at)
+            to = self.panel_at(call, at, 0) + offset
+            for panel in cutlass.range_constexpr(CHUNK_PANELS):
+                self.copy(to, panel * PANEL_BYTES, sources, (part * LATENT_CHUNK + panel * PANEL) * 2, counts)
+            cute.arch.cp_async_mbarrier_arrive_noinc(call.latent_chunks.full.of(at))
+            at = advance(at, self.config.latent_chunks)
         return at
 
     def of_lane(self, address: Int64, lane: Int32) -> Int64:
@@ -134,6 +134,6 @@ class Gatherer(Loader):
 
     def copy(self, to: Int32, behind: int, sources: list[Any], column: int, counts: list[Any]) -> None:
         """Starts the copies of a warp's rows of a panel."""
-        places = (to, to ^ (TOGETHER * CHUNK))
+        targets = (to, to ^ (TOGETHER * CHUNK))
         for turn in range(TURNS):
-            copy_piece(places[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])
+            copy_piece(targets[turn % 2], behind + turn * TOGETHER * PANEL * 2, sources[turn] + column, counts[turn])

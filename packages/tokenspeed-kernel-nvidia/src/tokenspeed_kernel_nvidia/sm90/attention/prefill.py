@@ -1,17 +1,17 @@
-"""Attention of many queries: of whole sequences whose keys lie in a row, and of new tokens to a paged cache.
+"""Prefill and extend: attention of whole sequences with ragged K/V, and of new tokens to a paged cache.
 
-A tile is all query heads of one key head at 24 consecutive positions, 192 rows, where 8 query heads share a key head: their keys
-are read once, and less of the diagonal is computed for nothing than with 192 positions of one head. Three warpgroups have 64 rows
-each and walk the keys from the diagonal down, 128 at a time. While the tensor cores multiply weights of a block with its values,
-a warpgroup computes the weights of the next block, of the next tile after the last one (FlashAttention-3, Shah et al., 2024,
-arXiv:2407.08608, has the overlap within a tile).
+A tile packs all query heads of a KV head (GQA packing). With a group size of 8 at head_dim 64 it has 24 consecutive positions, 192
+rows: keys are loaded once for all of them, and less work above the diagonal is wasted than with 192 positions of one head. Three
+consumer warpgroups compute 64 rows each, over blocks of 128 keys from the diagonal down. P @ V of a block overlaps with the softmax
+of the next block, as in FlashAttention-3 (Shah et al., 2024, arXiv:2407.08608), and at the end of a tile with that of the next
+tile.
 
-Heads of other widths than 64 and 128 have tiles of their own, see `prefill_config.TILES`. Wide ones leave room for one tile of
-queries: each warpgroup gives its 64 rows back after the last product with keys, and gets those of the next tile while it computes
-weights. Columns that fill no panel of shared memory are zeros there.
+Head dimensions other than 64 and 128 have their own tiles, see `prefill_config.TILES`. With wide ones only one Q tile fits: each
+warpgroup releases its 64 rows after its last q @ k, and those of the next tile are loaded during the softmax. Columns that do not
+fill a panel of shared memory are padded with zeros.
 
-One CTA a multiprocessor takes tile after tile. A warp of it finds them: it reads the lengths of up to 32 sequences, one a lane, and
-goes through their tiles from the longest to the shortest. An atomic counter says which ones are this CTA's.
+The kernel is persistent, with one CTA per SM and a dynamic tile scheduler. The producer warp reads the lengths of up to 32
+sequences, one per lane, and orders their tiles from longest to shortest. An atomic counter assigns tiles to CTAs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_CACHE_WIDTHS, FP8_TILES, Config, every_config
-from tokenspeed_kernel_nvidia.sm90.attention.served import (
+from tokenspeed_kernel_nvidia.sm90.attention.supported import (
     HEAD_DIMS,
     OTHER_WIDTHS,
     PAGE_SIZES,
@@ -69,7 +69,7 @@ def _program_of(
     capped: bool,
     own_kv: bool,
 ) -> tuple[Callable[..., Any], int]:
-    """The program, and the most CTAs that run at once."""
+    """The compiled kernel, and the maximum number of concurrent CTAs (one per SM)."""
     fp8 = dtype not in DTYPES
     name = "bfloat16" if fp8 else DTYPES[dtype]
     config = Config(
@@ -102,7 +102,7 @@ def mha_prefill(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches causal attention of whole sequences. The operator has checked the arguments."""
+    """Causal attention of whole sequences: launches the kernel on checked arguments."""
     return attend(
         q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale,
         k_scale, v_scale, out,
@@ -128,9 +128,9 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches attention of new tokens to a paged cache. Arguments are checked, and with a window it is causal."""
+    """Attention of new tokens to a paged cache: launches the kernel on checked arguments. With a window it is causal."""
     pages, page_size, kv_heads, _ = k_cache.shape
-    if not (pages and max_seqlen_k):  # nobody sees a key, but bulk copies are of some page
+    if not (pages and max_seqlen_k):  # no query sees a key, but TMA loads need a valid page
         k_cache, v_cache = (cache.new_zeros(1, *cache.shape[1:]) for cache in (k_cache, v_cache))
         page_table = page_table.new_zeros(page_table.shape[0], 1)
     return attend(
@@ -159,12 +159,13 @@ def attend(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches attention on checked arguments.
+    """Launches the prefill kernel on checked arguments.
 
     Args:
         page_size: tokens of a page of k and v, or 0 where these are ``[kv_tokens, kv_heads, dim]``.
         cu_seqlens: of the queries.
-        cache_seqlens: int32 ``[batch]`` of a paged cache, else offsets ``[batch + 1]`` of keys, or None for those of the queries.
+        cache_seqlens: int32: lengths ``[batch]`` with a paged cache, else offsets ``[batch + 1]`` of the keys, or None if these are
+            the queries' offsets.
         page_table: of a paged cache.
     """
     tokens, heads, head_dim = q.shape
@@ -173,7 +174,7 @@ def attend(
     if tokens:
         device = q.get_device()
         own_kv = cache_seqlens is not None and not page_size
-        launch, processors = _program_of(
+        launch, sms = _program_of(
             q.dtype, k.dtype, head_dim, heads, kv_heads, page_size, window_left >= 0, device, v_head_dim, logit_cap > 0, own_kv
         )
         workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
@@ -183,7 +184,7 @@ def attend(
         k_scale, *of_k = scales_at(k_scale)
         v_scale, *of_v = scales_at(v_scale)
         lse_at = 0 if lse is None else lse.data_ptr()
-        others = workspace.counters_at, lse_at, *its, scale, causal, processors, *of_q, *of_k, *of_v, window_left, to_cap
+        others = workspace.counters_at, lse_at, *its, scale, causal, sms, *of_q, *of_k, *of_v, window_left, to_cap
         if k.dtype not in DTYPES:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         given = out
@@ -197,10 +198,10 @@ def attend(
     return out if lse is None else (out, lse)
 
 
-_ALL_FP8 = RAGGED_FP8 | PAGED_ALL_FP8  # with these operands, weights are rounded to fp8
+_ALL_FP8 = RAGGED_FP8 | PAGED_ALL_FP8  # with these operands, probabilities are rounded to fp8
 _PAGES = {"page_size": set(PAGE_SIZES)}
 _CAUSAL = {**_PAGES, "is_causal": {True}, "sliding_window": any}
-# Scores of 16-bit operands may have a cap, those of fp8 operands scales.
+# A logit cap is supported with 16-bit operands only, scales with fp8 operands.
 _FORMS: tuple[tuple[Callable[..., Any], str, frozenset[FormatSignature], dict[str, Any]], ...] = (
     (mha_prefill, "", RAGGED, {"sliding_window": any, "logit_cap": any}),
     (mha_prefill, "_fp8", RAGGED_FP8, {"sliding_window": any, "scaled": any}),
@@ -212,7 +213,7 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
     for _launcher, _form, _formats, _traits in _FORMS:
         _capped = _widths not in OTHER_WIDTHS
         if _capped:
-            # At 64 and 128 these are for capped scores only, and leave short windows to those of `window`.
+            # At 64 and 128 these handle capped scores only, and rank below the kernels of `window` for short windows.
             if "logit_cap" not in _traits:
                 continue
             _form, _traits = "_capped", {**_traits, "logit_cap": {True}}
@@ -232,8 +233,8 @@ for _widths in (*((_width, _width) for _width in HEAD_DIMS), *OTHER_WIDTHS):
                 tags={"determinism", *(("fp8_weights",) if _formats & _ALL_FP8 else ())},
             )(_launcher)
 
-# 8 x 1024 tokens of 8192 on an H200: gemma's 16 and 8 heads 2044 us, portable 3048 (a bfloat16 cache 1536); qwen3-next's 16 and 2
-# 2036, 2845; in a window of 1024 357, 506.
+# 8 x 1024 new tokens of 8192 on an H200, this kernel then the portable one, in us. Gemma's 16 query and 8 KV heads: 2044, 3048
+# (1536 with a bfloat16 cache). Qwen3-Next's 16 and 2: 2036, 2845. In a window of 1024: 357, 506.
 for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
     register_kernel(
         "attention",
@@ -251,7 +252,7 @@ for _k_dim, _v_dim in FP8_CACHE_WIDTHS:
 for _head_dim in HEAD_DIMS:
     _paged = {"page_size": set(PAGE_SIZES), "scaled": any}
     _windowed = {"sliding_window": {True}}
-    # In windows, those of `window` are before these where they serve: of 16-bit numbers, and short.
+    # With a window, the kernels of `window` rank first where they are eligible: 16-bit operands and short windows.
     for _suffix, _window, _priority in (("", {}, Priority.SPECIALIZED), ("_any_window", _windowed, Priority.SPECIALIZED - 1)):
         register_kernel(
             "attention",

@@ -1,4 +1,4 @@
-"""What programs of `prefill` are compiled for."""
+"""Configurations that `prefill` is compiled for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, OTHER_WIDTHS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, OTHER_WIDTHS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
 
@@ -15,11 +15,11 @@ class Tile(NamedTuple):
     """The shape of a tile.
 
     Attributes:
-        rows: of queries, 64 a warpgroup that computes.
-        keys: of a block of keys.
-        q_stages: tiles of queries in shared memory. Where there is one, each warpgroup has the next tile's queries loaded when it
-            has multiplied those of this tile with their last block of keys, while it computes the weights of that block.
-        kv_stages: blocks of keys, and of values, in shared memory.
+        rows: query rows, 64 per consumer warpgroup.
+        keys: keys of a block.
+        q_stages: Q tiles in shared memory. With one, each warpgroup releases its queries after its last q @ k of a tile. Those of
+            the next tile are then loaded during the softmax of that last block.
+        kv_stages: stages of the K ring, and of the V ring, of a block each.
     """
 
     rows: int
@@ -28,8 +28,8 @@ class Tile(NamedTuple):
     kv_stages: int
 
 
-# By the widths of keys and of values, where keys lie in a row, and in pages. They fill the shared memory of a multiprocessor, and
-# the accumulators of output and scores fit the registers of a thread. Outputs are stored from registers. On an H200, in TFLOP/s:
+# Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. They fill an SM's shared memory, and the accumulators of
+# output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, with these tiles and others:
 # * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
 #   of 16 heads: 725; 721, 721, 674.
 # * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
@@ -41,11 +41,11 @@ TILES = {
     (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
     (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
 }
-# Of those, the ones that are served from fp8 caches beside 16-bit queries: others fill no panel of shared memory.
+# The pairs that also support an fp8 cache with 16-bit queries: the other widths do not fill whole panels of shared memory.
 FP8_CACHE_WIDTHS = ((256, 256),)
 
-# The same of fp8 operands, wherever keys lie. A block has 128 keys, or 64: values are transposed to rows of so many bytes. On an
-# H100, in TFLOP/s:
+# Tiles of fp8 operands, for ragged and paged K/V. A block has 128 or 64 keys: values are transposed to rows of as many bytes.
+# TFLOP/s on an H100:
 # * DeepSeek-V3, 2 x 8192 tokens of 16 heads: 872; (192, 64, 2, 4) 865, (128, 128, 2, 2) 863, (128, 64, 2, 5) 719. 8 x 1024: 563;
 #   (192, 64, 2, 4) 504.
 # * Gemma 3 (12B), 4 x 4096: 771.
@@ -59,34 +59,35 @@ FP8_TILES = {
 
 @dataclass(frozen=True)
 class Config:
-    """What changes the code. Figures are of an H200 with 64 query and 8 key heads (32 and 8 at head_dim 128), in TFLOP/s.
+    """Configuration of one kernel variant.
 
-    All but short sequences run at the limit of 700 W, with the clock at 1.6 to 1.8 instead of 1.98 GHz, so what costs energy costs
-    time. Tried and slower: one exponential in eight by a polynomial, off the busiest unit (523 instead of 544 at 8192 x 4);
-    warpgroups that do not take turns at the tensor cores (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4);
-    tiles dealt out in turn, to and fro, instead of by a counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1
-    with head_dim 128).
+    Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128). All but short sequences run at the
+    power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of 1.98 GHz, so extra energy costs time.
+
+    Tried and slower: one exponential in eight by a polynomial, to relieve the exponential unit (523 instead of 544 at 8192 x 4); no
+    ping-pong scheduling of the warpgroups (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); a static serpentine
+    tile schedule instead of an atomic counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1 with head_dim 128).
 
     Attributes:
         dtype: of q, k, v and the output; of the output alone where those are fp8.
         head_dim: columns of q and k: 64 or 128, or one of TILES.
-        gqa_ratio: query heads a key head. They are rows of the same tile.
-        page_size: tokens of a page; 0 where the keys of a sequence lie in a row.
-        section_mib: MiB of keys and values that tiles which run together may read, so that they find them in the L2 cache. With 8
-            there are fewer heads at once: 524 instead of 537 at 8192 x 4.
-        lazy: how far, as a power of 2, exponentials may exceed 1 before sums are rescaled. The shift of the exponents need not be
-            their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
-        fp8: whether q, keys and values are e4m3. Weights are rounded to e4m3 too, for the product with values.
-            Two sequences of 8192 with 64 query heads and 8 key heads of dimension 128 took 2472 us, and 3117 in bfloat16; four
-            with head_dim 64 took 3308, and 3676. Polynomials of degree 2 for a few of 64 exponentials gave 2452, 2530 and 2595
-            (for 4, 8 and 12 of them; 2509 without any), and 3523, 3482 and 3483 (3613), with turns (see `turns`).
-        fp8_cache: whether keys and values alone are. They become float16 on their way to the products. 8 sequences of 1024 new
-            and 7168 cached tokens with 64 query heads and 8 key heads of dimension 128 took 5265 us, and 2999 with a bfloat16
-            cache; with head_dim 64 2062, and 1836. That was when a warp that converts waited for each of its loads.
-        windowed: whether a token sees a window of what is before it. It is causal then.
-        v_head_dim: columns of v and the output; 0 for as many as head_dim.
-        capped: whether there is a logit cap, with 16-bit operands only.
-        own_kv: whether keys in a row have offsets of their own.
+        gqa_ratio: GQA group size: query heads per KV head. A group's heads are rows of the same tile.
+        page_size: tokens of a page; 0 for ragged K/V.
+        section_mib: MiB of K/V that concurrently running tiles may read, so that they hit in L2. With 8 MiB fewer heads run at
+            once: 524 instead of 537 at 8192 x 4.
+        lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The exponents' shift need not be the exact
+            row max, so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
+        fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V.
+            Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16; four
+            with head_dim 64 took 3308 and 3676 us. With ping-pong scheduling (see `pingpong`), polynomials of degree 2 for 4, 8 and
+            12 of 64 exponentials took 2452, 2530 and 2595 us (2509 without), and 3523, 3482 and 3483 us (3613 without).
+        fp8_cache: whether keys and values are e4m3, but not q. They are converted to float16 in shared memory. 8 sequences of 1024
+            new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999 us with a bfloat16
+            cache; with head_dim 64 they took 2062 and 1836 us. These were measured when a converter warp waited for each load.
+        windowed: whether there is a sliding window. Attention is then causal.
+        v_head_dim: columns of v and the output; 0 if equal to head_dim.
+        capped: whether there is a logit cap; with 16-bit operands only.
+        own_kv: whether ragged K/V have offsets other than those of the queries.
     """
 
     dtype: str
@@ -104,85 +105,85 @@ class Config:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Columns of keys, and of values."""
+        """head_dim and v_head_dim."""
         return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
     def tile(self) -> Tile | None:
-        """The shape of a tile of other widths than 64 and 128."""
+        """The tile of widths other than 64 and 128; None for these."""
         if self.fp8:
             return FP8_TILES.get(self.widths)
         return TILES[self.widths][self.paged] if self.widths in TILES else None
 
     @property
     def splits_q(self) -> bool:
-        """Whether each warpgroup waits for queries of its own, and gives them back as soon as it has used them."""
+        """Whether each warpgroup has its own Q barriers, and releases its queries as soon as it has used them."""
         return self.q_stages == 1
 
     @property
     def stores_from_registers(self) -> bool:
-        """Whether outputs go to global memory without a tile in shared memory in between."""
+        """Whether outputs are stored from registers, without staging in shared memory."""
         return self.tile is not None
 
     @property
-    def turns(self) -> bool:
-        """Whether warpgroups take turns at the tensor cores.
+    def pingpong(self) -> bool:
+        """Whether warpgroups issue their MMAs in turn (ping-pong scheduling).
 
-        With fp8 operands that took 2509 us instead of 2472, and 3613 instead of 3308 with head_dim 64. On an H100 it took 687 us
-        instead of 646 with head_dim 96, but 713 instead of 756 with 256.
+        With fp8 operands ping-pong took 2509 us instead of 2472, and 3613 us instead of 3308 with head_dim 64. On an H100 it took
+        687 us instead of 646 with head_dim 96, but 713 us instead of 756 with head_dim 256.
         """
         return not self.fp8 or self.head_dim == 256
 
     @property
     def converts(self) -> bool:
-        """Whether three warps of the producer's convert what is loaded."""
+        """Whether three warps of the producer warpgroup convert loaded blocks."""
         return self.fp8 or self.fp8_cache
 
     @property
     def lift(self) -> float:
-        """The largest exponential of a tile's first block, as a power of 2.
+        """log2 of the largest probability in a tile's first block.
 
-        That of weights which are rounded to e4m3: 32 of them, what a thread has of a row, may be as large and their sum is still
-        less than the largest e4m3, see `prefill_fp8_device`.
+        With e4m3 probabilities it is 3: even if all 32 elements of a row that a thread holds were 8, their sum of 256 is less than
+        the largest e4m3 value, see `prefill_fp8_device`.
         """
         return 3.0 if self.fp8 else 0.0
 
     @property
     def bytes(self) -> int:
-        """Of a number of q, keys and values, as products have them."""
+        """Bytes of an element of q, keys and values as MMA operands."""
         return 1 if self.fp8 else 2
 
     @property
     def panel(self) -> int:
-        """Columns of q, keys and values that lie side by side in shared memory: rows of 128 bytes, or of 64."""
+        """Columns of a panel of q, keys and values in shared memory: rows of 128 bytes, or of 64."""
         if self.fp8:
             return 64 if self.head_dim % 128 == 64 else 128
         return 32 if self.head_dim % 64 else 64
 
     @property
     def k_columns(self) -> int:
-        """Columns of queries and keys in shared memory. Bulk copies fill those beyond head_dim with zeros."""
+        """Columns of queries and keys in shared memory. TMA fills those beyond head_dim with zeros."""
         return -(-self.head_dim // self.panel) * self.panel
 
     @property
     def v_columns(self) -> int:
-        """Columns of values in shared memory, as products have them."""
+        """Columns of values in shared memory, as an MMA operand."""
         panel = 32 if self.fp8 else self.panel
         return -(-self.widths[1] // panel) * panel
 
     @property
     def block_m(self) -> int:
-        """Rows of a tile, 64 a warpgroup. With head_dim 128, or a cap, the registers are for two of them."""
+        """Query rows of a tile, 64 per warpgroup. With head_dim 128, or a cap, registers suffice for two warpgroups only."""
         if self.tile:
             return self.tile.rows
         return 192 if self.head_dim == 64 and not self.capped else 128
 
     @property
     def block_n(self) -> int:
-        """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4.
+        """Keys of a block. A tile's last block is halved where no row sees the second half: 537 instead of 533 at 4096 x 4.
 
-        An fp8 cache of head_dim 128 leaves room for 64, as it lies in shared memory before and after it is converted; in windows,
-        of head_dim 64 there are no registers for more.
+        With an fp8 cache of head_dim 128, shared memory holds 64: blocks lie there both before and after conversion. With an fp8
+        cache of head_dim 64 and a window, registers limit it to 64.
         """
         if self.tile:
             return self.tile.keys
@@ -190,7 +191,7 @@ class Config:
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups that compute; one more loads."""
+        """Consumer warpgroups; there is one producer warpgroup more."""
         return self.block_m // 64
 
     @property
@@ -199,27 +200,27 @@ class Config:
 
     @property
     def positions(self) -> int:
-        """Query positions of a tile. A ratio that does not divide the rows leaves some unused."""
+        """Query positions (tokens) of a tile. Where gqa_ratio does not divide the rows, some rows are unused."""
         return self.block_m // self.gqa_ratio
 
     @property
     def q_stages(self) -> int:
-        """Tiles of queries on their way."""
+        """Stages of the Q ring."""
         return self.tile.q_stages if self.tile else 2
 
     @property
     def q_records(self) -> int:
-        """Records of tiles in shared memory: one a stage of queries, or two a warpgroup."""
+        """Tile records in shared memory: one per Q stage, or two per warpgroup."""
         return 2 * self.warpgroups if self.splits_q else self.q_stages
 
     @property
     def q_positions(self) -> int:
-        """Query positions of a bulk copy."""
+        """Query positions of one TMA load of queries."""
         return 64 // self.gqa_ratio if self.splits_q else self.positions
 
     @property
     def kv_stages(self) -> int:
-        """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
+        """Stages of the K ring, and of the V ring: as many as fit beside two Q tiles and an output tile."""
         if self.tile:
             return self.tile.kv_stages
         if self.fp8_cache:
@@ -228,77 +229,77 @@ class Config:
 
     @property
     def raw_stages(self) -> int:
-        """Blocks on their way to be converted: of fp8 values, and of an fp8 cache's keys too; none of others, but an array has a
-        size. Beside 16-bit keys and values of 256 columns there is room for two."""
+        """Stages of the ring of blocks to convert: fp8 values, and also the keys of an fp8 cache. 1 if nothing is converted, as an
+        array needs a size. Beside 16-bit keys and values of 256 columns, two stages fit."""
         if not self.converts:
             return 1
         return 2 if self.tile and self.fp8_cache else 3
 
     @property
     def raw_panel(self) -> int:
-        """Columns of such a block that lie side by side in shared memory."""
+        """Columns of a panel of a block to convert."""
         return 64 if self.widths[1] <= 64 else 128
 
     @property
     def raw_columns(self) -> int:
-        """Columns of such a block."""
+        """Columns of a block to convert, padding included."""
         return -(-self.widths[1] // self.raw_panel) * self.raw_panel
 
     @property
     def raw_bytes(self) -> int:
-        """Of such a block."""
+        """Bytes of a block to convert."""
         return self.block_n * self.raw_columns if self.converts else 16
 
     @property
     def paged(self) -> bool:
-        """Whether keys lie in a paged cache."""
+        """Whether K/V lie in a paged cache."""
         return self.page_size > 0
 
     @property
     def box(self) -> int:
-        """Keys of a bulk copy: all of one page."""
+        """Keys of a TMA box, all of one page."""
         return math.gcd(self.page_size, self.block_n) if self.paged else self.block_n
 
     @property
     def q_bytes(self) -> int:
-        """Of a tile of queries, or of a warpgroup's rows of it, that are loaded together."""
+        """Bytes of queries that complete one barrier: a Q tile, or a warpgroup's rows of it."""
         return self.gqa_ratio * self.q_positions * self.k_columns * self.bytes
 
     @property
     def kv_bytes(self) -> int:
-        """Of a block of keys."""
+        """Bytes of a block of keys."""
         return self.block_n * self.k_columns * self.bytes
 
     @property
     def v_bytes(self) -> int:
-        """Of a block of values."""
+        """Bytes of a block of values."""
         return self.block_n * self.v_columns * self.bytes
 
     @property
     def store_by_tma(self) -> bool:
-        """Whether outputs lie in shared memory, and the rows of a warpgroup are whole positions, which a bulk copy can store."""
+        """Whether TMA can store outputs: they are staged in shared memory, and a warpgroup's rows are whole positions."""
         return not self.stores_from_registers and 64 % self.gqa_ratio == 0
 
     @property
-    def _converters_want(self) -> bool:
-        """Whether warps that convert want more registers than those that load. Beside 160 of a consumer there are none to give."""
+    def _converters_need_more(self) -> bool:
+        """Whether converter warps need more registers than a loading warp. Consumers with 160 registers leave none for them."""
         return self.fp8 or (self.fp8_cache and self.block_n == 64)
 
     @property
     def consumer_registers(self) -> int:
-        """No program of `every_config` spills."""
-        if self._converters_want:
+        """Registers per consumer thread (setmaxnreg). No configuration of `every_config` spills."""
+        if self._converters_need_more:
             return 152 if self.warpgroups == 3 else 224
         return 160 if self.warpgroups == 3 else 232
 
     @property
     def producer_registers(self) -> int:
-        """What consumers leave. At head_dim 128 and pages of 16, 24 would spill."""
+        """Registers per producer thread: those that consumers leave. At head_dim 128 with pages of 16, 24 would spill."""
         return left_by(self.threads, self.warpgroups, self.consumer_registers)
 
 
 def every_config() -> list[Config]:
-    """All that is served."""
+    """All supported configurations."""
     of_heads = [
         Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
         for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
@@ -320,7 +321,7 @@ def every_config() -> list[Config]:
         for windowed in (False, True)
         for gqa_ratio in GQA_RATIOS
         for page_size in (0, *PAGE_SIZES)
-        # Keys have offsets of their own in `mla_prefill` alone.
+        # Only `mla_prefill` has K/V offsets that differ from those of the queries.
         for own_kv in ((False, True) if (head_dim, v_head_dim, gqa_ratio, page_size) == (192, 128, 1, 0) else (False,))
     ]
     of_caches = [

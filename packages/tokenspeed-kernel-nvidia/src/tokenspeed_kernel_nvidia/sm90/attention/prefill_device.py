@@ -1,4 +1,4 @@
-"""The device code of `prefill`: the launch, which CTA has which tile, and the loads. `prefill_mma_device` computes."""
+"""The device code of `prefill`: launch, tile scheduler and producer warp. `prefill_mma_device` has the consumer warpgroups."""
 
 # mypy: ignore-errors
 
@@ -28,12 +28,12 @@ from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_
 
 
 def host(config: Config):
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return Prefill(config)
 
 
 def fake_arguments(config: Config):
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     size, ints = arguments.size, arguments.ints
     of_q, of_kv = (
         arguments.byte_rows if fp8 else functools.partial(arguments.rows, config.dtype) for fp8 in (config.fp8, config.converts)
@@ -58,10 +58,10 @@ class Keys:
     """The keys and values that a tile attends to.
 
     Attributes:
-        sequence: its number in the batch.
-        first: its first key, where keys lie in a row.
+        sequence: index in the batch.
+        first: row of the sequence's first key, with ragged K/V.
         kv_len: keys of the sequence.
-        kv_head: the key head.
+        kv_head: the KV head.
     """
 
     sequence: Int32
@@ -71,7 +71,12 @@ class Keys:
 
 
 class Prefill(Converters, Consumers):
-    """The kernel of one configuration."""
+    """The prefill kernel of one configuration: persistent and warp-specialised, one CTA per SM.
+
+    Warp 0 of the producer warpgroup schedules tiles and loads Q, K and V by TMA; with fp8 its other three warps convert blocks. Two
+    or three consumer warpgroups compute 64 query rows each with wgmma. Shared memory holds rings of Q tiles and of K and V blocks
+    (``q_stages``, ``kv_stages``), fp8 blocks before conversion, and an output tile unless outputs are stored from registers.
+    """
 
     @cute.jit
     def __call__(
@@ -89,7 +94,7 @@ class Prefill(Converters, Consumers):
         sinks_kind: Int32,
         scale: Float32,
         causal: Int32,
-        processors: Int32,
+        sms: Int32,
         q_scales: Int64,
         q_apart: Int32,
         k_scales: Int64,
@@ -115,14 +120,14 @@ class Prefill(Converters, Consumers):
         )
         kv_heads = k.shape[2] if const_expr(c.paged) else k.shape[1]
         counter = cute.make_tensor(cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(2))
-        # Each sequence may end within a tile.
+        # An upper bound of tiles: each sequence may end with a partial tile.
         most = (cute.ceil_div(q.shape[0], c.positions) + cu_seqlens.shape[0] - 1) * kv_heads
         self.kernel(
             q_tma, k_tma, v_tma, out_tma, out, Sequences(cu_seqlens, cache_seqlens, page_table), counter, lse,
             Sinks(sinks, sinks_kind), scale, causal, kv_heads, mmas,
             (Scales(q_scales, q_apart), Scales(k_scales, k_apart), Scales(v_scales, v_apart)), window_left, to_cap,
         ).launch(
-            grid=(cutlass.min(most, processors), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=(cutlass.min(most, sms), 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )  # fmt: skip
 
     @cute.kernel
@@ -172,7 +177,7 @@ class Prefill(Converters, Consumers):
                         shared.raw_pipe.init(stage, CONVERTERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Up to here the kernel before may still run.
+        # PDL: everything above overlaps with the tail of the preceding kernel.
         cute.arch.griddepcontrol_wait()
 
         if warp_index < 4:
@@ -185,14 +190,15 @@ class Prefill(Converters, Consumers):
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(shared, Output(out_tma, out, lse, sinks), scale, causal, window_left, to_cap, mmas)
 
-    # -- which tile ------------------------------------------------------------------------------------------------------------
+    # -- tile scheduler --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def read_section(self, first: Int32, batch: Int32, sequences: Sequences, kv_heads: Int32):
-        """Sequences from ``first`` on, one a lane, as many as have keys that fit the L2 cache together, at least one.
+        """Forms the next section: sequences from ``first`` on, one per lane, whose K/V together fit in L2; at least one sequence.
 
         Returns:
-            this lane's first token, queries and keys (none beyond the section), sequences in it, and heads that are taken together.
+            this lane's first token, queries and keys (no queries beyond the section); the sequences of the section; the KV heads
+            that run together.
         """
         lane = cute.arch.lane_idx()
         start, q_len, kv_len = Int32(0), Int32(0), Int32(0)
@@ -205,7 +211,7 @@ class Prefill(Converters, Consumers):
                 kv_len = sequences.cache_seqlens[at]
             if const_expr(self.config.own_kv):
                 kv_len = sequences.cache_seqlens[at + 1] - sequences.cache_seqlens[at]
-        # In units of 16 keys of one head, so that no sum overflows.
+        # The budget counts blocks of 16 keys of one head, so that the prefix sum cannot overflow.
         budget = (self.config.section_mib << 20) // (16 * 2 * sum(self.config.widths))
         weight = (kv_len + 15) // 16
         weight = cutlass.min(weight, budget + 1)
@@ -235,16 +241,16 @@ class Prefill(Converters, Consumers):
         scales: tuple,
         window_left: Int32,
     ):
-        """Finds the tiles of this CTA one after another, and loads what they need, as far ahead as there is room."""
+        """The producer warp: finds this CTA's tiles one by one, and loads their Q, K and V as far ahead as the rings allow."""
         c = self.config
         lane = cute.arch.lane_idx()
         batch = sequences.cu_seqlens.shape[0] - 1
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
 
-        # The order of tiles. Sections of sequences whose keys fit L2; in each, from the last tiles of the longest sequences down.
-        # `level` is a tile's place in its sequence; `passed` counts the tiles before this level, of this and all earlier sections,
-        # and `at_level` those of this level. Heads are taken some at a time, from `first_head` on.
+        # Order of tiles: by sections of sequences whose K/V fit in L2; within a section longest first, by descending `level`, the
+        # tile's index in its sequence. `passed` counts the tiles before this level, of this and all earlier sections; `at_level`
+        # counts those of this level. A section is walked for `heads` KV heads at a time, from `first_head` on.
         section, members, heads, first_head = Int32(0), Int32(0), Int32(1), Int32(0)
         start, q_len, kv_len, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
         level, passed = Int32(-1), Int32(0)
@@ -255,11 +261,11 @@ class Prefill(Converters, Consumers):
 
         working = Boolean(True)
         while working:
-            # Find the tile that is `order`-th. Orders only grow, so the search goes on from the last one.
+            # Find the `order`-th tile. Orders only grow, so the search continues from the previous tile.
             searching = Boolean(True)
             while searching:
                 if level < 0:
-                    # The next heads of the section, or the next section.
+                    # Next heads of the section, or next section.
                     first_head += heads
                     if first_head >= kv_heads or members == 0:
                         section += members
@@ -286,13 +292,13 @@ class Prefill(Converters, Consumers):
                 shared.q_pipe.acquire(q_at)
             if working:
                 rank = order - passed
-                seat = rank // head_count
-                kv_head = first_head + rank - seat * head_count
-                # The lane of the sequence: the `seat`-th of those that have a tile at this level.
+                nth = rank // head_count
+                kv_head = first_head + rank - nth * head_count
+                # The lane of the sequence: the `nth`-th lane that has a tile at this level.
                 reach = tiles > level
                 mask = registers.ballot(reach)
                 before = cute.arch.popc(mask & ((1 << lane) - 1))
-                owner = registers.ballot(reach & (before == seat))
+                owner = registers.ballot(reach & (before == nth))
                 source = cute.arch.popc((owner & -owner) - 1)
                 t_start = cute.arch.shuffle_sync(start, offset=source)
                 t_q_len = cute.arch.shuffle_sync(q_len, offset=source)
@@ -300,9 +306,9 @@ class Prefill(Converters, Consumers):
                 keys = Keys(section + source, self.first_key(sequences, section + source, t_start), t_kv_len, kv_head)
                 position = level * c.positions
 
-                fetched = Int32(0)
+                ticket = Int32(0)
                 if lane == 0:
-                    fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+                    ticket = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
 
                 if const_expr(c.converts):
                     q_scales, k_scales, v_scales = scales
@@ -321,7 +327,7 @@ class Prefill(Converters, Consumers):
                         shared.q_pipe.commit(q_at, c.q_bytes)
                     self.load_q(shared, q, q_at, t_start + position, kv_head)
 
-                # From the last block down; values follow a block behind the keys.
+                # Blocks in descending order; values are loaded one block after their keys.
                 for i in cutlass.range(end - first + 1, unroll=1):
                     if i < end - first:
                         if const_expr(c.fp8_cache):
@@ -331,7 +337,7 @@ class Prefill(Converters, Consumers):
                             self.load_kv(k_boxes, c.kv_bytes, shared.k_pipe, k, k_at, end - 1 - i, keys, sequences.page_table)
                             k_at = advance(k_at, c.kv_stages)
                     if const_expr(c.splits_q):
-                        if i == 0:  # there is room for these keys before there is any for queries
+                        if i == 0:  # a K stage is free before the Q stage is
                             self.load_split_q(shared, q, q_at, (t_start, t_q_len, t_kv_len, position, kv_head, *of_tile))
                     if i > 0:
                         if const_expr(c.converts):
@@ -341,7 +347,7 @@ class Prefill(Converters, Consumers):
                             self.load_kv(v_boxes, c.v_bytes, shared.v_pipe, v, v_at, end - i, keys, sequences.page_table)
                             v_at = advance(v_at, c.kv_stages)
 
-                order = grid + cute.arch.shuffle_sync(fetched, offset=0)
+                order = grid + cute.arch.shuffle_sync(ticket, offset=0)
             elif const_expr(c.splits_q):
                 self.end_split_q(shared, q_at)
             else:
@@ -353,18 +359,18 @@ class Prefill(Converters, Consumers):
             q_at = self.next_q(q_at)
 
         cute.arch.griddepcontrol_launch_dependents()
-        # The last CTA that is done leaves the counters at zero, for the next launch.
+        # The last CTA to finish resets the counters for the next launch.
         if lane == 0:
             done = cute.arch.atomic_add((counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
             if done == grid - 1:
                 counter[0] = Int32(0)
                 counter[1] = Int32(0)
 
-    # -- its loads -------------------------------------------------------------------------------------------------------------
+    # -- loads -----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def load_q(self, shared: Shared, q: Tma, at: Cursor, token: Int32, kv_head: Int32):
-        """Loads the queries of a tile: all query heads of a key head, from a token on."""
+        """Loads a Q tile: all query heads of a KV head, from a token on."""
         c = self.config
         box = ((c.gqa_ratio, c.positions), c.panel)
         tiles = self.q_ring.packed_boxes(shared.storage.q, c.gqa_ratio, c.positions)
@@ -374,10 +380,10 @@ class Prefill(Converters, Consumers):
 
     @cute.jit
     def load_split_q(self, shared: Shared, q: Tma, q_at: Cursor, numbers: tuple):
-        """Loads the queries of a tile to the place of each warpgroup, as soon as that has no use for those before.
+        """Loads each warpgroup's queries of a tile as soon as it has released its previous ones, and writes the tile's records.
 
         Args:
-            numbers: those of the tile's record, which is written too.
+            numbers: the values of the record.
         """
         c = self.config
         t_start, _, _, position, kv_head, *_ = numbers
@@ -398,7 +404,7 @@ class Prefill(Converters, Consumers):
 
     @cute.jit
     def end_split_q(self, shared: Shared, q_at: Cursor):
-        """Says to each warpgroup that there is no further tile."""
+        """Signals to each warpgroup that there are no more tiles."""
         for wg in cutlass.range_constexpr(self.config.warpgroups):
             at = Cursor(Int32(wg), q_at.phase)
             shared.q_pipe.acquire(at)
@@ -410,14 +416,14 @@ class Prefill(Converters, Consumers):
 
     @cute.jit
     def first_key(self, sequences: Sequences, sequence: Int32, token: Int32) -> Int32:
-        """Where the keys of a sequence begin whose queries begin at a token."""
+        """The first key row of a sequence with ragged K/V. ``token``: the sequence's first query row."""
         if const_expr(self.config.own_kv):
             token = sequences.cache_seqlens[sequence]
         return token
 
     @cute.jit
     def load_raw(self, shared: Shared, kv: Tma, at: Cursor, block: Int32, keys: Keys, page_table: Optional[cute.Tensor]):
-        """Loads a block that is to be converted. Returns where the next one goes."""
+        """Loads an fp8 block that the converter warps convert. Returns the cursor of the next one."""
         c = self.config
         boxes = self.raw_ring.boxes(shared.storage.raw, c.box)
         self.load_kv(boxes, c.raw_bytes, shared.raw_pipe, kv, at, block, keys, page_table)
@@ -435,8 +441,12 @@ class Prefill(Converters, Consumers):
         keys: Keys,
         page_table: Optional[cute.Tensor],
     ):
-        """Loads a block of a sequence's keys, or of its values, when there is room. ``boxes``: see `Ring.boxes`; of
-        ``size`` bytes together."""
+        """Loads a block of a sequence's keys, or of its values, once its stage is empty.
+
+        Args:
+            boxes: see `Ring.boxes`.
+            size: bytes of the block.
+        """
         c = self.config
         pipe.acquire(at)
         with cute.arch.elect_one():
@@ -444,14 +454,14 @@ class Prefill(Converters, Consumers):
         full = pipe.full.of(at)
         columns, panels = boxes.shape[1], boxes.shape[3]
         if const_expr(c.paged):
-            # A lane holds a page. Pages beyond the sequence may have any number; its last page stands in for them.
+            # A lane holds a page index. Page-table entries beyond the sequence are undefined: use its last page instead.
             pages = c.block_n // c.box
             lane = cute.arch.lane_idx()
             last = cutlass.max(keys.kv_len - 1, 0) // c.page_size
             number, slot = block * pages + lane % pages, 0
-            if const_expr(c.page_size > c.block_n):  # a block is a part of a page
+            if const_expr(c.page_size > c.block_n):  # a block lies within a page
                 number, slot = block * c.block_n // c.page_size, block * c.block_n % c.page_size
-            split = c.box < min(c.page_size, c.block_n)  # neither of a page and a block is a whole number of the other
+            split = c.box < min(c.page_size, c.block_n)  # neither the page nor the block is a multiple of the other
             if const_expr(split):
                 number = (block * c.block_n + lane % pages * c.box) // c.page_size
             page = page_table[keys.sequence, cutlass.min(number, last)]

@@ -1,9 +1,9 @@
-"""The weights of `prefill_mma_device` where they are rounded to e4m3.
+"""Softmax of `prefill_mma_device` with probabilities rounded to e4m3.
 
-Weights are rounded as soon as they are computed, into registers of their own, so that scores are there until it is known whether
-the shift of the exponents is still good. Sums of weights say so, which are computed anyway: where a thread's sum over a block is at
-most the largest e4m3, so is each of the weights. Otherwise the thread's warp raises the shift to the maximum of its scores, and
-computes the weights once more. That is seldom: the shift begins with a maximum too, and weights grow 50 times before it is raised.
+Probabilities are rounded as they are computed, into separate registers, so the scores survive until the exponents' shift (row_max)
+is known to be good enough. The check uses row sums, which are needed anyway: if a thread's sum over a block is at most the largest
+e4m3 value, so is each probability. Otherwise the warp raises the shift to the row max of the scores, and recomputes the
+probabilities. This is rare: the shift starts at a row max, and probabilities may grow 50 times before it is raised.
 """
 
 # mypy: ignore-errors
@@ -16,13 +16,13 @@ from cutlass import Float32, const_expr, cute
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack_fp8, quad_max
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2, lane_maxima
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 value
 
 
-def places(word: int) -> tuple[int, ...]:
-    """The accumulator's elements of which a word of the left operand is made.
+def elements_of_word(word: int) -> tuple[int, ...]:
+    """The accumulator elements that are packed into a word of the A operand.
 
-    Word ``r + 2 h + 4 s`` has row r of the places 16 h to 16 h + 15 of 32 keys s, see `prefill_convert_device`.
+    Word ``r + 2 h + 4 s`` holds row r of key positions 16 h to 16 h + 15 in group s of 32 keys, see `prefill_convert_device`.
     """
     first = 4 * (word // 4 * 4 + word // 2 % 2 * 2) + word % 2 * 2
     return first, first + 1, first + 4, first + 5
@@ -30,14 +30,14 @@ def places(word: int) -> tuple[int, ...]:
 
 @cute.jit
 def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, scale: Float32) -> None:
-    """Writes ``exp2(score * scale - shift)``, rounded to e4m3, to ``words``, and this thread's sums of its two rows to ``sums``.
+    """Writes ``exp2(score * scale - shift)``, rounded to e4m3 with saturation, to ``words``.
 
-    What is too large becomes the largest e4m3.
+    This thread's partial row sums of its two rows, unrounded, go to ``sums``.
     """
     parts = [[None, None], [None, None]]
     for i in cutlass.range_constexpr(cute.size(words)):
         row = i % 2
-        weights = [exp2(scores[at] * scale - shifts[row]) for at in places(i)]
+        weights = [exp2(scores[at] * scale - shifts[row]) for at in elements_of_word(i)]
         words[i] = pack_fp8(*weights)
         for at in cutlass.range_constexpr(4):
             before = parts[row][at % 2]
@@ -48,10 +48,10 @@ def weigh(scores: cute.Tensor, words: cute.Tensor, shifts: cute.Tensor, sums: cu
 
 @cute.jit
 def move(words: cute.Tensor, probs: cute.Tensor) -> None:
-    """Makes words the left operand of the next product with values, when the last one has been waited for.
+    """Moves packed probabilities to the A operand of the next P @ V, after the previous P @ V has completed.
 
-    The compiler must not see that they are the same numbers: it would have `weigh` write to the registers of the operand, and
-    products, which read them, would wait for each other.
+    The opaque move keeps the compiler from letting `weigh` write to the operand's registers directly. These are still read by the
+    MMA in flight, so the MMAs would be serialised.
     """
     operand = cute.recast_tensor(probs, cutlass.Uint32)
     for i in cutlass.range_constexpr(cute.size(words)):
@@ -67,13 +67,14 @@ def weigh_step(
     scale: Float32,
     lift: cutlass.Constexpr[float],
 ):
-    """Computes the weights of a further block of keys (online softmax).
+    """Computes the probabilities of a further block of keys (online softmax).
 
     Args:
-        lift: what a raised shift makes the largest weight, as a power of 2.
+        lift: log2 of the largest probability after the shift has been raised.
 
     Returns:
-        whether this thread's weights were too large; what each row's earlier sums are to be multiplied by; this thread's sums.
+        whether this thread's probabilities were too large; each row's rescale factor of accumulators; this thread's partial row
+        sums of the block.
     """
     of_block, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     factor.fill(1.0)

@@ -1,4 +1,4 @@
-"""The warpgroups of `prefill_device` that compute: products, softmax, output."""
+"""The consumer warpgroups of `prefill_device`: wgmma, online softmax, epilogue."""
 
 # mypy: ignore-errors
 
@@ -22,12 +22,12 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-TURN = 1  # named barriers, one for each warpgroup: its turn at the tensor cores
+PINGPONG = 1  # named barriers for ping-pong scheduling, one per warpgroup: it may issue its MMAs
 
 
 @dataclass(frozen=True)
 class Mmas:
-    """The products: scores of a block of keys, and of half a block, and probabilities with values."""
+    """The MMAs: q @ k of a block of keys and of half a block, and P @ V."""
 
     qk: cute.TiledMma
     qk_half: cute.TiledMma
@@ -39,10 +39,10 @@ class Output:
     """Where results go.
 
     Attributes:
-        tma: bulk copies to ``out``, where these can be; None else.
+        tma: TMA stores to ``out``; None where `Config.store_by_tma` is false.
         out: ``[tokens, heads, head_dim]``.
         lse: address of float32 ``[tokens, heads]``, 0 for none.
-        sinks: taken into the softmax's denominator.
+        sinks: added to the softmax's denominator.
     """
 
     tma: Optional[Tma]
@@ -53,7 +53,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Operands:
-    """Fragments of the operands of a warpgroup's products. All but the probabilities are descriptors of shared memory, by stage."""
+    """A warpgroup's MMA operands. All but the probabilities are shared-memory descriptors, indexed by stage."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -64,11 +64,11 @@ class Operands:
 
 @dataclass(frozen=True)
 class Begin:
-    """Where what a tile sees begins: all 0 where there is no window.
+    """Lower bounds of a tile's windows, in blocks of keys; all 0 without a window.
 
     Attributes:
-        block: the first block of keys of which some row sees some.
-        full_block: the first one of which no row's window leaves out any.
+        block: the first block that some row sees.
+        full_block: the first block that lies wholly within every row's lower bound.
         width: keys of a row's window.
     """
 
@@ -79,7 +79,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a thread has of its two rows of a tile: the accumulator of the output, running maxima and sums."""
+    """A thread's state for its two rows of a tile: output accumulator, running row max and row sum."""
 
     acc: cute.Tensor
     row_max: cute.Tensor
@@ -87,7 +87,7 @@ class Sums:
 
 
 class Consumers(Queries):
-    """The part of the kernel that computes."""
+    """Mixin of the consumer warpgroups. P @ V of a block overlaps with the softmax of the next block, even of the next tile."""
 
     @cute.jit
     def consume(
@@ -100,7 +100,7 @@ class Consumers(Queries):
         to_cap: Optional[Float32],
         mmas: Mmas,
     ):
-        """Computes all tiles of the CTA, 64 rows of each."""
+        """Computes this warpgroup's 64 rows of each of the CTA's tiles."""
         c = self.config
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128
@@ -110,7 +110,7 @@ class Consumers(Queries):
         s_q, s_k = self.q_ring.tiles(shared.storage.q, dtype=kind), self.kv_ring.tiles(shared.storage.k, dtype=kind)
         s_half = self.kv_ring.tiles(shared.storage.k, n // 2, kind)
         if const_expr(c.fp8):
-            s_v = self.turned_ring.tiles(shared.storage.v, dtype=kind)
+            s_v = self.transposed_ring.tiles(shared.storage.v, dtype=kind)
         else:
             s_v = self.v_ring.transposed(shared.storage.v, kind if c.fp8_cache else None)
         qk, half, pv = (mma.get_slice(wg * 128) for mma in (mmas.qk, mmas.qk_half, mmas.pv))
@@ -125,21 +125,21 @@ class Consumers(Queries):
 
         q_at, k_at, v_at = self.first_q(wg), first_to_read(), first_to_read()
         if wg == 0:
-            self.give_turn(c.warpgroups - 1)
+            self.pingpong_signal(c.warpgroups - 1)
 
         shared.q_pipe.wait(q_at)
         working = shared.record(q_at).exists
         if working:
             sums = Sums(acc, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
-            # The first block of the first tile has no product with values to go together with.
+            # The first block of the first tile has no P @ V to overlap with.
             block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(shared, q_at, wg, causal)
             begin = self.begin_of(shared, q_at, wg, causal, window_left)
             tile_scale = self.scale_of(shared, q_at, scale, wg)
             scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
             shared.k_pipe.wait(k_at)
-            self.take_turn(wg)
+            self.pingpong_wait(wg)
             start_mma(mmas.qk, scores, self.q_of(ops, q_at), ops.k[None, None, None, k_at.stage], steps=self.q_steps)
-            self.give_turn(wg)
+            self.pingpong_signal(wg)
             warpgroup.wait_group(0)
             shared.k_pipe.release(k_at)
             k_at = advance(k_at, c.kv_stages)
@@ -151,10 +151,10 @@ class Consumers(Queries):
             acc.fill(0.0)
             while working:
                 if const_expr(c.splits_q):
-                    if block == begin.block:  # it is the last one, too
+                    if block == begin.block:  # the first block is also the last one
                         shared.q_pipe.release(q_at)
-                # The first block's probabilities are there. Those of slots beyond the sequence are 0, but values there may be NaN.
-                if const_expr(not c.converts):  # otherwise they have been cleared
+                # Probabilities beyond the sequence are 0, but values there may be NaN.
+                if const_expr(not c.converts):  # else the converter warps have zeroed them
                     if kv_len < (block + 1) * n:
                         shared.v_pipe.wait(v_at)
                         self.clear_beyond(shared, v_at, kv_len - block * n, wg)
@@ -178,7 +178,7 @@ class Consumers(Queries):
                         begin, c.windowed,
                     )  # fmt: skip
 
-                # The last product with values goes together with the first one with keys of the next tile.
+                # The last P @ V overlaps with the first q @ k of the next tile.
                 next_tile = self.next_queries(q_at)
                 next_at = self.queries_at(next_tile)
                 shared.q_pipe.wait(next_at)
@@ -211,17 +211,17 @@ class Consumers(Queries):
 
     @cute.jit
     def view(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32):
-        """What a tile sees.
+        """Upper bounds of the keys that a tile sees.
 
         Returns:
-            its last block of keys; how many blocks, from the first on, all its rows see all of; keys of the sequence; the first key
-            that each of this thread's two rows does not see, counted from its first column; whether nobody sees the second half of
-            the last block.
+            the tile's last block of keys; the number of leading blocks that need no mask at their end; keys of the sequence; for
+            each of this thread's two rows the first masked key, relative to the thread's first column; whether no row sees the
+            second half of the last block.
         """
         c = self.config
         record = shared.record(q_at)
         q_len, kv_len, position = record.q_len, record.kv_len, record.position
-        thread, row = self.place(wg)
+        thread, row = self.thread_and_row(wg)
         column = 2 * (thread % 4)
         seen = self.keys_seen(q_len, kv_len, position, causal)
         block = (seen - 1) // c.block_n
@@ -254,22 +254,22 @@ class Consumers(Queries):
         begin: Begin,
         masked: cutlass.Constexpr[bool],
     ):
-        """One block further: its scores, and meanwhile the block before's probabilities times its values.
+        """One block of keys: its q @ k and softmax, overlapped with P @ V of the block before.
 
         Args:
             hidden_from, first_key, begin: see `mask`.
-            masked: whether some row does not see all of the block.
+            masked: whether some key of the block is masked in some row.
         """
         c = self.config
         q = self.q_of(ops, self.queries_at(q_at))
         scores = cute.make_rmem_tensor(mmas.qk.get_slice(0).partition_shape_C((c.block_m, c.block_n)), Float32)
         k_at = self.keys_behind(k_at, v_at)
         shared.k_pipe.wait(k_at)
-        self.take_turn(wg)
+        self.pingpong_wait(wg)
         start_mma(mmas.qk, scores, q, ops.k[None, None, None, k_at.stage], steps=self.q_steps)
         shared.v_pipe.wait(v_at)
         start_mma(mmas.pv, sums.acc, ops.probs, ops.v[None, None, None, v_at.stage], True)
-        self.give_turn(wg)
+        self.pingpong_signal(wg)
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         if const_expr(c.splits_q):
@@ -314,10 +314,10 @@ class Consumers(Queries):
         begin: Begin,
         columns: cutlass.Constexpr[int],
     ):
-        """Goes on to the next tile: computes its first scores while the last product of weights and values of this tile runs.
+        """Moves on to the next tile: its first q @ k and softmax overlap with the last P @ V of this tile.
 
         Args:
-            qk, k, columns: the first scores' product, its keys, and how many those are: a block, or half of it.
+            qk, k, columns: the MMA of the first block, its keys, and their number: a block, or half of one.
         """
         c = self.config
         k_at = self.keys_behind(k_at, v_at)
@@ -325,11 +325,11 @@ class Consumers(Queries):
         v = ops.v[None, None, None, v_at.stage]
         scores = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_C((c.block_m, columns)), Float32)
         shared.k_pipe.wait(k_at)
-        self.take_turn(wg)
+        self.pingpong_wait(wg)
         start_mma(qk, scores, q, k, steps=self.q_steps)
         shared.v_pipe.wait(v_at)
         start_mma(pv, sums.acc, ops.probs, v, True)
-        self.give_turn(wg)
+        self.pingpong_signal(wg)
         warpgroup.wait_group(1)
         shared.k_pipe.release(k_at)
         next_max, next_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -346,59 +346,53 @@ class Consumers(Queries):
         sums.acc.fill(0.0)
 
     def q_of(self, ops: Operands, at: Cursor) -> cute.Tensor:
-        """The queries of a tile, as the left operand of the product with keys."""
+        """A tile's queries, as the A operand of q @ k."""
         return ops.q[None, None, None, 0 if self.config.splits_q else at.stage]
 
     @property
     def q_steps(self) -> int:
-        """How many steps the product with keys has: columns of zeros are left out."""
+        """k-steps of 32 bytes of q @ k; columns of padding are left out."""
         return -(-self.config.head_dim * self.config.bytes // 32)
 
     def next_queries(self, q_at: Cursor) -> Cursor:
-        """Returns the place of the next tile's queries, as `consume` keeps it: see `queries_at`."""
+        """Returns the next tile's Q cursor, in the form that `consume` keeps: see `queries_at`."""
         return Cursor(q_at.stage + 1, q_at.phase) if self.counts_tiles else self.next_q(q_at)
 
     def queries_at(self, q_at: Cursor) -> Cursor:
-        """Returns where a tile's queries are.
-
-        Where `consume` counts tiles, it does so in ``q_at.stage``.
-        """
+        """Returns a tile's Q cursor. Where `counts_tiles`, ``q_at.stage`` is the tile's index."""
         return nth_to_read(q_at.stage, self.config.q_stages) if self.counts_tiles else q_at
 
     @property
     def counts_tiles(self) -> bool:
-        """Whether `consume` counts tiles, and does not keep a place: that takes one register instead of two where warps convert."""
+        """Whether `consume` keeps the tile's index instead of a cursor: one register instead of two."""
         return self.config.converts and not self.config.splits_q
 
     @cute.jit
     def keys_behind(self, k_at: Cursor, v_at: Cursor) -> Cursor:
-        """Returns where the keys of the block behind that of ``v_at`` are, which is ``k_at``.
-
-        Where other warps convert, no register is left to keep it in.
-        """
+        """Returns ``k_at``, the cursor after ``v_at``; recomputed where warps convert, as no register is left to keep it in."""
         return advance(v_at, self.config.kv_stages) if const_expr(self.config.converts) else k_at
 
     @cute.jit
     def scale_of(self, shared: Shared, q_at: Cursor, scale: Float32, wg: Int32) -> Float32:
-        """Returns what a tile's scores are multiplied with, and makes its queries what products take."""
+        """Returns the factor of a tile's scores, and converts its queries to float16 where the MMA needs that."""
         if const_expr(self.config.converts):
             scale *= shared.record(q_at).qk_scale
         if const_expr(self.config.fp8_cache and self.dtype is not cutlass.Float16):
             if const_expr(self.config.head_dim == 256):
-                scale *= self.bring_panels_to_float16(shared, q_at, wg)
+                scale *= self.convert_panels_to_float16(shared, q_at, wg)
             else:
-                scale *= self.bring_to_float16(shared, q_at, wg)
+                scale *= self.convert_to_float16(shared, q_at, wg)
         return scale
 
     @cute.jit
     def round_weights(self, weights: cute.Tensor, probs: cute.Tensor):
-        """Rounds weights to the operand of the product with values; where they are those of half a block, the rest becomes 0."""
+        """Rounds probabilities to the A operand of P @ V; those of half a block are padded with zeros."""
         if const_expr(self.config.fp8):
             words = cute.recast_tensor(probs, cutlass.Uint32)
             for i in cutlass.range_constexpr(cute.size(words)):
-                places = fp8.places(i)
-                if const_expr(places[0] < cute.size(weights)):
-                    words[i] = registers.pack_fp8(*(weights[at] for at in places))
+                elements = fp8.elements_of_word(i)
+                if const_expr(elements[0] < cute.size(weights)):
+                    words[i] = registers.pack_fp8(*(weights[at] for at in elements))
                 else:
                     words[i] = cutlass.Uint32(0)
         elif const_expr(cute.size(weights) < cute.size(probs)):
@@ -410,24 +404,24 @@ class Consumers(Queries):
             registers.round_to(weights, probs)
 
     @cute.jit
-    def take_turn(self, wg: Int32):
-        """Waits until the warpgroup in front has handed its products to the tensor cores."""
-        if const_expr(self.config.turns):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+    def pingpong_wait(self, wg: Int32):
+        """Ping-pong: waits until the previous warpgroup has issued its MMAs."""
+        if const_expr(self.config.pingpong):
+            cute.arch.barrier(barrier_id=PINGPONG + wg, number_of_threads=256)
 
     @cute.jit
-    def give_turn(self, wg: Int32):
-        """Lets the warpgroup behind this one use the tensor cores."""
-        if const_expr(self.config.turns):
+    def pingpong_signal(self, wg: Int32):
+        """Ping-pong: lets the next warpgroup issue its MMAs."""
+        if const_expr(self.config.pingpong):
             behind = wg + 1
             if behind == self.config.warpgroups:
                 behind = Int32(0)
-            cute.arch.barrier_arrive(barrier_id=TURN + behind, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=PINGPONG + behind, number_of_threads=256)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32, begin: Begin):
-        """Hides the keys from ``hidden_from[r]`` on of this thread's two rows, and those before its window, in a block that begins
-        with ``first_key``."""
+        """Masks keys from ``hidden_from[r]`` on in this thread's row r, and those before the window, in the block at
+        ``first_key``."""
         for r in cutlass.range_constexpr(2):
             masks.hide_from(scores, r, hidden_from[r] - first_key)
             if const_expr(self.config.windowed):
@@ -435,7 +429,7 @@ class Consumers(Queries):
 
     @cute.jit
     def begin_of(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32, window_left: Int32):
-        """Where what a tile sees begins."""
+        """Lower bounds of a tile's windows."""
         block, full_block, width = Int32(0), Int32(0), Int32(0)
         if const_expr(self.config.windowed):
             n = self.config.block_n
@@ -448,10 +442,10 @@ class Consumers(Queries):
 
     @cute.jit
     def finish_pv(self, acc: cute.Tensor, grown: Boolean, factor: cute.Tensor, of_block: list):
-        """Waits for the product with values, and rescales the accumulator where some lane wants it.
+        """Waits for P @ V, and rescales the accumulator where a lane's row max has grown.
 
-        No sum of exponentials (``of_block``) is negative. The condition only makes the branch wait for them, so that ptxas does not
-        move the wait for the product above them: it did, and most exponentials then had no product to overlap with.
+        Sums of exponentials (``of_block``) are never negative: the condition only makes the branch depend on them. Without it ptxas
+        moved the wait for P @ V above the exponentials, most of which then did not overlap with an MMA.
         """
         if registers.any_lane(grown | (of_block[0] < 0.0) | (of_block[1] < 0.0)):
             warpgroup.wait_group(0)
@@ -461,11 +455,11 @@ class Consumers(Queries):
 
     @cute.jit
     def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
-        """Writes zeros to the values of slots from ``valid`` on. Every warpgroup does it for itself, with the same result."""
+        """Zeroes a block's values from row ``valid`` on. Every warpgroup does it for itself, with the same result."""
         c = self.config
-        thread = self.place(wg)[0] % 128
+        thread = self.thread_and_row(wg)[0] % 128
         values = self.v_ring.chunks(shared.storage.v)
-        chunks = c.panel // 8  # of a row of a panel, 16 bytes each
+        chunks = c.panel // 8  # 16-byte chunks of a panel's row
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
         row = valid + thread // chunks
@@ -480,17 +474,17 @@ class Consumers(Queries):
 
     @cute.jit
     def store(self, shared: Shared, output: Output, pv: cute.TiledMma, sums: Sums, q_at: Cursor, wg: Int32):
-        """Divides by the sum of exponentials, the sink's included, and stores this warpgroup's rows of a tile."""
+        """Epilogue: normalises by the row sum, sink included, and stores this warpgroup's rows of a tile."""
         c = self.config
         out = output.out
-        thread, row = self.place(wg)
+        thread, row = self.thread_and_row(wg)
         record = shared.record(q_at)
         start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
         v_scale = record.v_scale if const_expr(c.converts) else Float32(1.0)
         if const_expr(not c.splits_q):
             shared.q_pipe.release(q_at)
         for r in cutlass.range_constexpr(2):
-            place = position + (row + 8 * r) // c.gqa_ratio
+            query = position + (row + 8 * r) // c.gqa_ratio
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
             sink = output.sinks.load(q_head)
             highest, factor = softmax.raise_to(sums.row_max[r], sink)
@@ -498,9 +492,9 @@ class Consumers(Queries):
             factor = Float32(0.0) if total == 0.0 else factor / total
             registers.scale_row(sums.acc, r, factor * v_scale if const_expr(c.converts) else factor)
             if output.lse != 0:
-                if place < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
+                if query < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
                     value = (highest + cute.math.log2(total, fastmath=True)) * softmax.LN2
-                    at = Int64(start + place) * out.shape[1] + q_head
+                    at = Int64(start + query) * out.shape[1] + q_head
                     cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)[at] = -Float32.inf if total == 0.0 else value
 
         if const_expr(c.stores_from_registers):
@@ -512,15 +506,15 @@ class Consumers(Queries):
     def store_tile(
         self, shared: Shared, output: Output, pv: cute.TiledMma, acc: cute.Tensor, numbers: tuple, thread: Int32, wg: Int32
     ):
-        """Stores this warpgroup's rows of a tile through shared memory, in bulk where all are rows of the sequence.
+        """Stores this warpgroup's rows of a tile through shared memory, by TMA where all belong to the sequence.
 
         Args:
-            numbers: first token of the sequence, its queries, the tile's first among them, the key head.
+            numbers: the sequence's first token, its number of queries, the tile's first query in it, the KV head.
         """
         c = self.config
         out = output.out
         start, q_len, position, kv_head = numbers
-        # This warpgroup's rows of the buffer are its own. The store before may still read them.
+        # Each warpgroup has its own rows of the buffer. The previous TMA store may still be reading them.
         rounded = cute.make_fragment_like(acc, self.dtype)
         registers.round_to(acc, rounded)
         if const_expr(c.store_by_tma):
@@ -562,7 +556,7 @@ class Consumers(Queries):
         thread: Int32,
         first_row: Int32,
     ):
-        """Copies those rows of this warpgroup's output to global memory that are rows of the sequence, 16 bytes at a time."""
+        """Stores this warpgroup's output rows that belong to the sequence, 16 bytes at a time."""
         c = self.config
         chunks = c.head_dim // 8
         s_chunks = self.out_ring.chunks(shared.storage.out)
@@ -571,13 +565,13 @@ class Consumers(Queries):
             cute.make_layout((out.shape[0], out.shape[1], 8, chunks), stride=(out.stride[0], out.stride[1], 1, 8)),
         )
         chunk = thread % chunks
-        piece = cute.make_rmem_tensor(8, self.dtype)
+        eight = cute.make_rmem_tensor(8, self.dtype)
         for i in cutlass.range_constexpr(64 * chunks // 128):
             r = first_row + i * (128 // chunks) + (thread % 128) // chunks
-            place = position + r // c.gqa_ratio
-            if place < q_len and r < c.gqa_ratio * c.positions:
-                cute.autovec_copy(s_chunks[r, (None, chunk % 8), chunk // 8, 0], piece)
-                cute.autovec_copy(piece, g_chunks[start + place, kv_head * c.gqa_ratio + r % c.gqa_ratio, None, chunk])
+            query = position + r // c.gqa_ratio
+            if query < q_len and r < c.gqa_ratio * c.positions:
+                cute.autovec_copy(s_chunks[r, (None, chunk % 8), chunk // 8, 0], eight)
+                cute.autovec_copy(eight, g_chunks[start + query, kv_head * c.gqa_ratio + r % c.gqa_ratio, None, chunk])
 
     @cute.jit
     def store_rows(self, out: cute.Tensor, acc: cute.Tensor, numbers: tuple, thread: Int32, row: Int32):
@@ -585,20 +579,20 @@ class Consumers(Queries):
 
         Args:
             numbers: see `store_tile`.
-            row: the first one; the other one is 8 below.
+            row: the first one; the other is ``row + 8``.
         """
         c = self.config
         start, q_len, position, kv_head = numbers
         lane = thread % 4
         for r in cutlass.range_constexpr(2):
-            place = position + (row + 8 * r) // c.gqa_ratio
+            query = position + (row + 8 * r) // c.gqa_ratio
             q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
-            is_row = (place < q_len) & (row + 8 * r < c.gqa_ratio * c.positions)
+            is_row = (query < q_len) & (row + 8 * r < c.gqa_ratio * c.positions)
             for first in cutlass.range_constexpr(0, c.v_columns // 8, 4):
-                # Each lane has two columns of each of four groups, and gets all eight columns of one of them.
+                # A lane holds two columns of four groups of eight; the transpose gives it one whole group.
                 own = [registers.pack(self.dtype, acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]) for j in range(first, first + 4)]
                 words = registers.transpose_quad(own, lane)
                 column = 8 * (first + lane)
                 if is_row & (column < c.widths[1]):
-                    at = out.iterator + (Int64(start + place) * out.stride[0] + Int64(q_head) * out.stride[1] + column)
+                    at = out.iterator + (Int64(start + query) * out.stride[0] + Int64(q_head) * out.stride[1] + column)
                     registers.store_words(at.toint(), words)

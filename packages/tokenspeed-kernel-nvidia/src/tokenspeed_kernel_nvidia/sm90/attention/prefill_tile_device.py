@@ -1,4 +1,4 @@
-"""What the loading warp and the computing warpgroups of `prefill_device` share: tiles, rings, and a tile's record."""
+"""Common to the producer warps and the consumer warpgroups of `prefill_device`: tile shapes, rings, and tile records."""
 
 # mypy: ignore-errors
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipelin
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, float_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
 
-RECORD = 8  # numbers of a tile's record
+RECORD = 8  # int32 words of a tile's record
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Sequences:
 
     Attributes:
         cu_seqlens: of the queries.
-        cache_seqlens: tokens of each sequence in the cache. Where keys lie in a row: where each sequence's begin, and their
-            number; None if they are the queries' own tokens.
-        page_table: None where keys lie in a row.
+        cache_seqlens: sequence lengths in the paged cache. With ragged K/V: offsets of the sequences' keys, ``[batch + 1]``, or
+            None if equal to those of the queries.
+        page_table: None with ragged K/V.
     """
 
     cu_seqlens: cute.Tensor
@@ -34,22 +34,22 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Record:
-    """What the loading warp says of a tile, in shared memory.
+    """A tile's parameters in shared memory, written by the producer warp for the consumers.
 
     Attributes:
-        at: where; its numbers follow one another.
+        at: the first of RECORD consecutive words.
     """
 
     at: cute.Pointer
 
     @property
     def exists(self) -> Boolean:
-        """False behind the last tile."""
+        """Whether there is a tile; false after the last one."""
         return Boolean(self.at[0] != 0)
 
     @property
     def first_token(self) -> Int32:
-        """Where the sequence's queries begin."""
+        """Row of the sequence's first query."""
         return self.at[1]
 
     @property
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def position(self) -> Int32:
-        """The tile's first query, among those of its sequence."""
+        """Index of the tile's first query in its sequence."""
         return self.at[4]
 
     @property
@@ -71,12 +71,12 @@ class Record:
 
     @property
     def qk_scale(self) -> Float32:
-        """What scores of fp8 queries and keys are multiplied with."""
+        """q_scale * k_scale: the factor of scores of fp8 operands."""
         return float_of(self.at[6])
 
     @property
     def v_scale(self) -> Float32:
-        """What outputs of fp8 values are multiplied with."""
+        """The factor of outputs of fp8 values."""
         return float_of(self.at[7])
 
     def write(self, *numbers: Int32) -> None:
@@ -89,7 +89,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory. Addresses in it are computed where they are used, so that none takes a register in between.
+    """A CTA's shared memory. Addresses are computed at each use, so that none occupies a register in between.
 
     Attributes:
         storage: see `Tiles.storage`.
@@ -111,19 +111,20 @@ class Shared:
 
     @property
     def raw_pipe(self) -> Pipeline:
-        """Of fp8 values, and of an fp8 cache's keys, that are to be converted."""
+        """The ring of blocks to convert: fp8 values, and an fp8 cache's keys."""
         return pipeline(self.storage.raw_full, self.storage.raw_empty)
 
     def record(self, q_at: Cursor) -> Record:
-        """Of the tile in a stage of q."""
+        """The record of the tile in a Q stage."""
         return Record(self.storage.records.data_ptr() + q_at.stage * RECORD)
 
 
 @dataclass(frozen=True)
 class SplitShared(Shared):
-    """`Shared` where each warpgroup has barriers of its own for its queries: a cursor's stage is the number of the warpgroup.
+    """`Shared` where each warpgroup has its own Q barriers: a Q cursor's stage is the warpgroup's index.
 
-    A warpgroup gives its queries back before it stores what came of them. So it has two records in turns, by a reader's phase.
+    A warpgroup releases its queries before it stores the tile's output, for which it still needs the record. So it has two records,
+    selected by the phase of its cursor.
     """
 
     def record(self, q_at: Cursor) -> Record:
@@ -131,20 +132,20 @@ class SplitShared(Shared):
 
 
 class Tiles:
-    """The shapes that follow from a configuration."""
+    """Base of the mixins: dtypes, rings and shapes that follow from a configuration."""
 
     def __init__(self, config: Config):
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        # What is multiplied: an fp8 cache beside 16-bit queries becomes float16, and so do the queries.
+        # dtype of the MMA operands: with an fp8 cache and 16-bit queries, both are converted to float16.
         self.mma_dtype = cutlass.Float8E4M3FN if config.fp8 else cutlass.Float16 if config.fp8_cache else self.dtype
         panel = config.panel, config.panel * config.bytes
         self.q_ring = Ring(config.block_m, config.k_columns, config.q_stages, *panel)
-        self.kv_ring = Ring(config.block_n, config.k_columns, config.kv_stages, *panel)  # of values too, where they are as wide
+        self.kv_ring = Ring(config.block_n, config.k_columns, config.kv_stages, *panel)  # of keys
         self.v_ring = Ring(config.block_n, config.v_columns, config.kv_stages, *panel)
-        # Of what is to be converted, in panels with rows of 128 or 64 bytes, and the same, transposed.
+        # Blocks to convert, in panels with rows of 128 or 64 bytes; and fp8 values after transposition.
         self.raw_ring = Ring(config.block_n, config.raw_columns, config.raw_stages, config.raw_panel, config.raw_panel)
-        self.turned_ring = Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n)
+        self.transposed_ring = Ring(config.v_columns, config.block_n, config.kv_stages, config.block_n, config.block_n)
         self.out_ring = Ring(config.block_m, config.head_dim, 1)
 
     def storage(self) -> Any:
@@ -175,12 +176,12 @@ class Tiles:
         return Storage
 
     def shared_of(self, storage: Any) -> Shared:
-        """A CTA's shared memory, by the kind of its queries' barriers."""
+        """A CTA's shared memory: `SplitShared` where each warpgroup has its own Q barriers."""
         return SplitShared(storage) if self.config.splits_q else Shared(storage)
 
     @cute.jit
     def first_q(self, wg: Int32) -> Cursor:
-        """Where a warpgroup finds the queries of its first tile."""
+        """The Q cursor of a warpgroup's first tile."""
         at = first_to_read()
         if const_expr(self.config.splits_q):
             at = Cursor(wg, at.phase)
@@ -188,7 +189,7 @@ class Tiles:
 
     @cute.jit
     def next_q(self, at: Cursor) -> Cursor:
-        """Where the queries of the next tile are, or go."""
+        """The Q cursor of the next tile."""
         if const_expr(self.config.splits_q):
             at = Cursor(at.stage, at.phase ^ 1)
         else:
@@ -197,7 +198,7 @@ class Tiles:
 
     @cute.jit
     def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:
-        """How many keys, from the first on, some row of a tile sees; 1 where there are none, because a tile takes a block."""
+        """The end of the keys that some row of a tile sees, at least 1, because every tile processes a block."""
         seen = kv_len
         if causal != 0:
             seen = kv_len - q_len + cutlass.min(position + self.config.positions, q_len)
@@ -205,7 +206,7 @@ class Tiles:
 
     @cute.jit
     def blocks_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32, window_left: Int32):
-        """The first block of keys that some row of a tile sees, and the end of those."""
+        """The range of key blocks that some row of a tile sees: first, and end."""
         n = self.config.block_n
         end = (self.keys_seen(q_len, kv_len, position, causal) + (n - 1)) // n
         first = Int32(0)

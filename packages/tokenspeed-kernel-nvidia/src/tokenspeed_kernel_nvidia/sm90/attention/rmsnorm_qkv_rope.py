@@ -1,8 +1,8 @@
-"""Sum, normalisation, the product for q, k and v, rotation and the write to the cache of few tokens, in one kernel on Hopper.
+"""Residual add, RMSNorm, QKV projection, RoPE and KV-cache write of few tokens, fused in one kernel on Hopper.
 
-It is the product of `gemm.mm` with more in front of it and behind it. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step of
-GPT-OSS-120B on an H200 it takes 9.8 us for one token, from the end of the kernel before to its own. Its parts take 11.3: `rmsnorm`
-1.5, `mm` 8.7, `apply_rope` 1.1.
+It is the GEMM of `gemm.mm` with a fused prologue and epilogue. See `tokenspeed_kernel.rmsnorm_qkv_rope`. In a decode step of
+GPT-OSS-120B on an H200 it takes 9.8 us for one token, from the end of the preceding kernel to its own. The separate kernels take
+11.3 us: `rmsnorm` 1.5, `mm` 8.7, `apply_rope` 1.1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import (
     SERVED_TOKENS,
     QkvConfig,
     every_config,
-    numbers_of,
+    launch_parameters_of,
 )
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 
@@ -45,13 +45,13 @@ def rmsnorm_qkv_rope_program(config: QkvConfig) -> tuple[Any, tuple[Any, ...]]:
 def _launch_of(
     dtype: torch.dtype, head_dim: int, tokens: int, columns: int, hidden: int, device: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The program, and the numbers of a launch that depend on sizes alone."""
+    """The compiled kernel, and the launch parameters that depend on sizes alone."""
     config = QkvConfig(dtype_name(dtype), head_dim)
-    return rmsnorm_qkv_rope_program(config), astuple(numbers_of(config, tokens, columns, hidden, multiprocessors(device)))
+    return rmsnorm_qkv_rope_program(config), astuple(launch_parameters_of(config, tokens, columns, hidden, multiprocessors(device)))
 
 
 def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Numbers that lie one after another: the tensor, which must live until the launch, its address, and its entry of KINDS."""
+    """A contiguous, 16-byte aligned vector: the tensor, which must live until the launch, its address, and its entry of KINDS."""
     if x is None:
         return None, 0, 0
     if x.dtype not in KINDS:
@@ -61,7 +61,7 @@ def _vector(x: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def _indices(x: Tensor | None) -> tuple[int, int, int]:
-    """Integers: where they are, whether they have 64 bits, and the step from one to the next."""
+    """A vector of integers: its address, 1 for int64 else 0, and its stride in elements."""
     return (0, 0, 0) if x is None else (x.data_ptr(), int(x.dtype == torch.int64), x.stride(0))
 
 
@@ -82,20 +82,21 @@ def rmsnorm_qkv_rope(
     out: Tensor | None,
     residual_out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Launches on checked arguments; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
+    """Launches the kernel on checked arguments; see `tokenspeed_kernel.rmsnorm_qkv_rope`.
 
-    A token's sum is rounded, multiplied by the norm's weights and rounded again; the root of the mean square divides the product.
+    The sum of token and residual is rounded, multiplied by the norm's weights, and rounded again. The GEMM's result is divided by
+    the root mean square.
     """
     tokens, hidden = x.shape
     columns = qkv_weight.shape[1]
     qkv = out if out is not None and out.stride(1) == 1 else x.new_empty(tokens, columns)
-    # All CTAs read x and the residual while some write their sum, so it may not lie in either.
+    # All CTAs read x and the residual while some write their sum, so the sum must alias neither.
     total = None if residual is None else x.new_empty(tokens, hidden)
     if tokens:
         rows, weight = aligned(x), aligned(qkv_weight.mT).mT
         added = None if residual is None else aligned(residual)
         table = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
-        # All that is copied must live until the launch.
+        # Copies must live until the launch.
         _norm, *norm_at = _vector(norm_weight)
         _bias, *bias_at = _vector(bias)
         caches: tuple[int, ...] = (0,) * 10

@@ -1,9 +1,9 @@
-"""Device code of `rmsnorm_qkv_rope`: the product of `mm_device`, with the sum and the norm in front of it and the turn behind it.
+"""Device code of `rmsnorm_qkv_rope`: the GEMM of `mm_device` with residual add and RMSNorm as prologue, RoPE as epilogue.
 
-Weights come through the ring of `mm_device`, but a CTA has pairs of their rows: the two elements of a head that turn together. They
-are neighbours in its tiles, so that one thread of the end has both. Every CTA reads all tokens and the residual, adds them, and
-keeps the sums times the norm's weights as the product's left operand. The root of the mean square divides a token's results at the
-end, so no product waits for it.
+Weights are loaded through the ring of `mm_device`, but a CTA has pairs of rows: the two elements of a head that RoPE rotates
+together. The rows of a pair are adjacent in a tile, so one thread of the epilogue has both. Every CTA reads all tokens and the
+residual, adds them, and keeps the sums times the norm's weights in shared memory, as operand of the MMAs. The root mean square
+divides a token's results in the epilogue, so no MMA waits for it.
 """
 
 # mypy: ignore-errors
@@ -37,18 +37,18 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     type_of,
 )
 
-_READY = 1  # the barrier of what all need to begin
-_MADE = 3  # that of the loading warp's mbarriers, for the first warp
-_AT_ONCE = 4  # pieces of 16 bytes of a token that a thread reads at once
+_READY = 1  # named barrier of all threads: mbarriers and tokens are ready
+_MADE = 3  # named barrier of producer warp and warp 0: mbarriers are initialised
+_AT_ONCE = 4  # 16-byte chunks of a token that a thread has in flight
 
 
 def host(config: QkvConfig) -> Any:
-    """Returns the function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return Qkv(config)
 
 
 def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of `host`'s function."""
+    """Placeholder arguments to compile the function of `host` with."""
     dtype = type_of(config.dtype)
     tokens, hidden, columns = (arguments.size() for _ in range(3))
     tensors = (
@@ -66,14 +66,14 @@ def fake_arguments(config: QkvConfig) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Indices:
-    """Says where integers lie: the first one's address, whether they have 64 bits, and elements from one to the next."""
+    """A vector of integers: its address, whether they have 64 bits, and its stride in elements."""
 
     address: Int64
     wide: Int32
     step: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """Loads one, or gives 0."""
+        """Loads an element, or returns 0 if ``condition`` is false."""
         size = cutlass.select_(self.wide != 0, Int32(8), Int32(4))
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; .reg .b32 t; setp.eq.s32 p, {$r1}, 1; setp.eq.s32 q, {$r1}, 0; mov.b64 {$w0}, 0; "
@@ -88,7 +88,7 @@ class Indices:
 
 @dataclass(frozen=True)
 class Cache:
-    """Says where a cache's numbers lie: the first one's address, and elements from page, slot, head and number to the next."""
+    """A KV cache: its address, and strides of pages, slots, heads and elements (``number``), in elements."""
 
     address: Int64
     page: Int64
@@ -98,26 +98,26 @@ class Cache:
 
     @cute.jit
     def at(self, page: Int32, slot: Int32, head: Int32, number: Int32):
-        """Returns an address."""
+        """Returns the address of an element."""
         return self.address + (page * self.page + slot * self.slot + head * self.head + number * self.number) * 2
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the product does not know.
+    """Parameters of prologue and epilogue, which the GEMM of `mm_device` does not have.
 
     Attributes:
-        residual, total: rows that are added to the tokens, and of the sums; addresses of 0 if there are none.
+        residual, total: the residual's rows, and the output rows for its sum with the tokens; address 0 without a residual.
         norm: the norm's weights.
         eps: added to the mean square.
-        hidden: numbers of a token.
-        row_shift: 2 to this power warps read a token together.
-        positions, slots: of tokens; slots' address is 0 if nothing goes to a cache.
+        hidden: elements of a token.
+        row_shift: log2 of the warps that read a token together.
+        positions, slots: of tokens; the address of slots is 0 if nothing is written to a cache.
         table: cosines and sines.
         k, v: the caches.
         page_size: slots of a page.
-        heads, kv_heads: of queries, and of keys.
-        pairs, first_pair: how many pairs this CTA has, and the first.
+        heads, kv_heads: query heads, and KV heads.
+        pairs, first_pair: number of this CTA's pairs, and its first pair.
     """
 
     residual: Matrix
@@ -139,10 +139,10 @@ class Work:
 
 
 class Qkv(Mm):
-    """Launches and runs the kernel of one configuration."""
+    """The kernel of one configuration: the CTA of `mm_device`, with one producer warp and ``config.warps`` consumer warps."""
 
     def __init__(self, config: QkvConfig) -> None:
-        super().__init__(config.product)
+        super().__init__(config.gemm)
         self.head_dim = config.head_dim
         self.half = config.half
 
@@ -192,14 +192,14 @@ class Qkv(Mm):
     ):
         config = self.config
         hidden, pairs = x.shape[1], out.shape[1] // 2
-        share = pairs // ctas
+        per_cta = pairs // ctas
         work = Work(
             Matrix(residual, residual_pitch * 2), Matrix(total, Int64(hidden) * 2), Vector(norm, norm_kind), eps, hidden, row_shift,
             Indices(positions, positions_wide, positions_step), Table(table, table_row, Int64(1)),
             Cache(k_cache, k_page, k_slot, k_head, k_number), Cache(v_cache, v_page, v_slot, v_head, v_number),
-            Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, share, pairs - share * ctas,
+            Indices(slots, slots_wide, slots_step), page_size, heads, kv_heads, per_cta, pairs - per_cta * ctas,
         )  # fmt: skip
-        self.turn_kernel(
+        self.qkv_kernel(
             Matrix(weights.iterator.toint(), weights.stride[1] * 2), stages, ring_at, Matrix(x.iterator.toint(), x.stride[0] * 2),
             x.shape[0], chunk_bytes, activations_at, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
             Vector(bias, bias_kind), work,
@@ -209,7 +209,7 @@ class Qkv(Mm):
         )  # fmt: skip
 
     @cute.kernel
-    def turn_kernel(
+    def qkv_kernel(
         self,
         weights: Matrix,
         stages: Int32,
@@ -222,7 +222,7 @@ class Qkv(Mm):
         bias: Vector,
         given: Work,
     ):
-        """Weights come first, as their loads do. ``given`` has the pairs of every CTA, and how many CTAs have another."""
+        """``given``: its ``pairs`` are those that every CTA has; its ``first_pair`` is the number of CTAs that have one more."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
@@ -256,7 +256,7 @@ class Qkv(Mm):
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
             cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
             self.prefetch_pairs(call, work)
-            self.bring_pairs(call, work)
+            self.load_pairs(call, work)
         else:
             if warp == 0:
                 if lane < LOAD_BYTES // 4:
@@ -268,13 +268,13 @@ class Qkv(Mm):
 
     @cute.jit
     def row_of_pair(self, work: Work, row: Int32):
-        """Returns the output that a CTA's row of weights belongs to: rows 2 j and 2 j + 1 turn together."""
+        """Returns the output column of a CTA's row of weights: RoPE rotates rows 2 j and 2 j + 1 together."""
         pair = work.first_pair + row // 2
         return pair // self.half * self.head_dim + pair % self.half + row % 2 * self.half
 
     @cute.jit
     def prefetch_pairs(self, call: Call, work: Work):
-        """Brings weights to the L2 cache, row by row, until the kernel before has ended. See `Mm.prefetch`."""
+        """Prefetches weights into L2, row by row, until the preceding kernel has ended (PDL). See `Mm.prefetch`."""
         config = self.config
         ended = Barriers(call.ended)
         begin = Cursor(Int32(0), Int32(0))
@@ -296,8 +296,8 @@ class Qkv(Mm):
                 over = ended.poll(begin)
 
     @cute.jit
-    def bring_pairs(self, call: Call, work: Work):
-        """Brings weights to the ring."""
+    def load_pairs(self, call: Call, work: Work):
+        """Loads weights into the ring."""
         config = self.config
         at = first_to_fill()
         for tile in cutlass.range(0, call.rows, ROWS, unroll=1):
@@ -305,7 +305,7 @@ class Qkv(Mm):
             for part in cutlass.range(0, call.row_bytes, config.part_bytes, unroll=1):
                 size = cutlass.min(call.row_bytes - part, config.part_bytes)
                 call.pipe.acquire(at)
-                # The kernel before may have written them. Here, because all that can be computed before is.
+                # PDL: the preceding kernel may have written the weights. The wait comes after everything that does not need them.
                 cute.arch.griddepcontrol_wait()
                 with cute.arch.elect_one():
                     call.pipe.commit(at, count * size)
@@ -320,25 +320,27 @@ class Qkv(Mm):
 
     @cute.jit
     def keep_tokens(self, call: Call, work: Work, warp: Int32):
-        """Stores tokens plus residual, times the norm's weights, as operands in shared memory, zeros behind the ends of rows, and
-        the sums of squares. Some CTAs also write a sum's row each."""
+        """Prologue: stores tokens plus residual, times the norm's weights, as MMA operands in shared memory.
+
+        Rows are padded with zeros. Sums of squares go to shared memory too. CTA i also writes token i's sum to ``total``.
+        """
         thread, _, _ = cute.arch.thread_idx()
-        units = call.at.chunk_bytes // LOAD_BYTES
+        chunks = call.at.chunk_bytes // LOAD_BYTES
         token = warp >> work.row_shift
         first = thread - (token << (work.row_shift + 5))
         step = Int32(32) << work.row_shift
         square = Float32(0.0)
         if token < call.m:
             begin = first
-            while begin < units:
+            while begin < chunks:
                 raw = cute.make_rmem_tensor((4, _AT_ONCE, 4), Uint32)
                 lives = [(begin + turn * step) * LOAD_BYTES < call.row_bytes for turn in range(_AT_ONCE)]
-                # All loads are begun before any is waited for.
+                # Issue all loads before the first use.
                 for turn in cutlass.range_constexpr(_AT_ONCE):
-                    unit, live = begin + turn * step, lives[turn]
-                    at = Int64(unit * LOAD_BYTES)
+                    chunk, live = begin + turn * step, lives[turn]
+                    at = Int64(chunk * LOAD_BYTES)
                     size = cutlass.select_(work.norm.kind == 1, Int32(4), Int32(2))
-                    norm_at = work.norm.address + Int64(unit * (LOAD_BYTES // 2) * size)
+                    norm_at = work.norm.address + Int64(chunk * (LOAD_BYTES // 2) * size)
                     sources = (
                         (call.a.row(token) + at, live),
                         (work.residual.row(token) + at, live & (work.residual.address != 0)),
@@ -349,20 +351,20 @@ class Qkv(Mm):
                         for word, loaded in enumerate(load_words_if(from_, wanted)):
                             raw[which, turn, word] = loaded
                 for turn in cutlass.range_constexpr(_AT_ONCE):
-                    unit, live = begin + turn * step, lives[turn]
+                    chunk, live = begin + turn * step, lives[turn]
                     scales = self.norm_weights(work, [raw[2 + word // 4, turn, word % 4] for word in range(8)])
-                    products, sums = [], []
+                    scaled, sums = [], []
                     for word in cutlass.range_constexpr(4):
                         pair, other = widened(self.dtype, raw[0, turn, word]), widened(self.dtype, raw[1, turn, word])
                         total = pack(self.dtype, pair[0] + other[0], pair[1] + other[1])
                         pair = widened(self.dtype, total)
                         square += pair[0] * pair[0] + pair[1] * pair[1]
-                        products.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
+                        scaled.append(pack(self.dtype, pair[0] * scales[2 * word], pair[1] * scales[2 * word + 1]))
                         sums.append(total)
-                    if unit < units:
-                        store_words_shared(call.at.activations + token * self.activation_pitch(call) + unit * LOAD_BYTES, products)
+                    if chunk < chunks:
+                        store_words_shared(call.at.activations + token * self.activation_pitch(call) + chunk * LOAD_BYTES, scaled)
                     if live & (work.total.address != 0) & (call.rank == token):
-                        store_words(work.total.row(token) + Int64(unit * LOAD_BYTES), sums)
+                        store_words(work.total.row(token) + Int64(chunk * LOAD_BYTES), sums)
                 begin += _AT_ONCE * step
         for power in cutlass.range_constexpr(5):
             square += cute.arch.shuffle_sync_bfly(square, offset=1 << power)
@@ -370,7 +372,7 @@ class Qkv(Mm):
             store_floats("shared", call.at.scales + SQUARES + warp * 4, [square])
 
     def norm_weights(self, work: Work, words: list[Any]) -> list[Any]:
-        """Converts eight of the norm's weights, which are in the first words, or one in each."""
+        """Converts eight of the norm's weights to float32: from the first four words if 16-bit, else one per word."""
         half = [each for word in words[:4] for each in widened(cutlass.Float16, word)]
         brain = [each for word in words[:4] for each in widened(cutlass.BFloat16, word)]
         return [
@@ -384,19 +386,19 @@ class Qkv(Mm):
         """Returns the float32 that has these bits."""
         return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[word])
 
-    # -- products ------------------------------------------------------------------------------------------------------------------
+    # -- mainloop ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def compute_pairs(self, call: Call, work: Work, warp: Int32):
-        """Multiplies a group of rows after another."""
+        """Consumer warps: prologue, then MMAs and epilogue of one group of rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
         thread, _, _ = cute.arch.thread_idx()
-        place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
+        offset = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
         acc = cute.make_rmem_tensor((4,), Float32)
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
-        own = call.at.ring + lane // 4 * config.pitch + place
-        # What the end needs of a token: its position, and where it goes. It is read now, as the end would wait for it.
+        own = call.at.ring + lane // 4 * config.pitch + offset
+        # The epilogue needs a token's position and slot. Loaded now, to hide the latency.
         token = thread // GROUP_PAIRS
         real = token < call.m
         self.wait_for_kernel_before(call, warp == 0)
@@ -417,8 +419,8 @@ class Qkv(Mm):
             first = self.row_of_pair(work, begin + thread % GROUP_PAIRS * 2)
             stored = [call.bias.load(first + half * self.half, mine) for half in range(2)]
             angle = work.table.at(Int32(position), first % self.head_dim, 4)
-            turns = mine & (first // self.head_dim < work.heads + work.kv_heads)
-            cosine, sine = (load_float_if(angle + half * (4 * self.half), turns) for half in range(2))
+            rotates = mine & (first // self.head_dim < work.heads + work.kv_heads)
+            cosine, sine = (load_float_if(angle + half * (4 * self.half), rotates) for half in range(2))
             for tile in cutlass.range(0, rows, ROWS, unroll=1):
                 acc.fill(0.0)
                 for part in cutlass.range(0, call.row_bytes, config.part_bytes, unroll=1):
@@ -426,10 +428,10 @@ class Qkv(Mm):
                     slot_at = own + at.stage * config.stage_bytes
                     loads = []
                     for each in cutlass.range_constexpr(config.loads):
-                        inside = part + place + each * QUAD_BYTES < call.row_bytes
+                        inside = part + offset + each * QUAD_BYTES < call.row_bytes
                         from_ = cutlass.select_(inside, slot_at + each * QUAD_BYTES, call.at.zeros)
                         loads.append([*load_words("shared", from_, 4)])
-                    self.multiply(call, acc, tile, Int32(0), part + place, loads)
+                    self.multiply(call, acc, tile, Int32(0), part + offset, loads)
                     cute.arch.sync_warp()
                     call.pipe.release(at)
                     at = self.advance(call, at)
@@ -442,14 +444,14 @@ class Qkv(Mm):
                     some = load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + thread % GROUP_PAIRS * 2) * 4, 2)
                     pair = [pair[half] + some[half] for half in range(2)]
                 pair = [pair[half] * factor + call.bias.number(stored[half]) for half in range(2)]
-                self.turn(call, work, token, first, pair, cosine, sine, slot)
-            if begin + GROUP < call.rows:  # the next group's sums go to the same place
+                self.rotate(call, work, token, first, pair, cosine, sine, slot)
+            if begin + GROUP < call.rows:  # the next group's partial sums reuse the buffer
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
 
-    # -- results -------------------------------------------------------------------------------------------------------------------
+    # -- epilogue ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def turn(
+    def rotate(
         self,
         call: Call,
         work: Work,
@@ -460,10 +462,10 @@ class Qkv(Mm):
         sine: Float32,
         slot: Int64,
     ):
-        """Rounds a pair of a product's results, turns queries and keys, and writes them to the output and the caches.
+        """Rounds a pair of GEMM results, rotates queries and keys (RoPE), and writes them to the output and the caches.
 
         Args:
-            first: the output of the pair's first element.
+            first: output column of the pair's first element.
         """
         head, number = first // self.head_dim, first % self.head_dim
         both = pack(self.dtype, pair[0], pair[1])
@@ -474,9 +476,9 @@ class Qkv(Mm):
         store_half(to, both)
         store_half(to + 2 * self.half, both >> 16)
         if (slot >= 0) & (head >= work.heads):
-            place = Int32(slot)
-            page = Int32(Uint32(place) // Uint32(work.page_size))
-            in_page = place - page * work.page_size
+            slot_index = Int32(slot)
+            page = Int32(Uint32(slot_index) // Uint32(work.page_size))
+            in_page = slot_index - page * work.page_size
             key = work.k.at(page, in_page, head - work.heads, number)
             value = work.v.at(page, in_page, head - work.heads - work.kv_heads, number)
             keys = head < work.heads + work.kv_heads

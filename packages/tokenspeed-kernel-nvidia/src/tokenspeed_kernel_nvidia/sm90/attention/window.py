@@ -1,13 +1,14 @@
-"""Attention in a sliding window, of whole sequences and of new tokens to a paged cache.
+"""Sliding-window attention with short windows, of whole sequences and of new tokens to a paged cache.
 
-A query sees itself and at most 127 tokens before it. A kernel that walks blocks of keys computes twice to three times what is
-visible. Here a tile is 64 rows of one key head, `Config.heads` query heads at `Config.positions` consecutive positions, and one
-product gives all their scores: of the 128 keys before the first position and those of the positions. There is no running maximum
-and nothing is rescaled. An item of work is a block of up to 128 positions, whose tiles share one copy of the keys in shared memory.
+A query sees itself and at most 127 tokens before it. A kernel that loops over blocks of keys computes two to three times the
+visible scores. Here a tile is 64 rows of one KV head: `Config.heads` query heads at `Config.positions` consecutive positions. One
+GEMM gives all its scores, for the 128 keys before the first position and those of the positions themselves. So there is no online
+softmax and no rescale. A work item is a block of up to 128 positions of a KV head, whose tiles share one copy of K/V in shared
+memory.
 
-What is served is declared at the end of this file. Smaller windows than 127 take as long as 127.
+The declarations at the end of this file state what is supported. Smaller windows than 127 take as long as 127.
 
-Times in this file are of one H200: 64 query heads, 8 key heads, head_dim 64, bfloat16, sinks.
+Times in this file are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
+from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, SHORT, Config, every_config, has_short
 from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched, scales_of_scores, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
 def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
-    """Compiled for each Config: see `window_device`."""
+    """The kernel of `window_device`, compiled for each `Config`."""
     from tokenspeed_kernel_nvidia.sm90.attention import window_device
 
     return window_device.host(config), window_device.fake_arguments(config)
@@ -53,23 +54,23 @@ def _plan(
     capped: bool,
     device: int,
 ) -> tuple[Callable[..., Any], int, int]:
-    """The program, positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors.
+    """The compiled kernel, positions per item, and CTAs. Items are smaller where there would otherwise be fewer than SMs.
 
     Args:
         short: whether no sequence has more than SHORT queries.
     """
     gqa_ratio = heads // kv_heads
     config = Config(DTYPES[dtype], head_dim, gqa_ratio, paged, capped=capped)
-    processors = multiprocessors(device)
-    even = math.ceil(tokens * kv_heads / processors / config.positions) * config.positions
+    sms = multiprocessors(device)
+    even = math.ceil(tokens * kv_heads / sms / config.positions) * config.positions
     if has_short(head_dim, gqa_ratio, paged):
         brief = replace(config, short=True)
         if short or even <= brief.block:
             config = brief
     block = max(config.positions, min(config.block, even))
-    # Each sequence may begin up to 7 positions early and end within a block.
+    # Upper bound: each sequence may start up to 7 positions early and end with a partial block.
     most = (tokens // block + 2 * batch) * kv_heads
-    return window_program(config), block, min(processors, most)
+    return window_program(config), block, min(sms, most)
 
 
 def mha_prefill(
@@ -84,7 +85,7 @@ def mha_prefill(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of whole sequences in a window: launches on checked arguments.
+    """Causal sliding-window attention of whole sequences: launches the kernel on checked arguments.
 
     See `tokenspeed_kernel_nvidia.mha_prefill`.
     """
@@ -109,7 +110,7 @@ def mha_extend_with_kvcache(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of new tokens to a paged cache in a window: launches on checked arguments.
+    """Causal sliding-window attention of new tokens to a paged cache: launches the kernel on checked arguments.
 
     See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
     """
@@ -151,7 +152,7 @@ def _launch(
 
 
 for _head_dim in HEAD_DIMS:
-    # Only where there is a window, and it is short enough.
+    # Eligible only with a window of at most REACH keys.
     _windowed = traits(_head_dim, sliding_window={True}, window_left=at_most(REACH - 1), logit_cap=any)
     register_kernel(
         "attention",

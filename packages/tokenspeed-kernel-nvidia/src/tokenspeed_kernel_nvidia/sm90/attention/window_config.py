@@ -1,28 +1,28 @@
-"""What programs of `window` are compiled for."""
+"""Configurations that `window` is compiled for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
-WARPGROUPS = 3  # that compute; one more loads
-REACH = 128  # keys before a tile's first position that are loaded, from a multiple of 8 on
-SHORT = 17  # queries that 24 positions from a multiple of 8 on hold
+WARPGROUPS = 3  # consumer warpgroups; there is one producer warpgroup more
+REACH = 128  # keys that are loaded before a tile's first position; a multiple of 8
+SHORT = 17  # queries that fit 24 positions, counted from a multiple of 8, wherever they start
 
 
 @dataclass(frozen=True)
 class Config:
-    """What changes the code. Times are of one H200: 64 query heads, 8 key heads, head_dim 64, bfloat16, sinks.
+    """Configuration of one kernel variant. Times are of an H200: 64 query heads, 8 KV heads, head_dim 64, bfloat16, sinks.
 
     Attributes:
         dtype: of q, k, v and the output.
         head_dim: 64 or 128.
-        gqa_ratio: query heads a key head.
-        paged: whether keys lie in a paged cache.
-        short: for sequences of few queries, of which one item is all: three items' keys are in shared memory at once.
-        capped: whether scores have a limit, ``logit_cap``.
+        gqa_ratio: GQA group size: query heads per KV head.
+        paged: whether K/V lie in a paged cache.
+        short: for sequences of few queries, which are one work item each: shared memory holds the keys of three items at once.
+        capped: whether scores are capped by ``logit_cap``.
     """
 
     dtype: str
@@ -34,17 +34,17 @@ class Config:
 
     @property
     def heads(self) -> int:
-        """Query heads of a tile. With more than 8, positions would begin between repeats of the swizzle."""
+        """Query heads of a tile, at most 8, so that a tile's positions are a multiple of the swizzle's period of 8 rows."""
         return min(self.gqa_ratio, 8)
 
     @property
     def splits(self) -> int:
-        """Tiles that have the query heads of a key head."""
+        """Tiles over which the query heads of a KV head are split."""
         return self.gqa_ratio // self.heads
 
     @property
     def positions(self) -> int:
-        """Positions of a tile."""
+        """Query positions (tokens) of a tile."""
         return 64 // self.heads
 
     @property
@@ -54,62 +54,62 @@ class Config:
 
     @property
     def inner(self) -> int:
-        """Columns of its probabilities: whole steps of 16."""
+        """k of P @ V: `keys` rounded up to a multiple of 16."""
         return (self.keys + 15) // 16 * 16
 
     @property
     def rows(self) -> int:
-        """Keys that a stage holds: those of 128 positions, or of 24, which 17 queries may touch.
+        """Keys of a stage: 256 for 128 positions, or 160 for the 24 positions that 17 queries may span.
 
-        With 192, those of 64 positions, 16 sequences of 8192 take 748 us instead of 717: more keys are loaded twice.
+        With 192, for 64 positions, 16 sequences of 8192 take 748 us instead of 717, because more keys are loaded twice.
         """
         return 160 if self.short else 256
 
     @property
     def value_rows(self) -> int:
-        """Values that a stage has room for: a last tile's step of 16 ends 8 rows behind the keys."""
+        """Rows of a stage of V: the last tile's k-step of 16 may end 8 rows after the keys."""
         return self.rows + 8
 
     @property
     def kv_stages(self) -> int:
-        """Items whose keys are in shared memory at once: 65 KiB each at head_dim 64, 41 KiB if short, 130 KiB at head_dim 128."""
+        """Stages of the K/V ring, an item each: 65 KiB at head_dim 64, 41 KiB if short, 130 KiB at head_dim 128."""
         if self.head_dim == 128:
             return 1
         return 3 if self.short else 2
 
     @property
     def q_stages(self) -> int:
-        """Tiles of queries on their way, as many for each warpgroup: what shared memory has room for. Two each do as well."""
+        """Stages of the Q ring: as many per warpgroup as fit in shared memory. Two per warpgroup are as fast."""
         return WARPGROUPS * (3 if self.head_dim == 64 else 1)
 
     @property
     def ahead(self) -> bool:
-        """Whether a tile's scores are begun before the output of the one before is finished: if registers hold both."""
+        """Whether q @ k of a tile is issued before the previous tile's epilogue: if registers hold both accumulators."""
         return self.head_dim == 64 and self.positions < 64
 
     @property
     def box(self) -> int:
-        """Keys of a bulk copy: in a cache, as many as lie together whatever the size of pages."""
+        """Keys of a TMA box: with a paged cache the smallest page size, so that a box lies in one page."""
         return 16 if self.paged else 64
 
     @property
     def block(self) -> int:
-        """Most positions of an item. The keys of a block may begin 8 before a multiple of 16 in a paged cache."""
+        """Maximum positions of an item. With a paged cache its keys may be loaded from 8 rows earlier, at a multiple of 16."""
         return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
 
     @property
     def consumer_registers(self) -> int:
-        """With those of the producer nearly all 65536 of a multiprocessor."""
+        """Registers per consumer thread (setmaxnreg). With the producer's, nearly all 65536 of an SM are used."""
         return 152
 
     @property
     def producer_registers(self) -> int:
-        """With 32 the loading warps spill."""
+        """Registers per producer thread. With 32 the loading warps spill."""
         return 40
 
 
 def every_config() -> list[Config]:
-    """All that is served."""
+    """All supported configurations."""
     return [
         Config(dtype, head_dim, gqa_ratio, paged, short, capped)
         for capped in (False, True)
@@ -122,5 +122,5 @@ def every_config() -> list[Config]:
 
 
 def has_short(head_dim: int, gqa_ratio: int, paged: bool) -> bool:
-    """Whether there is a program for short sequences: where tiles have 8 positions, and shared memory has the room."""
+    """Whether there is a variant for short sequences: where tiles have 8 positions and three stages fit in shared memory."""
     return paged and head_dim == 64 and gqa_ratio >= 8

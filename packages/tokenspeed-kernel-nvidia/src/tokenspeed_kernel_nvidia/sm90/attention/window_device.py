@@ -1,13 +1,9 @@
-"""The device code of `window`: the launch, which CTA has which items, and the loads. `window_mma_device` computes.
+"""The device code of `window`: the launch, the tile scheduler, and the producer warps. `window_mma_device` has the consumers.
 
-A CTA has four warpgroups. The first one loads: warp 0 keys and values, warp 1 queries, and warp 2 clears rows of V that are no
-values of the sequence, so that a probability of zero times what lies there is zero. The other three compute: tile c of the CTA is
-of warpgroup c % 3, from Q @ K.T through softmax to the store of O, and no warpgroup ever waits for another one.
-
-Tried and slower, at 64 sequences with 16 new tokens over 8192, where this takes 15.8 us in graphs of 7 calls with another kernel
-after each: a warp each for keys and values (16.4), that and the first keys brought to the L2 cache before the wait (16.7; back to
-back 14.3 instead of 14.5), a warp that finds items and has numbers of pages brought ahead of the others (16.4), and key heads of a
-sequence one after another in one CTA instead of side by side in several (17.9).
+Tried and slower, with 64 sequences of 16 new tokens over 8192, where this takes 15.8 us in graphs of 7 calls with another kernel
+after each: separate warps for keys and values (16.4 us); that plus an L2 prefetch of the first keys before the PDL wait (16.7 us;
+back to back 14.3 us instead of 14.5); a scheduler warp that prefetches page indices ahead of the others (16.4 us); the KV heads of
+a sequence one after another in one CTA instead of in several CTAs (17.9 us).
 """
 
 # mypy: ignore-errors
@@ -32,18 +28,18 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma, tma_load, tokens_first
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_pv_mma, make_qk_mma
 
-# Boxes of a cache's keys that are asked for at once. One by one, 64 sequences with 16 new tokens take 21 us instead of 12.
+# Unrolled TMA loads of a paged cache. Without unrolling, 64 sequences with 16 new tokens take 21 us instead of 12.
 UNROLL = 4
-PRODUCERS = 128  # threads of the loading warpgroup
+PRODUCERS = 128  # threads of the producer warpgroup
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """The host function that launches the kernel of a configuration."""
     return Window(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Placeholder arguments to compile the function of `host` with."""
     size, rows, ints = arguments.size, arguments.rows, arguments.ints
     tokens, heads, kv_heads, batch = size(), size(), size(), size()
     keys = (size(), size()) if config.paged else (tokens,)
@@ -56,12 +52,12 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a call, and how they are divided.
+    """The sequences of a call.
 
     Attributes:
         cu_seqlens: of the queries.
-        page_table: None where keys lie in a row.
-        cache_seqlens: tokens of each sequence in the cache; None where keys lie in a row.
+        page_table: None with ragged K/V.
+        cache_seqlens: tokens of each sequence in the cache; None with ragged K/V.
     """
 
     cu_seqlens: cute.Tensor
@@ -75,14 +71,14 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Lanes:
-    """A sequence for each lane.
+    """A sequence per lane.
 
     Attributes:
-        token: where its queries begin.
-        first: the position of the first one.
-        length: keys.
-        blocks: blocks of positions, which begin at a multiple of 8, at or before the first query. None behind the last sequence.
-        sums: blocks of all sequences before and of this one.
+        token: the row of its first query.
+        first: the position of its first query.
+        length: its keys.
+        blocks: its blocks of positions, which start at a multiple of 8, at or before the first query; 0 after the last sequence.
+        sums: inclusive prefix sum of blocks over all sequences.
     """
 
     token: Int32
@@ -94,13 +90,13 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Item:
-    """A block of positions of a sequence, and a key head.
+    """A work item: a block of positions of a sequence, for one KV head.
 
     Attributes:
-        lane: that of the sequence.
-        kv_head: the key head.
+        lane: the lane of the sequence.
+        kv_head: the KV head.
         position: the first position.
-        tiles: of one split of the query heads.
+        tiles: tiles per split of the query heads.
         token, first, length: see `Lanes`.
     """
 
@@ -114,7 +110,12 @@ class Item:
 
 
 class Window(Consumers):
-    """The kernel of one configuration."""
+    """The sliding-window kernel of one configuration: warp-specialised, with a static round-robin schedule of work items.
+
+    A CTA has four warpgroups. In the producer warpgroup warp 0 loads K and V by TMA, warp 1 loads Q, and warp 2 zeroes rows of V
+    beyond the sequence, so that 0 * NaN does not occur. The three consumer warpgroups take the CTA's tiles round-robin, each from
+    q @ k through softmax to the store of O; they never wait for each other.
+    """
 
     @cute.jit
     def __call__(
@@ -190,7 +191,7 @@ class Window(Consumers):
                     shared.kv_empty.init(stage, WARPGROUPS * 4)
             cute.arch.mbarrier_init_fence()
 
-        # Rows of V behind a stage's keys are only ever multiplied by zero.
+        # Rows of V after a stage's keys only ever meet probabilities of 0: zero them once.
         value_words = self.value_words(shared)
         if thread < 128:
             for stage in cutlass.range_constexpr(self.config.kv_stages):
@@ -198,7 +199,7 @@ class Window(Consumers):
                     value_words[thread % 16, self.config.rows + thread // 16, panel, stage] = Int64(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
-        # The kernel before may still write what is read below, and read what is written. The next one may begin when there is room.
+        # PDL: the preceding kernel may still write our inputs or read our outputs; the next one may launch as SMs become free.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -214,11 +215,11 @@ class Window(Consumers):
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
             self.consume(shared, Output(out_tma, out, lse, heads, sinks), window_left, scale, cap_scale, qk, pv, thread)
 
-    # -- which items -----------------------------------------------------------------------------------------------------------
+    # -- tile scheduler --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def lanes_of(self, sequences: Sequences, group: Int32, before: Int32, block: Int32, lane: Int32) -> Lanes:
-        """The sequences from ``group`` on, one a lane; ``before``: blocks of all sequences before those."""
+        """Reads the sequences from ``group`` on, one per lane. ``before``: blocks of all sequences before them."""
         index = group + lane
         token, first, length, blocks = Int32(0), Int32(0), Int32(0), Int32(0)
         if index < sequences.batch:
@@ -232,21 +233,21 @@ class Window(Consumers):
 
     @cute.jit
     def item_of(self, lanes: Lanes, index: Int32, kv_heads: Int32, block: Int32) -> Item:
-        """The ``index``-th item. Key heads of a block follow one another."""
+        """The ``index``-th item: block ``index // kv_heads``, KV head ``index % kv_heads``."""
         number, kv_head = index // kv_heads, index % kv_heads
-        lane = cute.arch.popc(ballot(lanes.sums <= number))  # the first whose running sum is greater
+        lane = cute.arch.popc(ballot(lanes.sums <= number))  # the first lane whose prefix sum exceeds it
         token, first, length = (cute.arch.shuffle_sync(x, lane) for x in (lanes.token, lanes.first, lanes.length))
         position = first // 8 * 8 + (number - cute.arch.shuffle_sync(lanes.sums - lanes.blocks, lane)) * block
         tiles = (cutlass.min(block, length - position) + self.config.positions - 1) // self.config.positions
         return Item(lane, kv_head, position, tiles, token, first, length)
 
-    # -- their loads -----------------------------------------------------------------------------------------------------------
+    # -- producer warps --------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def load_keys(
         self, shared: Shared, k: Tma, v: Tma, sequences: Sequences, block: Int32, page_size: Int32, kv_heads: Int32, lane: Int32
     ):
-        """Loads the keys and values of this CTA's items, and says in the stage's record what the item is."""
+        """Loads K and V of this CTA's items, and writes each item's record to its stage."""
         c = self.config
         k_boxes, v_boxes = self.k_ring.boxes(shared.storage.k, c.box), self.v_ring.boxes(shared.storage.v, c.box)
         index = cute.arch.block_idx()[0]
@@ -266,7 +267,7 @@ class Window(Consumers):
                 wanted = shift * 8 + item.tiles * c.positions + REACH + 8
                 first_box = cutlass.max(-row, 0) // c.box
                 after_box = (cutlass.min(cutlass.min(wanted, item.length - row), c.rows) + c.box - 1) // c.box
-                page, token = Int32(0), Int32(0)  # of the box of this lane's number
+                page, token = Int32(0), Int32(0)  # of the box with this lane's index
                 if const_expr(c.paged):
                     if lane >= first_box and lane < after_box:
                         token = row + lane * c.box
@@ -306,7 +307,7 @@ class Window(Consumers):
 
     @cute.jit
     def load_queries(self, shared: Shared, q: Tma, sequences: Sequences, block: Int32, kv_heads: Int32, lane: Int32):
-        """Loads the same items' tiles of queries, one after another."""
+        """Loads the Q tiles of the same items, in order."""
         c = self.config
         boxes = self.q_ring.packed_boxes(shared.storage.q, c.heads, c.positions)
         index = cute.arch.block_idx()[0]
@@ -335,7 +336,7 @@ class Window(Consumers):
 
     @cute.jit
     def clear_values(self, shared: Shared, value_words: cute.Tensor, lane: Int32):
-        """Passes an item's values on, when rows are zero that are before or behind the sequence."""
+        """Zeroes rows of V before and after the sequence, then signals ``v_ready`` to the consumer warpgroups."""
         c = self.config
         at = first_to_read()
         more = Boolean(True)

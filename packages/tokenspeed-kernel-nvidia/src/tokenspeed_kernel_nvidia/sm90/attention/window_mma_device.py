@@ -1,4 +1,4 @@
-"""The warpgroups of `window_device` that compute. One product gives all scores of a tile, so nothing is rescaled."""
+"""The consumer warpgroups of `window_device`. One GEMM gives all scores of a tile, so the softmax needs no rescale."""
 
 # mypy: ignore-errors
 
@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 
-# The first of the named barriers of warpgroups, one each.
+# The first named barrier of the warpgroups; each has one.
 WARPS = 1
 
 
@@ -31,11 +31,11 @@ class Output:
     """Where results go.
 
     Attributes:
-        tma: bulk copies to ``out``.
+        tma: TMA stores to ``out``.
         out: ``[tokens, heads, head_dim]``.
         lse: address of float32 ``[tokens, heads]``, 0 for none.
-        heads: of q.
-        sinks: taken into the softmax's denominator.
+        heads: query heads of q.
+        sinks: added to the softmax's denominator.
     """
 
     tma: Tma
@@ -50,23 +50,23 @@ class Rows:
     """A thread's two rows of a tile, 8 apart.
 
     Attributes:
-        rows: their numbers.
-        places: their positions, counted from the tile's first one.
-        column: the first of the columns that it holds of each 8.
+        rows: their indices.
+        positions: their positions, relative to the tile's first one.
+        column: the first of the thread's two columns in each 8.
     """
 
     rows: tuple
-    places: tuple
+    positions: tuple
     column: Int32
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tile lies.
+class TilePosition:
+    """A tile's location in its sequence.
 
     Attributes:
-        position, token: its first position in the sequence, and that one's row of q.
-        first, length: positions of the sequence's first query, and behind its last one.
+        position, token: its first position in the sequence, and the row of q of that position.
+        first, length: position of the sequence's first query, and end of its positions.
         head: the first of its query heads.
     """
 
@@ -77,13 +77,13 @@ class Place:
     head: Int32
 
     @cute.jit
-    def holds(self, place: Int32):
+    def holds(self, offset: Int32):
         """Whether a position of the tile is a query of the sequence."""
-        return self.position + place >= self.first and self.position + place < self.length
+        return self.position + offset >= self.first and self.position + offset < self.length
 
 
 class Consumers(Tiles):
-    """The part of the kernel that computes."""
+    """Mixin of the consumer warpgroups."""
 
     @cute.jit
     def consume(
@@ -97,7 +97,7 @@ class Consumers(Tiles):
         pv: cute.TiledMma,
         thread: Int32,
     ):
-        """All tiles of a warpgroup: every third one of the CTA's."""
+        """Computes all tiles of a warpgroup: every third one of the CTA's."""
         c = self.config
         wg = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         thread = thread % 128
@@ -112,7 +112,7 @@ class Consumers(Tiles):
         row = thread // LANES * 16 + lane // 4
         mine = Rows((row, row + 8), (row // c.heads, (row + 8) // c.heads), lane % 4 * 2)
 
-        # The item whose tiles come next; `tile` counts from its first one.
+        # Cursor of the current item; `tile` is an index in it.
         kv_at = first_to_read()
         shared.k_full.wait(kv_at)
         count, tile = shared.record(kv_at).count, Int32(wg)
@@ -128,14 +128,14 @@ class Consumers(Tiles):
             if const_expr(not c.ahead):
                 shared.q_pipe.wait(q_at)
                 start_mma(qk, scores, q_ops[None, None, None, q_at.stage], k_ops[None, None, None, eighth, kv_at.stage])
-            place = self.place_of(shared.record(kv_at), tile)
+            tile_at = self.tile_position(shared.record(kv_at), tile)
             sinks = (sink_0, sink_1)
             warpgroup.wait_group(0)
             if lane == 0:
                 shared.q_pipe.empty.arrive(q_at)
             if const_expr(c.capped):
                 softmax.cap(scores, cap_scale)
-            self.mask(scores, place.position, window_left, mine)
+            self.mask(scores, tile_at.position, window_left, mine)
             row_max, row_sum = self.softmax(scores, probs, scale, sinks, lane)
 
             shared.v_ready.wait(kv_at)
@@ -145,7 +145,7 @@ class Consumers(Tiles):
                 row_sum[r] = quad_sum(row_sum[r])
                 inverse.append(cute.arch.rcp_approx(row_sum[r]))
             warpgroup.wait_group(0)
-            # With `ahead`, the next tile's scores are on the way while this one's output is finished. Those of none are not used.
+            # With `ahead`, q @ k of the next tile overlaps with this tile's epilogue. After the last tile its result is unused.
             tile += WARPGROUPS
             if tile >= count:
                 kv_at, count, tile = self.seek(shared, kv_at, count, tile, lane)
@@ -160,18 +160,18 @@ class Consumers(Tiles):
                     shared.q_pipe.wait(q_at)
                 start_mma(qk, scores, q_ops[None, None, None, q_at.stage], k_ops[None, None, None, eighth, kv_at.stage])
 
-            self.store(shared, output, pv, acc, inverse, place, mine, thread, wg)
+            self.store(shared, output, pv, acc, inverse, tile_at, mine, thread, wg)
             if output.lse != 0 and lane % 4 == 0:
-                self.store_lse(output, row_max, row_sum, place, mine)
+                self.store_lse(output, row_max, row_sum, tile_at, mine)
         warpgroup.wait_group(0)
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    # -- which tile ------------------------------------------------------------------------------------------------------------
+    # -- tiles -----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def seek(self, shared: Shared, kv_at: Cursor, count: Int32, tile: Int32, lane: Int32):
-        """Goes on to the item that a tile is of, and releases those before it. A count of 0 says that there are no more."""
+        """Advances to the item that holds a tile, and releases the items before it. Count 0: there are no more items."""
         while count > 0 and tile >= count:
             if lane == 0:
                 shared.kv_empty.arrive(kv_at)
@@ -182,12 +182,12 @@ class Consumers(Tiles):
         return kv_at, count, tile
 
     @cute.jit
-    def place_of(self, record: Record, tile: Int32) -> Place:
+    def tile_position(self, record: Record, tile: Int32) -> TilePosition:
         c = self.config
         position, token = record.position, record.token
         first, length = record.first, record.length
         at = tile // c.splits * c.positions
-        return Place(position + at, token + at, first, length, self.head_of(record, tile))
+        return TilePosition(position + at, token + at, first, length, self.head_of(record, tile))
 
     @cute.jit
     def head_of(self, record: Record, tile: Int32) -> Int32:
@@ -196,7 +196,7 @@ class Consumers(Tiles):
 
     @cute.jit
     def load_sinks(self, record: Record, sinks: Sinks, tile: Int32, mine: Rows):
-        """Sinks of this thread's two rows of a tile, in units of base 2; -inf where there are none."""
+        """Sinks of this thread's two rows of a tile, times log2(e); -inf where there are none."""
         head = self.head_of(record, tile)
         sink_0, sink_1 = -Float32.inf, -Float32.inf
         if record.count > 0:
@@ -207,24 +207,24 @@ class Consumers(Tiles):
 
     @cute.jit
     def mask(self, scores: cute.Tensor, position: Int32, window_left: Int32, mine: Rows):
-        """Hides what queries do not see. Column c is the key at ``position - REACH + c``."""
+        """Masks the keys that queries do not see. Column c is the key at ``position - REACH + c``."""
         c = self.config
-        before = REACH - position  # columns before the sequence
-        low = [cutlass.max(REACH + p - window_left, before) - mine.column for p in mine.places]
-        high = [REACH + p - mine.column for p in mine.places]
+        before = REACH - position  # columns of keys before the sequence's start
+        low = [cutlass.max(REACH + p - window_left, before) - mine.column for p in mine.positions]
+        high = [REACH + p - mine.column for p in mine.positions]
         groups = c.keys // 8
         if window_left != REACH - 1 or before > 0:
             masks.hide_below(scores, low, 0, groups)
-        else:  # only the last of these columns are hidden from some rows
+        else:  # with a full window, only the first `positions` columns are masked in some rows
             masks.hide_below(scores, low, 0, c.positions // 8)
         masks.hide_above(scores, high, REACH // 8, groups)
 
     @cute.jit
     def softmax(self, scores: cute.Tensor, probs: cute.Tensor, scale: Float32, sinks: tuple, lane: Int32):
-        """Exponentials of the scores, rounded, as the left operand of the product with values.
+        """Softmax of a tile: writes unnormalised probabilities, rounded to 16 bits, to ``probs``, the A operand of P @ V.
 
         Returns:
-            the maxima of this thread's two rows, and its sums, of which one lane's has the sink.
+            row max of this thread's two rows, and its partial row sums; the sink is in the partial sum of one lane of the quad.
         """
         c = self.config
         groups = c.keys // 8
@@ -253,22 +253,22 @@ class Consumers(Tiles):
         pv: cute.TiledMma,
         acc: cute.Tensor,
         inverse: list,
-        place: Place,
+        tile_at: TilePosition,
         mine: Rows,
         thread: Int32,
         wg: Int32,
     ):
-        """Divides by the rows' sums, and stores those rows of a tile that are rows of the sequence."""
+        """Epilogue: normalises by the row sums, and stores the tile's rows that belong to the sequence, by TMA if all do."""
         c = self.config
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
         words = cute.recast_tensor(rounded, Int32)
-        whole = place.position >= place.first and place.position + c.positions <= place.length
+        whole = tile_at.position >= tile_at.first and tile_at.position + c.positions <= tile_at.length
         for j in cutlass.range_constexpr(c.head_dim // 8):
             for r in cutlass.range_constexpr(2):
                 even, odd = acc[4 * j + 2 * r] * inverse[r], acc[4 * j + 2 * r + 1] * inverse[r]
                 words[2 * j + r] = Int32(pack(self.dtype, even, odd))
         if whole:
-            # The store before may still read what this one overwrites.
+            # The previous TMA store may still be reading the buffer.
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)
@@ -281,22 +281,22 @@ class Consumers(Tiles):
             if thread == 0:
                 boxes = self.out_ring.packed_boxes(shared.storage.out, c.heads, c.positions)
                 for panel in cutlass.range_constexpr(self.out_ring.panels):
-                    target = cute.domain_offset(((place.head, place.token), panel * PANEL), output.tma.tensor)
+                    target = cute.domain_offset(((tile_at.head, tile_at.token), panel * PANEL), output.tma.tensor)
                     tma_store(output.tma.atom, target, ((c.heads, c.positions), PANEL), boxes[None, None, panel, 0, wg])
                 cute.arch.cp_async_bulk_commit_group()
         else:
             for r in cutlass.range_constexpr(2):
-                if place.holds(mine.places[r]):
-                    target = output.out[place.token + mine.places[r], place.head + mine.rows[r] % c.heads, None]
+                if tile_at.holds(mine.positions[r]):
+                    target = output.out[tile_at.token + mine.positions[r], tile_at.head + mine.rows[r] % c.heads, None]
                     target_words = cute.recast_tensor(target, Int32)
                     for j in cutlass.range_constexpr(c.head_dim // 8):
                         target_words[4 * j + thread % LANES % 4] = words[2 * j + r]
 
     @cute.jit
-    def store_lse(self, output: Output, row_max: list, row_sum: list, place: Place, mine: Rows):
-        """Stores the logarithms of the rows' sums."""
+    def store_lse(self, output: Output, row_max: list, row_sum: list, tile_at: TilePosition, mine: Rows):
+        """Stores the LSE of the rows."""
         table = cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)
         for r in cutlass.range_constexpr(2):
-            if place.holds(mine.places[r]):
-                at = Int64(place.token + mine.places[r]) * output.heads + place.head + mine.rows[r] % self.config.heads
+            if tile_at.holds(mine.positions[r]):
+                at = Int64(tile_at.token + mine.positions[r]) * output.heads + tile_at.head + mine.rows[r] % self.config.heads
                 (table + at).store((row_max[r] + softmax.log2_ftz(row_sum[r])) * softmax.LN2)

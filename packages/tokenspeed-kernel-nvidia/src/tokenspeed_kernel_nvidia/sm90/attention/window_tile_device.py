@@ -1,7 +1,7 @@
-"""What the loading warps and the computing warpgroups of `window_device` share: tiles, rings, and an item's record.
+"""Common to the producer warps and the consumer warpgroups of `window_device`: tile shapes, rings, and an item's record.
 
-A tile of queries has 64 rows, row = position * heads + head. Of keys and values a stage holds those of an item. A tile's keys are a
-view of them that begins at a multiple of 8 keys, where the swizzle's pattern begins anew: so all tiles of an item read one copy.
+A Q tile has 64 rows, row = position * heads + head. A stage holds the keys and values of an item. A tile's keys are a view of the
+stage that starts at a multiple of 8 keys, where the swizzle pattern repeats, so all tiles of an item share one copy.
 """
 
 # mypy: ignore-errors
@@ -16,38 +16,38 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Curso
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
 
-# What a record says, by the number of its place: see `Record`.
+# Indices of the fields of a record, see `Record`; RECORD is its size.
 COUNT, POSITION, TOKEN, FIRST, LENGTH, KV_HEAD, SHIFT, RECORD = range(8)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the loading warp says of an item, in shared memory.
+    """A work item's parameters in shared memory, written by the producer warp.
 
     Attributes:
-        at: where; its numbers follow one another.
+        at: the first of RECORD consecutive words.
     """
 
     at: cute.Pointer
 
     @property
     def count(self) -> Int32:
-        """How many tiles it has; 0 behind the last item."""
+        """Tiles of the item; 0 after the last item."""
         return self.at[COUNT]
 
     @property
     def position(self) -> Int32:
-        """Its first position in the sequence."""
+        """The item's first position in the sequence."""
         return self.at[POSITION]
 
     @property
     def token(self) -> Int32:
-        """The row of q of that position."""
+        """The row of q of the item's first position."""
         return self.at[TOKEN]
 
     @property
     def first(self) -> Int32:
-        """The position of the sequence's first query. The item may begin up to 7 before it."""
+        """The position of the sequence's first query. The item may start up to 7 positions before it."""
         return self.at[FIRST]
 
     @property
@@ -61,26 +61,26 @@ class Record:
 
     @property
     def shift(self) -> Int32:
-        """How many eights of keys lie before those of the first tile."""
+        """Keys in the stage before those of the first tile, in units of 8."""
         return self.at[SHIFT]
 
     def write(self, *numbers: Int32) -> None:
-        """All of them, in their order."""
+        """Writes all fields, in order."""
         for index, number in enumerate(numbers):
             self.at[index] = number
 
     def write_end(self) -> None:
-        """Behind the last item. Scores of no tile are begun all the same, so there is a shift."""
+        """Marks the end. The consumers still issue q @ k of a tile that does not exist, so the shift must be valid."""
         self.at[COUNT] = Int32(0)
         self.at[SHIFT] = Int32(0)
 
 
 class Shared:
-    """A CTA's shared memory. Addresses in it are computed where they are used.
+    """A CTA's shared memory. Addresses are computed at each use.
 
-    It is no frozen dataclass, so that CuteDSL carries it through branches and loops, as it does its struct. Otherwise the compiler
-    computes addresses before it branches to the warps' work, and what the loading warps count comes to lie in vector registers
-    instead of uniform ones: 2 KiB more code.
+    This is not a frozen dataclass, so that CuteDSL carries it through branches and loops like its struct. Otherwise the compiler
+    computes addresses before the branch to the warps' roles, and counters of the producer warps end up in vector registers instead
+    of uniform registers: 2 KiB more code.
 
     Attributes:
         storage: see `Tiles.storage`.
@@ -101,31 +101,31 @@ class Shared:
 
     @property
     def k_full(self) -> Barriers:
-        """A stage's keys, and its record, are there."""
+        """Barriers: a stage's keys and record have been written."""
         return Barriers(self.storage.k_full.data_ptr())
 
     @property
     def v_full(self) -> Barriers:
-        """Its values are there."""
+        """Barriers: a stage's values have been loaded."""
         return Barriers(self.storage.v_full.data_ptr())
 
     @property
     def v_ready(self) -> Barriers:
-        """Rows of V that are no values of the sequence are zero."""
+        """Barriers: rows of V beyond the sequence have been zeroed."""
         return Barriers(self.storage.v_ready.data_ptr())
 
     @property
     def kv_empty(self) -> Barriers:
-        """All tiles have read the stage."""
+        """Barriers: all tiles have read the stage."""
         return Barriers(self.storage.kv_empty.data_ptr())
 
     def record(self, kv_at: Cursor) -> Record:
-        """Of the item in a stage."""
+        """The record of the item in a stage."""
         return Record(self.storage.records.data_ptr() + kv_at.stage * RECORD)
 
 
 class Tiles:
-    """The shapes that follow from a configuration."""
+    """Base of the mixins: rings and shared memory of a configuration."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -133,7 +133,7 @@ class Tiles:
         self.q_ring = Ring(64, config.head_dim, config.q_stages)
         self.k_ring = Ring(config.rows, config.head_dim, config.kv_stages)
         self.v_ring = Ring(config.value_rows, config.head_dim, config.kv_stages)
-        self.out_ring = Ring(64, config.head_dim, WARPGROUPS)  # a tile of each warpgroup
+        self.out_ring = Ring(64, config.head_dim, WARPGROUPS)  # a tile per warpgroup
 
     def storage(self) -> Any:
         config, dtype = self.config, self.dtype
@@ -155,7 +155,7 @@ class Tiles:
         return Storage
 
     def value_words(self, shared: Shared) -> cute.Tensor:
-        """V in pieces of 8 bytes: ``(piece of a panel's row, row, panel, stage)``. The swizzle moves pieces within a row only."""
+        """V as 8-byte words: ``(word of a panel's row, row, panel, stage)``, unswizzled: the swizzle permutes within a row only."""
         ring = self.v_ring
         panel = ring.rows * PANEL // 4
         layout = cute.make_layout(

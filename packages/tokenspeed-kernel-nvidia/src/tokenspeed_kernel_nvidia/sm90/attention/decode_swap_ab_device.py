@@ -1,9 +1,9 @@
-"""The products of `decode_mma_device` with keys and values as the left operands, for eight query rows of an fp8 cache.
+"""Swap-AB variant of `decode_mma_device`: keys and values are the A operands, for eight query rows and an fp8 cache.
 
-A product has 16 rows and 8 columns. Where the queries of a key head are its rows, half of them are empty if there are no more than
-eight, and so is half of the registers of queries and sums, which wide heads do not have. Here the rows are keys, or columns of
-values, and the queries are the columns. A lane ``4 g + t`` has the scores of keys g and g + 8 of 16, and the output's columns 2 g
-and 2 g + 1 of 16, each of the queries 2 t and 2 t + 1.
+mma.m16n8k16 has 16 rows and 8 columns. With up to eight queries as its rows, half the rows are padding, and so is half of the
+registers of queries and accumulators, which wide heads cannot spare. Here keys (or columns of values) are the rows, and queries the
+columns. A lane ``4 g + t`` holds the scores of keys g and g + 8 of 16, and the output's columns 2 g and 2 g + 1 of 16, each for the
+queries 2 t and 2 t + 1.
 """
 
 # mypy: ignore-errors
@@ -31,57 +31,57 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, cap, exp2
 
 
-class Turned(Merger):
-    """The part of the kernel that has such products."""
+class SwapAb(Merger):
+    """Mixin with the swap-AB MMAs and their softmax."""
 
     @cute.jit
-    def begin_turned(self, sums: Sums):
-        """Begins the maxima and sums of a lane's two queries."""
+    def begin_swap_ab(self, sums: Sums):
+        """Resets row max and row sum of a lane's two queries."""
         for r in cutlass.range_constexpr(2):
             sums.row_max[0, r] = Float32(LOWEST)
             sums.row_sum[0, r] = Float32(0.0)
 
     @cute.jit
-    def attend_turned(
+    def attend_swap_ab(
         self, call: Call, tile_at: Int32, values_at: Int32, start: Int32, length: Int32, queries: cute.Tensor, sums: Sums
     ):
-        """Takes one tile of keys and values, from position ``start`` on, into a warp's sums. Hidden values have been cleared."""
-        scores = self.qk_turned(tile_at, queries)
+        """Accumulates one tile of keys and values, from position ``start`` on. Masked values must have been zeroed."""
+        scores = self.qk_swap_ab(tile_at, queries)
         if const_expr(self.config.capped):
-            cap(scores, self.product_scale(sums, 0))
+            cap(scores, self.qk_scale(sums, 0))
         windowed = call.window_left >= 0
         if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
-            self.mask_turned(call, scores, start, length, windowed)
-        probs = self.softmax_turned(call, scores, sums)
-        self.pv_turned(values_at, probs, sums)
+            self.mask_swap_ab(call, scores, start, length, windowed)
+        probs = self.softmax_swap_ab(call, scores, sums)
+        self.pv_swap_ab(values_at, probs, sums)
 
     @cute.jit
-    def qk_turned(self, tile_at: Int32, queries: cute.Tensor):
-        """Scores of a tile's keys and the queries: ``[16 keys, element]``."""
+    def qk_swap_ab(self, tile_at: Int32, queries: cute.Tensor):
+        """Scores k @ q.T of a tile's keys and the queries: ``[16 keys, element]``."""
         lane = cute.arch.lane_idx()
         at = tile_at + self.swizzled(self.keys, lane % 8, lane // 8)
         chunks = self.k_width // 16
         scores = cute.make_rmem_tensor((self.block // 16, 4), Float32)
         for some in cutlass.range_constexpr(self.block // 16):
-            products = [Float32(0.0)] * 4
+            acc_qk = [Float32(0.0)] * 4
             for chunk in cutlass.range_constexpr(0, chunks, 4):
-                place = at ^ self.keys.piece_in_row(chunk)
+                chunk_at = at ^ self.keys.chunk_in_row(chunk)
                 low, high = (
-                    ldmatrix(place + (self.keys.row_at(some * 16 + half * 8) + self.keys.panel_at(chunk)), False)
+                    ldmatrix(chunk_at + (self.keys.row_at(some * 16 + half * 8) + self.keys.panel_at(chunk)), False)
                     for half in range(2)
                 )
                 for each in cutlass.range_constexpr(min(4, chunks - chunk)):
                     first, second = widen_fp8(self.mma_dtype, low[each]), widen_fp8(self.mma_dtype, high[each])
                     a = [first[0], second[0], first[1], second[1]]
                     b = [queries[0, chunk + each, 0], queries[0, chunk + each, 2]]
-                    products = mma_m16n8k16(self.mma_dtype, products, a, b)
+                    acc_qk = mma_m16n8k16(self.mma_dtype, acc_qk, a, b)
             for each in cutlass.range_constexpr(4):
-                scores[some, each] = products[each]
+                scores[some, each] = acc_qk[each]
         return scores
 
     @cute.jit
-    def mask_turned(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, windowed: cutlass.Boolean):
-        """Hides keys behind a query's position, and before its window."""
+    def mask_swap_ab(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, windowed: cutlass.Boolean):
+        """Masks keys after a query's position, and before its window."""
         lane = opt_barrier(cute.arch.lane_idx())
         for r in cutlass.range_constexpr(2):
             end = length - call.q_len + (lane % 4 * 2 + r) // call.gqa_ratio + 1
@@ -92,8 +92,8 @@ class Turned(Merger):
                     scores[key // 2, key % 2 * 2 + r] = -Float32.inf
 
     @cute.jit
-    def softmax_turned(self, call: Call, scores: cute.Tensor, sums: Sums):
-        """Exponentials of a tile's scores, rounded, as the right operand of the product with values: ``[16 keys, word]``."""
+    def softmax_swap_ab(self, call: Call, scores: cute.Tensor, sums: Sums):
+        """One step of online softmax: returns rounded probabilities as the B operand of V.T @ P.T: ``[16 keys, word]``."""
         keys = self.block // 16
         highest = cute.make_rmem_tensor((2,), Float32)
         rise = Float32(0.0)
@@ -124,10 +124,10 @@ class Turned(Merger):
         return probs
 
     @cute.jit
-    def pv_turned(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
-        """Adds the product of a tile's values and probabilities to the accumulator.
+    def pv_swap_ab(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
+        """Adds V.T @ P.T of a tile to the accumulator.
 
-        Values are transposed by pairs of numbers, so the first eight rows of a product are even columns, and the others odd ones.
+        ldmatrix transposes bytes in pairs, so the first eight rows of an MMA are even columns of V, the other eight odd ones.
         """
         lane = cute.arch.lane_idx()
         at = values_at + self.swizzled(self.values, lane % 8, lane // 16) + lane // 8 % 2 * (8 * self.values.row_bytes)
@@ -136,9 +136,9 @@ class Turned(Merger):
             parts = min(2, chunks - chunk)
             acc = [[sums.acc[0, 2 * (chunk + part) + each // 2, each % 2] for each in range(4)] for part in range(parts)]
             for key in cutlass.range_constexpr(self.block // 16):
-                place = self.values.row_at(key * 16) + self.values.panel_at(chunk)
-                words = ldmatrix((at ^ self.values.piece_in_row(chunk)) + place, True)
-                # Two keys' numbers of two columns each: a pair of the even column, and one of the odd.
+                offset = self.values.row_at(key * 16) + self.values.panel_at(chunk)
+                words = ldmatrix((at ^ self.values.chunk_in_row(chunk)) + offset, True)
+                # A word has two columns of two keys; regroup it as the even column's pair and the odd column's pair.
                 pairs = [widen_fp8(self.mma_dtype, permute_bytes(word, word, 0x3120)) for word in words]
                 b = [probs[key, 0], probs[key, 1]]
                 for part in cutlass.range_constexpr(parts):
@@ -149,8 +149,8 @@ class Turned(Merger):
                     sums.acc[0, 2 * (chunk + part) + each // 2, each % 2] = acc[part][each]
 
     @cute.jit
-    def share_turned(self, call: Call, sums: Sums):
-        """Puts a warp's sums where all warps find them."""
+    def store_partial_swap_ab(self, call: Call, sums: Sums):
+        """Stores a warp's partial results in shared memory."""
         thread = opt_barrier(cute.arch.thread_idx()[0])
         lane = thread % 32
         first_row = thread // 32 * self.rows

@@ -1,4 +1,7 @@
-"""How decoding kernels divide the blocks of all sequences among groups of CTAs: evenly, on the device, from the lengths."""
+"""Split-KV load balancing of the decode kernels: splits the KV blocks of all sequences evenly among CTA groups.
+
+The split is computed on the device from the sequence lengths, so a captured CUDA graph stays balanced when lengths change.
+"""
 
 # mypy: ignore-errors
 
@@ -10,41 +13,44 @@ import cutlass
 from cutlass import Int32, cute
 
 
-class Sharing:
-    """The part of a kernel that divides the work.
+class SplitKv:
+    """Mixin that computes each CTA group's range of KV tiles.
 
-    Who inherits from it says how long a sequence is (``length_of``), which of its blocks are visible (``visible``), and how many
-    blocks a group should have (``share_of``). A call says how many sequences (``batch``) and groups (``groups``) there are, and
-    which group this is (``group``).
+    A subclass defines the length of a sequence (``length_of``), its visible tiles (``visible``), and how many tiles a group
+    computes (``tiles_per_group``). A call holds the numbers of sequences and groups (``batch``, ``groups``), and this CTA's
+    ``group``.
 
-    ``share_of`` takes a call, the blocks of all sequences, and those of the first one. It also returns how many blocks count before
-    a sequence's own, because to begin it takes the time of so many. A range has those too.
+    ``tiles_per_group`` takes a call, the tiles of all sequences, and those of the first one. It returns the tiles per group, and
+    the fixed cost of starting a sequence, in tiles. That cost is counted ahead of each sequence's own tiles, and is part of a
+    group's range.
     """
 
     @cute.jit
     def divide(self, call: Any, at_once: cutlass.Constexpr[int]):
-        """Finds the share of this CTA's group, by one warp.
+        """Finds the range of tiles of this CTA's group. Runs on one warp.
 
-        All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
-        each key head.
+        The tiles of all sequences, concatenated, are split into ``groups`` equal ranges. A group has a CTA for each KV head.
+
+        Two passes over the lengths: the first sums the tiles of all sequences, the second finds the sequence in which the range
+        begins, by a warp prefix sum.
 
         Args:
-            at_once: how many lengths a lane reads together.
+            at_once: lengths that each lane loads per round.
 
         Returns:
-            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, how many a range has, and
-            how many count before a sequence's own.
+            The sequence in which the range begins, its length, the tile offset in it, the tiles of this range, the tiles of a full
+            range, and the starting cost of a sequence in tiles.
         """
         lane = cute.arch.lane_idx()
         lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
         rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
         total = Int32(0)
-        # Backwards, as the search below begins with the first.
+        # Backwards: the last round leaves lengths and counts of the first sequences, with which the search below begins.
         for back in cutlass.range(rounds, unroll=1):
             total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
-        share, starting = self.share_of(call, total, cute.arch.shuffle_sync(counts[0], 0))
+        per_group, starting = self.tiles_per_group(call, total, cute.arch.shuffle_sync(counts[0], 0))
         total += starting * call.batch
-        start = call.group * share
+        start = call.group * per_group
         before = Int32(0)
         found = Int32(-1)
         offset = Int32(0)
@@ -73,11 +79,11 @@ class Sharing:
             step += 1
             if found < 0 and step < rounds:
                 self.tiles_of(call, step, at_once, lengths, counts)
-        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share, starting
+        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(per_group, total - start), 0), per_group, starting
 
     @cute.jit
     def tiles_of(self, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """A lane's next sequences: their lengths and tiles. Returns how many tiles there are together."""
+        """Loads the lengths and tile counts of this lane's sequences of a round. Returns the lane's sum of tiles."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each

@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper serve alike, for their configurations and declarations."""
+"""Shapes and formats that the attention kernels for Hopper support in common, for their configurations and declarations."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
-# Of keys and values alike. One kernel is declared for each, because values must be as wide as keys, and traits are constrained one
-# by one.
+# Head dimensions where keys and values are equally wide. Each has a declaration of its own: traits are constrained independently,
+# so one declaration for both could not demand that head_dim and v_head_dim be equal.
 HEAD_DIMS = (64, 128)
-# Those of keys and of values that are served besides.
+# Further pairs (head_dim, v_head_dim).
 OTHER_WIDTHS = ((192, 128), (256, 256), (96, 96), (80, 80))
 PAGE_SIZES = (16, 32, 64, 128, 256)
-# Query heads a key head of prefill and extend, whose tiles are whole groups of heads. Some of the ratios in between would need more
-# registers than there are.
+# GQA group sizes (query heads per KV head) of prefill and extend, whose Q tiles hold whole groups. Some of the sizes in between
+# would need more registers than there are.
 GQA_RATIOS = (1, 2, 4, 8, 16)
 
-# Keys in a row, and in a paged cache.
+# K/V in ragged tensors, and in paged caches.
 RAGGED = format_signatures(("q", "k", "v"), "dense", DTYPES)
 PAGED = format_signatures(("q", "k_cache", "v_cache"), "dense", DTYPES)
 FP8 = torch.float8_e4m3fn
-# All of them fp8.
+# Queries and K/V in fp8.
 RAGGED_FP8 = format_signatures(("q", "k", "v"), "dense", {FP8})
 PAGED_ALL_FP8 = format_signatures(("q", "k_cache", "v_cache"), "dense", {FP8})
-# The cache alone.
+# The cache in fp8, queries in 16 bits.
 _E4M3 = dense_tensor_format(FP8)
 PAGED_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), k_cache=_E4M3, v_cache=_E4M3) for dtype in DTYPES)
-# A cache of latents, with queries of 16 bits or fp8.
+# A latent (MLA) cache in fp8, with queries in 16 bits or fp8.
 LATENT_FP8 = frozenset(format_signature(q=dense_tensor_format(dtype), kv_cache=_E4M3) for dtype in (*DTYPES, FP8))
 
 
 def traits(head_dim: int, v_head_dim: int = 0, /, **others: Any) -> dict[str, Any]:
-    """Traits of a kernel for heads of this width; values are as wide as keys unless v_head_dim says otherwise."""
+    """Traits of a kernel for this head dimension; v_head_dim is head_dim where it is 0."""
     widths = {"head_dim": head_dim, "v_head_dim": v_head_dim or head_dim}
     return {**widths, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any, **others}
