@@ -110,7 +110,7 @@ def apply_rope(
         ``(q, k)`` rotated, in the shapes and dtype of the inputs, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

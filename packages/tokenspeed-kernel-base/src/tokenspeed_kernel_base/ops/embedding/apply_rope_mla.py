@@ -89,7 +89,7 @@ def apply_rope_mla(
         the same q_scale.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         There is one head, the latent has one element, and the table turns the one rotary pair of position 1 by 90 degrees.

@@ -63,7 +63,7 @@ def bmm(
         ``out_dtype [batch, m, n]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -69,7 +69,7 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
         ``[tokens, out_features]`` of x's dtype.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
         NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
 
     Example:

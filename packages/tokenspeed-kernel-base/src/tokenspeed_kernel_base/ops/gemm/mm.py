@@ -91,7 +91,7 @@ def mm(
         ``out_dtype [m, n]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

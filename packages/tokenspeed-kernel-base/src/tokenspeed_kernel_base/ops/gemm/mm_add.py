@@ -41,7 +41,7 @@ def mm_add(a: Tensor, b: Tensor, residual: Tensor, bias: Tensor | None = None, o
         a's dtype ``[m, n]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

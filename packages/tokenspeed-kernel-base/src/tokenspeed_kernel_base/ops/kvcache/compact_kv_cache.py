@@ -55,8 +55,8 @@ def compact_kv_cache(
         counts: int32 ``[batch]``: how many entries of the path count.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of page_table and
-            cache_seqlens are looked at only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of page_table and
+            cache_seqlens are checked only where they lie in host memory.
 
     Example:
         Three tokens, then four nodes, of which 0, 2 and 3 were accepted; in one page of eight.
@@ -69,7 +69,7 @@ def compact_kv_cache(
         >>> kv_cache.flatten()
         tensor([ 1.,  2.,  3., 10., 12., 13., 13.,  0.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     nodes, page_size = path.shape[1], k_cache.shape[1]
     at = torch.arange(nodes, device=path.device)

@@ -42,7 +42,7 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
         source: cache's dtype, like it but for the number of pages, and not overlapping it; None: the cache itself.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of pages are looked at
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked
             only where they lie in host memory.
 
     Example:

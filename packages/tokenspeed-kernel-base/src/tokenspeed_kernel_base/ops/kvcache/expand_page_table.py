@@ -40,7 +40,7 @@ def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None
         int32 ``[batch, max_pages * factor]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -84,7 +84,7 @@ class HostPages:
             host_pages: distinct, below the object's ``pages``.
 
         Raises:
-            ValueError: an argument is not as stated above; nothing has been launched then.
+            ValueError: an argument is not as stated above. Raised before anything is launched.
         """
         self._check_pages(pages, host_pages, distinct="host_pages")
         for chunk in self._chunks(pages, host_pages):
@@ -108,7 +108,7 @@ class HostPages:
             pages: of the caches, distinct.
 
         Raises:
-            ValueError: an argument is not as stated above; nothing has been launched then.
+            ValueError: an argument is not as stated above. Raised before anything is launched.
         """
         self._check_pages(pages, host_pages, distinct="pages")
         for chunk in self._chunks(pages, host_pages):

@@ -47,8 +47,8 @@ def positions_to_slots(
         int32 ``[tokens, top_k]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values of cu_seqlens_q are looked
-            at only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values of cu_seqlens_q are
+            checked only where they lie in host memory.
 
     Example:
         >>> import torch

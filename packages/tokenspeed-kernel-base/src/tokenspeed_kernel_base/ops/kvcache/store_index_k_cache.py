@@ -55,7 +55,7 @@ def store_index_k_cache(
             float32 either way.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written.
 
     Example:
         >>> import torch

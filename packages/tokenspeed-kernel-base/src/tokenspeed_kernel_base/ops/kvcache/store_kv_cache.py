@@ -65,7 +65,7 @@ def store_kv_cache(
         v_scale: the same for v.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written.
 
     Example:
         >>> import torch

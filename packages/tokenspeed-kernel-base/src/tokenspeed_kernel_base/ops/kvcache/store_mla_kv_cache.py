@@ -80,7 +80,7 @@ def store_mla_kv_cache(
         rope_cache: latent's dtype ``[pages, page_size, rope_dim]``. Written to. May be strided. Together with kv_scale_cache.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written.
 
     Example:
         >>> import torch

@@ -37,7 +37,7 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
         pages: int32 or int64 ``[count]``, below the number of pages; a negative one is left out.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of pages are looked at
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked
             only where they lie in host memory.
 
     Example:

@@ -91,7 +91,7 @@ def gated_delta_rule_decode(
         q's dtype ``[batch, tokens, v_heads, v_dim]``, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched or written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched or written.
 
     Example:
         The first token stores 3 under the first key. The second one, half forgotten, reads it by the same key.

@@ -88,7 +88,7 @@ def gated_delta_rule_prefill(
         q's dtype ``[tokens, v_heads, v_dim]``, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched or written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched or written.
 
     Example:
         Sequences of 2 tokens and 1. The first token of each stores 3 under the first key; the second reads half of it.
@@ -104,7 +104,7 @@ def gated_delta_rule_prefill(
         >>> states[:, 0, 0, 0]
         tensor([0.0000, 3.0000, 0.0000, 1.5000])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads cu_seqlens on the host.
     """
     initial = read_initial_states(states, state_slots, has_initial_state)
     outputs, after = [v[:0]], []

@@ -107,7 +107,7 @@ def moe_apply(
         ``[tokens, hidden]`` of x's dtype; zeros for tokens all of whose slots are skipped.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
         NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
 
     Example:

@@ -56,7 +56,7 @@ def moe_apply_add(
         x's dtype ``[tokens, hidden]``.
 
     Raises:
-        TypeError, ValueError: see `moe_apply`; nothing has been launched then.
+        TypeError, ValueError: see `moe_apply`. Raised before anything is launched.
         NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
 
     Example:

@@ -81,7 +81,7 @@ def moe_topk(
         weights: float32 ``[tokens, top_k]``; ids: int32 ``[tokens, top_k]``, by descending rank value.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

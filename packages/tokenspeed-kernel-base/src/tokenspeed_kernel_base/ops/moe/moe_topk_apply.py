@@ -71,7 +71,7 @@ def moe_topk_apply(
         ``[tokens, hidden]`` of x's dtype.
 
     Raises:
-        TypeError, ValueError: see `moe_topk` and `moe_apply`; nothing has been launched then.
+        TypeError, ValueError: see `moe_topk` and `moe_apply`. Raised before anything is launched.
         NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
 
     Example:

@@ -77,7 +77,7 @@ def rmsnorm_moe_topk(
         residual also ``x + residual``, like x.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -51,7 +51,7 @@ def qk_rmsnorm(
         ``(q, k)`` normalised, in the shapes and dtype of the inputs, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -71,7 +71,7 @@ def rmsnorm(
         The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``, the sum of the residual's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

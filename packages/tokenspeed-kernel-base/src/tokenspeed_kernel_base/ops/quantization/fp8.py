@@ -109,7 +109,7 @@ def quantize_fp8(
         rounded up.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -309,7 +309,7 @@ def quantize_fp8_with_scale(
         ``dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -416,7 +416,7 @@ def dequantize_fp8(
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -78,7 +78,7 @@ def quantize_mxfp8(
         q: float8_e4m3fn ``[..., k]``; scale: uint8 (e8m0) ``[..., k/32]``, in tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ def quantize_mxfp4(
         ``[..., k/32]``, in tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -280,7 +280,7 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -319,7 +319,7 @@ def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

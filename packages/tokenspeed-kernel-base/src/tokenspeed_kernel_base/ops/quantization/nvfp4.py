@@ -66,7 +66,7 @@ def quantize_nvfp4(
         ``[..., k/16]``, in tiles ``[..., ceil(m/128), ceil(k/64), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -185,7 +185,7 @@ def dequantize_nvfp4(
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -47,7 +47,7 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
         scale's dtype ``[..., ceil(m/128), ceil(columns/4), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None 
         scale's dtype ``[..., rows, columns]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

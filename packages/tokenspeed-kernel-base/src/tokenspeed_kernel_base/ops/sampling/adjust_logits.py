@@ -65,8 +65,8 @@ def adjust_logits(
         Like logits and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values are checked where they lie
-            in host memory. Elsewhere, of a token that a row lists twice, the result is unspecified.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked where
+            they lie in host memory. Elsewhere, of a token that a row lists twice, the result is unspecified.
 
     Example:
         >>> import torch

@@ -29,7 +29,7 @@ def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | N
         ``out_dtype [rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -46,7 +46,7 @@ def argmax_with_value(
         values: float32 ``[rows]``, float64 logits are rounded; tokens: int32 ``[rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

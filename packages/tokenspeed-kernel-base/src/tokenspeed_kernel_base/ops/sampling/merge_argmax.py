@@ -31,8 +31,8 @@ def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.
         ``out_dtype [rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. The values of tokens are not
-            checked.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. The values of tokens are
+            not checked.
 
     Example:
         >>> import torch

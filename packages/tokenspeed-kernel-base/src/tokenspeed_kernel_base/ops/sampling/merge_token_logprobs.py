@@ -50,7 +50,7 @@ def merge_token_logprobs(
         float32 ``[rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values are not checked.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are not checked.
 
     Example:
         >>> import torch

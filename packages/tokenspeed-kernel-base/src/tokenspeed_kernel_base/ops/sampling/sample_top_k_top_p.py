@@ -76,7 +76,7 @@ def sample_top_k_top_p(
         ``out_dtype [rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

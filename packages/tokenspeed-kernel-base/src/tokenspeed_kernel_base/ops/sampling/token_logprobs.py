@@ -60,7 +60,7 @@ def token_logprobs(
         given token, those of the most probable ones, these themselves, and lse.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. The values of tokens and
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. The values of tokens and
             temperature are not checked.
 
     Example:

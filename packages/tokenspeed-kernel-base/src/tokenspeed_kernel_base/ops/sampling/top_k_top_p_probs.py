@@ -58,8 +58,8 @@ def top_k_top_p_probs(
         float32 ``[rows, vocab]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values are checked where the
-            tensors lie in host memory. Elsewhere values out of range mean what they mean to `sample_top_k_top_p`.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked where
+            the tensors lie in host memory. Elsewhere values out of range mean what they mean to `sample_top_k_top_p`.
 
     Example:
         Speculative sampling: two tokens are drawn from a draft model's distributions and verified by the target's logits of the

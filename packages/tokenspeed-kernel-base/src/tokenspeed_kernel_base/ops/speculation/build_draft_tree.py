@@ -72,7 +72,7 @@ def build_draft_tree(
             that rotary embedding wants.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         Two candidates continue the root, and one the second of these; the first is the least probable.

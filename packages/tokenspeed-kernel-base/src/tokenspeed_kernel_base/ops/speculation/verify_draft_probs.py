@@ -93,7 +93,7 @@ def verify_draft_probs(
         counts: int32 ``[batch]``: how many there are, at least 1.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         The draft model was sure of token 1, and the target never emits that.

@@ -61,7 +61,7 @@ def verify_draft_tokens(
         counts: int32 ``[batch]``: how many there are, at least 1.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         The root has children 1 and 2, and node 2 has child 3. The target says 8 after the root, which node 2 holds; 9 after node 2,

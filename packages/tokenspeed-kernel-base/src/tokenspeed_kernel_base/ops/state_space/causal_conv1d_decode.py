@@ -69,8 +69,8 @@ def causal_conv1d_decode(
         The result ``[batch, tokens, channels]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of slots are looked at
-            only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of slots are checked
+            only where they lie in host memory.
 
     Example:
         Two draft tokens after inputs 1 and 2. Slot 1 has the state after the first, slot 2 after both; slot 0 stays.

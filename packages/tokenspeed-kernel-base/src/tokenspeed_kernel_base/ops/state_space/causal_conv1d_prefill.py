@@ -73,8 +73,8 @@ def causal_conv1d_prefill(
         The result ``[tokens, channels]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of cu_seqlens and
-            state_slots are looked at only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of cu_seqlens and
+            state_slots are checked only where they lie in host memory.
 
     Example:
         A sequence of three tokens, which continues inputs 1 and 2.

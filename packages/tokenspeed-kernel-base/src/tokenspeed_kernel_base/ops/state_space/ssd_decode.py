@@ -95,8 +95,8 @@ def ssd_decode(
         The result ``[batch, tokens, heads, head_dim]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of slots are looked at
-            only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of slots are checked
+            only where they lie in host memory.
 
     Example:
         A state of one number, which halves with each token. Slot 1 has it after the first token, slot 2 after both; slot 0 stays.

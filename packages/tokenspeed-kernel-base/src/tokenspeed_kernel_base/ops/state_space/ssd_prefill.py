@@ -101,8 +101,8 @@ def ssd_prefill(
         The result ``[tokens, heads, head_dim]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of cu_seqlens and
-            state_slots are looked at only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of cu_seqlens and
+            state_slots are checked only where they lie in host memory.
 
     Example:
         A state of one number, which halves with each token.
@@ -117,7 +117,7 @@ def ssd_prefill(
         >>> states.flatten()
         tensor([2.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads cu_seqlens on the host.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = read_initial_states(states, state_slots, has_initial_state).to(wide)
