@@ -293,7 +293,7 @@ def attend_chosen(
         found = kv_cache[at]
         if kv_scale_cache is not None and rope_cache is not None:
             found = whole_tokens(found, kv_scale_cache[at], rope_cache[at])
-        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # slot 0 stands in for ignored ones, and may hold NaN
+        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # may be NaN
         query = slice(token, token + 1)
         values = keys[..., :kv_lora_rank]
         out[query], lse[query] = _attend_block(_widen(q[query], wide, q_scale), keys, values, softmax, chosen.unsqueeze(0))

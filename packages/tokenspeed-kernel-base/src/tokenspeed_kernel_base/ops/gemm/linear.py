@@ -70,7 +70,7 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
-        NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
+        NoKernelFoundError: no registered kernel supports the plan and the layout of the weights.
 
     Example:
         >>> import torch
