@@ -65,12 +65,12 @@ def qk_rmsnorm_rope_store_kv_cache(
             cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
         q_weight: any float dtype ``[head_dim]``; requires k_weight.
         k_weight: any float dtype ``[head_dim]``; requires q_weight.
         eps: added to the mean square of a head, > 0.
         interleaved: which elements are rotated together, as in `apply_rope`.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only for an 8-bit cache.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only for an 8-bit cache.
         v_scale: the same for v.
         mrope_section: how many pairs use the time, height and width position, as in `apply_rope`; None: a token has one position.
         mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Only with

@@ -87,7 +87,7 @@ def rmsnorm_qkv_rope(
             slot_mapping are given together or not at all.
         v_cache: k_cache's dtype, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
         out: receives q, k and v.
         residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
 

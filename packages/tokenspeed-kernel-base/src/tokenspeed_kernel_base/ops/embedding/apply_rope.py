@@ -98,8 +98,8 @@ def apply_rope(
             ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``. Written to.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is written to an 8-bit cache.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is written to an 8-bit cache.
         v_scale: the same for v.
         mrope_section: how many pairs take time, height and width, ``rotary_dim / 2`` together; None: a token has one position.
         mrope_interleaved: whether pairs take them in turn, see above. Only with mrope_section.

@@ -77,7 +77,7 @@ def apply_rope_mla(
             their sines.
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of q_latent's dtype or an 8-bit float. Written to. May be strided.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
         interleaved: whether elements ``(2 * i, 2 * i + 1)`` form a pair, as in DeepSeek's weights, or ``(i, i + rope_dim / 2)``.
         q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only for an 8-bit ``out_dtype``.
         kv_scale: the same for the cache, latent and rotary part alike. Only for an 8-bit cache.
