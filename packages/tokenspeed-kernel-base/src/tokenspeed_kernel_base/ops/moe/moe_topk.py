@@ -106,7 +106,7 @@ def moe_topk(
             worth = grouped.topk(min(2, size), dim=-1).values.sum(-1)
         # Rank only the experts of the best groups. Masking the others with -inf would make them tie with eligible experts at
         # -inf.
-        eligible = _best(worth, top_groups).sort(-1).values  # groups, ascending, so that among equals the lower expert id comes first
+        eligible = _best(worth, top_groups).sort(-1).values  # ascending, so that among equals the lower expert id comes first
         place = _best(grouped.gather(1, eligible.unsqueeze(-1).expand(-1, -1, size)).flatten(-2), top_k)
         ids = eligible.gather(-1, place // size) * size + place % size
     if not renormalize:
