@@ -92,8 +92,8 @@ class Quantised:
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
         """The dequantised outputs of ``second``, then the further outputs of ``first``.
 
-        With float32 scales the quantised values and scales are returned unchanged: a difference in the last bit changes a scale
-        only as much, and few quantised values."""
+        With float32 scales the quantised values and scales are returned unchanged: a last-bit difference of the intermediate
+        result changes a scale equally little, and few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         codes, scale = arguments["out"], arguments["scale_out"]
         if "granularity" in arguments:

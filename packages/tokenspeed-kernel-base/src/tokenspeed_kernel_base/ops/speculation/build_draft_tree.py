@@ -84,7 +84,7 @@ def build_draft_tree(
         >>> build_draft_tree(tokens, scores, parents, torch.tensor([5]), nodes=3)[:3]
         (tensor([[5, 8, 9]]), tensor([[-1,  0,  1]], dtype=torch.int32), tensor([[1, 3, 7]]))
 
-    Safe in CUDA graphs. Every kernel gives exactly these numbers.
+    Safe in CUDA graphs. Results are exactly the same with every backend.
     """
     batch, candidates = tokens.shape
     at = torch.arange(candidates, device=tokens.device)

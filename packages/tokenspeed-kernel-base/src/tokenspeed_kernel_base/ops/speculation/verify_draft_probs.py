@@ -107,7 +107,7 @@ def verify_draft_probs(
         >>> tokens, counts
         (tensor([[ 2, -1]]), tensor([1], dtype=torch.int32))
 
-    Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
+    Safe in CUDA graphs: seed and offset are tensors, so update them before a replay to get new random numbers.
     """
     (batch, nodes, vocab), inner = target_probs.shape, draft_probs.shape[1]
     device = target_probs.device
