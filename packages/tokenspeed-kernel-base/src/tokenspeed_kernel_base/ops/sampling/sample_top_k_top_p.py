@@ -44,8 +44,8 @@ def sample_top_k_top_p(
 
     The exact definition: the weight of a token is ``w = floor(2^40 * exp((logit - max(logits)) / temperature))``, in int64. To be
     the same on every device, w is computed by `tokenspeed_kernel_base.ops.sampling.weights.weights` from the float32 values
-    ``logit - max(logits)`` and ``log2(e) / temperature``. It differs from the formula by at most a factor of 2^-19, or by 3. A
-    weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order above,
+    ``logit - max(logits)`` and ``log2(e) / temperature``. It deviates from the formula by a relative error of at most 2^-19, or
+    by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order above,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
     * n is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; ``top_p * S(k)`` is computed in float64 from the float32
