@@ -53,11 +53,10 @@ def gated_delta_rule_decode(
 
     Each value head has a state ``S``, ``[k_dim, v_dim]``. Each token updates and reads the state::
 
-        S = exp(g) * S                          the gate: what is forgotten
-        S = S + outer(k, beta * (v - S.T @ k))  the delta rule: what k recalls is replaced, to the part beta, by v
+        S = exp(g) * S                          gate: decay of the state
+        S = S + outer(k, beta * (v - S.T @ k))  delta rule: moves S.T @ k towards v by the fraction beta
         out = scale * S.T @ q
 
-    The first line applies the decay (gate). In the second line, the value that k retrieves moves towards v by the fraction beta.
     With one ``g`` for each head and token this is a gated delta network (Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464;
     Qwen3-Next). With one ``g`` for each key channel it is Kimi Delta Attention (Kimi Team, 2025, arXiv:2510.26692). Value head h
     uses query and key head ``h // (v_heads // heads)``. Arithmetic, state included, is float32 (float64 where q is) from the
