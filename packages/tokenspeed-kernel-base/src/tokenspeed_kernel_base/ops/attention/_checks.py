@@ -1,5 +1,6 @@
-"""Checks that attention operators share. Functions named ``check_*`` check metadata, those named ``check_values_*`` check
-values."""
+"""Checks that attention operators share.
+
+Functions named ``check_*`` check metadata, those named ``check_values_*`` check values."""
 
 from __future__ import annotations
 
@@ -160,15 +161,17 @@ def check_scales(
     v_scale: Tensor | None,
     size: str,
 ) -> None:
-    """Checks the scales of fp8 q, k and v: one for all heads, or one for each head. ``size`` names the number of heads; call it
-    when that is bound."""
+    """Checks the scales of fp8 q, k and v: one for all heads, or one for each head.
+
+    ``size`` names the number of heads; call it when that is bound."""
     for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
         check_scale(check, f"{name}_scale", scale, name, tensor, check[size], size)
 
 
 def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) -> None:
-    """Checks ``cu_seqlens_q``, or without it that all sequences can have equally many new tokens. Call it when ``tokens`` and
-    ``batch`` are bound."""
+    """Checks ``cu_seqlens_q``, or without it that the number of tokens is a multiple of batch.
+
+    Call it when ``tokens`` and ``batch`` are bound."""
     tokens, batch = check["tokens"], check["batch"]
     if cu_seqlens_q is not None:
         check_offsets(check, "cu_seqlens_q", cu_seqlens_q, batch)
@@ -202,8 +205,9 @@ def check_values_offsets(
     *,
     padded: bool = False,
 ) -> None:
-    """Checks the values of a ``cu_seqlens``: non-decreasing from 0 to the number of tokens, no step above ``longest``. With
-    ``padded`` it may end before the number of tokens."""
+    """Checks the values of a ``cu_seqlens``: non-decreasing from 0 to the number of tokens, no step above ``longest``.
+
+    With ``padded`` it may end before the number of tokens."""
     if offsets is None:
         return
     first, last = offsets[0].item(), offsets[-1].item()
@@ -265,8 +269,9 @@ def check_values_paging(
     window_left: int = -1,
     new_tokens: Tensor | int = 0,
 ) -> None:
-    """Checks the lengths in a cache, and the pages that they use; either is None if its values cannot be read. ``new_tokens``:
-    the new tokens of each sequence, 0 if their number cannot be read."""
+    """Checks the lengths in a cache, and the pages that they use; either is None if its values cannot be read.
+
+    ``new_tokens``: the new tokens of each sequence, 0 if their number cannot be read."""
     if cache_seqlens is None or not cache_seqlens.numel():
         return
     shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())

@@ -30,8 +30,9 @@ def attention_cost(
     kv_token_bytes: int,
     *others: Tensor | None,
 ) -> Cost:
-    """The cost of attention: q·k and P·v dot products for visible pairs. q, the keys and values that some query sees, and the
-    outputs move once.
+    """The cost of attention: q·k and P·v dot products for visible pairs.
+
+    q, the keys and values that some query sees, and the outputs move once.
 
     Args:
         kv_token_bytes: bytes of one token's keys and values, all heads.

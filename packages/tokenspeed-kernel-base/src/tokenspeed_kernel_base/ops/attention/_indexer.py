@@ -37,8 +37,9 @@ def nothing_seen(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 def write_scores(
     q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None, begin: int, end: int, scores: Tensor, lengths: Tensor
 ) -> None:
-    """Writes the scores of one sequence, and how many keys each token sees. k ``[kv_len, head_dim]`` holds its keys; rows
-    ``begin`` to ``end`` of q are its last tokens."""
+    """Writes the scores of one sequence, and how many keys each token sees.
+
+    k ``[kv_len, head_dim]`` holds its keys; rows ``begin`` to ``end`` of q are its last tokens."""
     wide, kv_len = scores.dtype, k.shape[0]
     k = k.to(wide)
     for token in range(begin, end):
@@ -82,8 +83,10 @@ def draw_queries(draw: Draw, tokens: int, heads: int, head_dim: int, dtype: torc
 
 
 def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, stale: bool) -> tuple[Tensor, Tensor | None]:
-    """Draws paged index keys, and their scales if they are fp8. Both are views of pages of bytes, in which the scales of a page
-    follow its keys, as in DeepGEMM's layout. ``stale``: slots that hold no token hold NaN."""
+    """Draws paged index keys, and their scales if they are fp8.
+
+    Both are views of pages of bytes, in which the scales of a page follow its keys, as in DeepGEMM's layout. ``stale``: slots
+    that hold no token hold NaN."""
     if dtype not in FP8:
         return draw_cache(draw, held, head_dim, dtype=dtype, stale=stale), None
     pages, page_size = held.shape
@@ -95,8 +98,9 @@ def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, sta
 
 
 def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Views of ``k_cache`` and ``k_scale_cache`` in pages of bytes, uint8 ``[pages, page_size * (head_dim + 4)]``; head_dim is a
-    multiple of 4."""
+    """Views pages of bytes as ``k_cache`` and ``k_scale_cache``.
+
+    packed is uint8 ``[pages, page_size * (head_dim + 4)]``; head_dim is a multiple of 4."""
     pages, width = packed.shape[0], page_size * (head_dim + 4)
     keys = packed.view(torch.float8_e4m3fn).as_strided((pages, page_size, head_dim), (width, head_dim, 1))
     floats = packed.view(torch.float32)
@@ -107,8 +111,9 @@ def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, 
 def indexer_cost(
     q: Tensor, weights: Tensor, offsets: Sequence[int], kv_lens: Sequence[int], token_bytes: int, other_bytes: int
 ) -> Cost:
-    """The cost of scores: a dot product in each head for every visible pair of a token and a key. Each key is read once, and the
-    score of each visible pair is written once.
+    """The cost of scores: a dot product in each head for every visible pair of a token and a key.
+
+    Each key is read once, and the score of each visible pair is written once.
 
     Args:
         offsets: the offsets of each sequence's new tokens.

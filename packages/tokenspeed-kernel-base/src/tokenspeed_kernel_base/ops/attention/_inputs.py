@@ -39,7 +39,7 @@ def ragged(
         padding: rows past the last sequence, which belong to no sequence.
         hint: also give the lengths on the host.
         kv_lengths: the lengths of keys and values, if they differ from those of the queries.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one for each KV head.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -86,9 +86,10 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
 
 
 def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
-    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: all other slots hold NaN. ``guarded``:
-    likewise, and the page in front of the cache holds NaN too, so that a kernel that reads page -1 reads NaN instead of foreign
-    memory."""
+    """A cache with ``token``-shaped tokens in the slots that hold one.
+
+    ``stale``: all other slots hold NaN. ``guarded``: likewise, and the page in front of the cache holds NaN too, so that a kernel
+    that reads page -1 reads NaN instead of foreign memory."""
     if guarded:
         return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
     values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)
@@ -100,8 +101,10 @@ def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale:
 def draw_groups(
     draw: Draw, held: Tensor, kv_lora_rank: int, rope_dim: int, dtype: torch.dtype, stale: bool = False
 ) -> dict[str, Tensor]:
-    """A cache whose latents have a scale for each 128 elements, as views of pages of bytes. The e4m3 values are large and the
-    scales small, as after a quantisation that maps amax to 448. ``stale``: slots that hold no token hold NaN."""
+    """A cache whose latents have a scale for each 128 elements, as views of pages of bytes.
+
+    The e4m3 values are large and the scales small, as after a quantisation that maps amax to 448. ``stale``: slots that hold no
+    token hold NaN."""
     packed = torch.zeros(*held.shape, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8, device=draw.device)
     views = mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)
     codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448 is seven standard deviations
@@ -114,8 +117,9 @@ def draw_groups(
 
 
 def draw_trees(draw: Draw, q_lens: Sequence[int], padding: int = 0) -> Tensor:
-    """int64 ``[sum(q_lens) + padding]``: masks of random draft trees. They are 0 for every other sequence, for sequences of more
-    than 64 tokens and for padding."""
+    """Masks of random draft trees: int64 ``[sum(q_lens) + padding]``.
+
+    They are 0 for every other sequence, for sequences of more than 64 tokens and for padding."""
     masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
     for at, q_len in enumerate(q_lens):
         tree = at % 2 == 0 and 0 < q_len <= MAX_TREE
@@ -152,7 +156,7 @@ def paged(
     Args:
         q_lens: new tokens of each sequence, for extend; None for decode, with ``max_seqlen_q`` (or 1) tokens of each.
         kv_lora_rank: makes a cache of latents with rotary parts, each ``head_dim`` wide.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one for each KV head.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
         stale: slots that hold no token hold NaN.
         freed: page table entries are -1 where the window hides a whole page; those pages and the page in front of the cache hold
             NaN.

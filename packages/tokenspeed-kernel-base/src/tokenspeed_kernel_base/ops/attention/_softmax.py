@@ -67,8 +67,9 @@ def first_visible(position: int, window_left: int) -> int:
 
 
 def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
-    """Which entries of a page table ``[batch, max_pages]`` cover only positions before the window of the sequence's oldest new
-    token. No new token of the sequence sees those pages."""
+    """Which entries of a page table the window hides from all new tokens: bool ``[batch, max_pages]``.
+
+    These pages cover only positions before the window of the sequence's oldest new token."""
     ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
     if window_left < 0:
         return torch.zeros(len(cache_seqlens), max_pages, dtype=torch.bool, device=cache_seqlens.device)
@@ -95,8 +96,8 @@ def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: 
 
     Args:
         tree_mask: int64 ``[q_len]``. Bit i of a node's mask means that the node sees new token i. A node also sees all tokens
-            before the new ones. The position of a node is that of the first new token, plus the number of bits set in its mask,
-            minus one. A query with mask 0 is not a node, and sees the keys of causal attention.
+            before the new ones. The position of a node is the position of the first new token, plus the number of bits set in its
+            mask, minus one. A query with mask 0 is not a node, and sees the keys of causal attention.
     """
     device, q_len = tree_mask.device, len(tree_mask)
     own = torch.arange(q_len, device=device).unsqueeze(1)

@@ -42,8 +42,9 @@ def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
 
 
 def latent_traits(cache: Tensor, kv_scale_cache: Tensor | None, *scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to a paged cache of latents. ``grouped_scales``: each 128 elements of a latent have a scale, and
-    the rotary parts lie in a separate cache."""
+    """The traits of attention to a paged cache of latents.
+
+    ``grouped_scales``: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache."""
     return {**cache_traits(cache, *scales), "grouped_scales": kv_scale_cache is not None}
 
 

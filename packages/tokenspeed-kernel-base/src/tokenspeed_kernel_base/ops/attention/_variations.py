@@ -22,8 +22,9 @@ def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str
 
 
 def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
-    """The ``vary`` hook of attention of whole sequences. Their ``work`` hook returns ``lengths``, and ``kv_lengths`` if keys have
-    other lengths than queries."""
+    """The ``vary`` hook of attention of whole sequences.
+
+    Their ``work`` hook returns ``lengths``, and ``kv_lengths`` if keys have other lengths than queries."""
     if variation.want is not Want.CAPTURED:
         return {}
     lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]), padded=True)

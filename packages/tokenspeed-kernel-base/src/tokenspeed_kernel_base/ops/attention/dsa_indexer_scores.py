@@ -65,12 +65,12 @@ def dsa_indexer_scores(
 
     Returns:
         Scores, float32 (float64 where q is) ``[tokens, keys]``: column s is position s of the token's own sequence, and -inf if
-        the token does not see position s or the sequence does not have it. Also the lengths, int32 ``[tokens]``: a token sees the
-        first so many positions.
+        the token does not see position s or the sequence does not have it. Also the lengths, int32 ``[tokens]``: how many
+        positions each token sees, which are the first ones.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            cu_seqlens and cu_seqlens_kv are checked only where they lie in host memory.
+            cu_seqlens and cu_seqlens_kv are checked only if they lie in host memory.
 
     Example:
         Two sequences of two tokens and of one token.

@@ -62,8 +62,8 @@ def dsa_indexer_scores_with_kvcache(
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided, for example a view of pages in which the scales
             follow the keys.
-        weights: float32 (float64 where q is) ``[tokens, heads]``. Whatever multiplies the scores of a head belongs here: the scale
-            of an fp8 q, too.
+        weights: float32 (float64 where q is) ``[tokens, heads]``. All factors of a head's scores belong here, including the scale
+            of an fp8 q.
         page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
             anything. A slice ``page_table[:, :n]`` reduces the width of the scores.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included; at most
@@ -77,13 +77,13 @@ def dsa_indexer_scores_with_kvcache(
 
     Returns:
         Scores, float32 (float64 where q is) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not see.
-        Also the lengths, int32 ``[tokens]``: a token sees the first so many positions.
+        Also the lengths, int32 ``[tokens]``: how many positions each token sees, which are the first ones.
 
     Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            page_table, cache_seqlens and cu_seqlens_q are checked only where they lie in host memory.
+            page_table, cache_seqlens and cu_seqlens_q are checked only if they lie in host memory.
 
     Example:
         A sequence of 3 tokens in pages of 2, the last of which is new; two heads of width 1.
@@ -165,8 +165,10 @@ def index_inputs(
     stale: bool = False,
     width: int | None = None,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """New tokens and a paged cache that holds them: ``q_lens`` tokens of each sequence, or ``new`` tokens of every sequence.
-    ``width``: entries of the page table for each sequence."""
+    """New tokens and a paged cache that holds them.
+
+    ``q_lens``: new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: entries of the page table for
+    each sequence."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)

@@ -69,7 +69,7 @@ def dsa_select_with_kvcache(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            page_table, cache_seqlens and cu_seqlens_q are checked only where they lie in host memory.
+            page_table, cache_seqlens and cu_seqlens_q are checked only if they lie in host memory.
 
     Example:
         A sequence of 3 tokens in pages of 2, the last of which is new.

@@ -1,4 +1,4 @@
-"""Attention of equally many new tokens of each sequence (decode) to a paged cache."""
+"""Decode attention to a paged cache: the same number of new tokens for each sequence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def mha_decode_with_kvcache(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            page_table and cache_seqlens are checked only where they lie in host memory.
+            page_table and cache_seqlens are checked only if they lie in host memory.
 
     Example:
         A sequence of 3 tokens in pages of 2. Its first tokens lie in page 1, its last token in page 0. The last token sees all 3.

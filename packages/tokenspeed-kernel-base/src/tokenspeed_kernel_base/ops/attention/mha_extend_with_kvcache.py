@@ -102,7 +102,7 @@ def mha_extend_with_kvcache(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            offsets, lengths and page_table are checked only where they lie in host memory.
+            offsets, lengths and page_table are checked only if they lie in host memory.
 
     Example:
         Two new tokens after an earlier one, in pages of 2.

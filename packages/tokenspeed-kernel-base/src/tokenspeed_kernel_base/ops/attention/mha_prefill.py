@@ -95,7 +95,7 @@ def mha_prefill(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            cu_seqlens are checked only where it lies in host memory.
+            cu_seqlens are checked only if it lies in host memory.
 
     Example:
         Two sequences of 3 and 1 tokens; each token sees itself and the one before it ("sliding window 2").

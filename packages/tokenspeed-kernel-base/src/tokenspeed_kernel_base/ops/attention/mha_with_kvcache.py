@@ -60,9 +60,9 @@ def mha_with_kvcache(
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, the new tokens included, as for
     `mha_extend_with_kvcache`. The result is that of `mha_extend_with_kvcache` with ``is_causal=True``. A sequence that decodes
-    has one new token. A sequence that prefills has as many new tokens as the cache holds tokens of it. Other sequences may have
-    any number of new tokens, and sequences stand in any order. The lengths are known on the device only. Kernels of this operator
-    promise load balancing: a decoding sequence does not pay for a prefill tile, and a long cache is split (split-KV).
+    has one new token. All cached tokens of a sequence that prefills are new. Other sequences may have any number of new tokens.
+    Sequences may be in any order. The lengths are known on the device only. Kernels of this operator promise load balancing: a
+    decoding sequence does not pay for a prefill tile, and a long cache is split (split-KV).
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
@@ -89,11 +89,11 @@ def mha_with_kvcache(
         v_scale: likewise for an fp8 v_cache.
         tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask
             means that the node sees new token i of its sequence. The bits are those of the node itself and of its ancestors,
-            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones, with a
-            window those that are near enough to its position. The position of a node is that of the first new token, plus the
-            number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees itself and earlier tokens. Masks
-            of sequences with more than 64 new tokens are ignored. None means that no token is a node. With masks, window_left
-            must be -1 or at least 63.
+            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones; with a
+            window, only those at most window_left positions before its own position. The position of a node is the position of
+            the first new token, plus the number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees
+            itself and earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a
+            node. With masks, window_left must be -1 or at least 63.
         out: receives the output. It must not overlap q or the caches.
 
     Returns:
@@ -104,7 +104,7 @@ def mha_with_kvcache(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            offsets, lengths and page_table are checked only where they lie in host memory.
+            offsets, lengths and page_table are checked only if they lie in host memory.
 
     Example:
         One sequence decodes its second token, another prefills two tokens; pages hold 2 tokens.

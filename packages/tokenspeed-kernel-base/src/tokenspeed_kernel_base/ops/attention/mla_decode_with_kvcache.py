@@ -87,11 +87,11 @@ def mla_decode_with_kvcache(
             allowed with kv_scale_cache.
         tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask
             means that the node sees new token i of its sequence. The bits are those of the node itself and of its ancestors,
-            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones, with a
-            window those that are near enough to its position. The position of a node is that of the first new token, plus the
-            number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees itself and earlier tokens. Masks
-            of sequences with more than 64 new tokens are ignored. None means that no token is a node. With masks, window_left
-            must be -1 or at least 63.
+            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones; with a
+            window, only those at most window_left positions before its own position. The position of a node is the position of
+            the first new token, plus the number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees
+            itself and earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a
+            node. With masks, window_left must be -1 or at least 63.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, the scales of the cached latents, one for each 128
             elements. Requires rope_cache. May be strided.
         rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Requires kv_scale_cache. May be strided.
@@ -106,7 +106,7 @@ def mla_decode_with_kvcache(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            page_table and cache_seqlens are checked only where they lie in host memory.
+            page_table and cache_seqlens are checked only if they lie in host memory.
 
     Example:
         A sequence of 3 tokens in pages of 2; latents of width 1 and a rotary part of width 1.

@@ -96,7 +96,7 @@ def mla_prefill(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            offsets are checked only where they lie in host memory.
+            offsets are checked only if they lie in host memory.
 
     Example:
         >>> import torch

@@ -84,7 +84,7 @@ def mla_sparse_with_kvcache(
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
-            indices and topk_length are checked only where they lie in host memory.
+            indices and topk_length are checked only if they lie in host memory.
 
     Example:
         Two pages of two slots; latents of width 1 and a rotary part of width 1.
@@ -168,8 +168,9 @@ mla_sparse_with_kvcache.fake(latent_outputs)
 
 
 def draw_chosen(draw: Draw, visible: Sequence[int], top_k: int) -> Tensor:
-    """int32 ``[len(visible), top_k]``: for a token that sees n positions, ``min(n, top_k)`` random ones in ascending order, then
-    -1."""
+    """Random visible positions for each token, int32 ``[len(visible), top_k]``.
+
+    A token that sees n positions gets ``min(n, top_k)`` of them in ascending order, padded with -1."""
     rows = []
     at_once = max(1, (1 << 26) // max(1, *visible, 1))
     for begin in range(0, len(visible), at_once):
@@ -207,7 +208,7 @@ def _inputs(
         lengths: give ``topk_length``, and invalid slots past the indices that it counts.
         holes: every third index is -1.
         stale: slots that hold no token hold NaN.
-        grouped: each 128 latents have a scale, and rotary parts lie apart.
+        grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

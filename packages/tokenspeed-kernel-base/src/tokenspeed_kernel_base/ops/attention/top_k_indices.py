@@ -34,7 +34,7 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
     Args:
         scores: float16, bfloat16, float32 or float64 ``[rows, keys]``, fewer than 2^31 keys. May be strided.
         top_k: how many positions to select, from 1 to the larger of keys and 2^20.
-        lengths: int32 ``[rows]``, 0 to keys: only the first so many scores of a row are considered. None means all.
+        lengths: int32 ``[rows]``, 0 to keys: how many of a row's first scores are considered. None means all.
         out: receives the result.
 
     Returns:
@@ -42,7 +42,7 @@ def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values of lengths are
-            checked only where they lie in host memory.
+            checked only if they lie in host memory.
 
     Example:
         >>> import torch

@@ -32,7 +32,7 @@ class ProcessGroup(Resource):
 
     Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. With gloo
     or peer memory, the ranks compare their calls at the first call of each kind, see `check_agreement`. Otherwise a mismatch
-    hangs or gives wrong results. The ranks must also select the same kernel, which they do with the same packages, settings and
+    causes a hang or wrong results. The ranks must also select the same kernel, which they do with the same packages, settings and
     tuned tables.
 
     Attributes:

@@ -26,8 +26,9 @@ from tokenspeed_kernel_base.variation import Variation, Want
     varying=("tokens",),
 )
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """Expert-parallel combine: sends expert results back and sums, for each token, those of all ranks that `moe_dispatch` sent it
-    to.
+    """Expert-parallel combine: sends expert results back to their tokens' ranks and sums them over ranks for each token.
+
+    It is the counterpart of `moe_dispatch`.
 
     Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. With gloo or peer
     memory, the ranks compare their calls at the first call of each kind, and wait for one another at most ``group.time_limit_s``.

@@ -59,7 +59,7 @@ def compact_kv_cache(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of page_table and
-            cache_seqlens are checked only where they lie in host memory.
+            cache_seqlens are checked only if they lie in host memory.
 
     Example:
         Three tokens, then four nodes, in one page of eight; nodes 0, 2 and 3 were accepted.

@@ -43,7 +43,7 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked
-            only where they lie in host memory.
+            only if they lie in host memory.
 
     Example:
         >>> import torch

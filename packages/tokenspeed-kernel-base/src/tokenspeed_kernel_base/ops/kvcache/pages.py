@@ -1,4 +1,4 @@
-"""Code that operators on whole pages of a cache share."""
+"""Code shared by operators on whole pages of a cache."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def as_bits(cache: Tensor) -> Tensor:
 
 
 def check_cache(check: Checker, name: str, cache: Tensor, count: str) -> None:
-    """Checks a cache ``[pages, page_size, width]`` or ``[pages, page_size, kv_heads, head_dim]``; ``count`` names the number of
-    pages."""
+    """Checks a cache ``[pages, page_size, width]`` or ``[pages, page_size, kv_heads, head_dim]``.
+
+    ``count`` names the number of pages."""
     check.tensor(name, cache, f"{count} page_size {'width' if cache.dim() == 3 else 'kv_heads head_dim'}", PAGE_DTYPES)
 
 
@@ -34,8 +35,9 @@ def check_page_numbers(check: Checker, name: str, numbers: Tensor) -> None:
 
 
 def check_numbers(check: Checker, name: str, numbers: Tensor | None, cache: Tensor, distinct: bool) -> None:
-    """Checks page indices in host memory: each is below the cache's number of pages or negative, and with ``distinct`` occurs
-    once."""
+    """Checks page indices in host memory.
+
+    Each must be negative or below the cache's number of pages, and with ``distinct`` it must occur once."""
     if numbers is None or not numbers.numel():
         return
     largest = int(numbers.max())

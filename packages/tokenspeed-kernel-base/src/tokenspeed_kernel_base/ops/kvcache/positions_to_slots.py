@@ -48,7 +48,7 @@ def positions_to_slots(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values of cu_seqlens_q are
-            checked only where they lie in host memory.
+            checked only if they lie in host memory.
 
     Example:
         >>> import torch

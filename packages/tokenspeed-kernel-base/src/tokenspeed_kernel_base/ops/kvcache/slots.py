@@ -1,4 +1,4 @@
-"""Code that operators that write to the paged cache share. Slot ``page * page_size + offset`` is entry ``offset`` of a page."""
+"""Code shared by operators that write to the paged cache. Slot ``page * page_size + offset`` is entry ``offset`` of a page."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def store_mla_kv_cache(
     returns the three tensors as views of pages of bytes. Rotary parts are copied. Each 128 elements of a latent get one scale.
     The result is bitwise that of `quantize_fp8`, with all operations in float32 and correctly rounded::
 
-        scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the 128
-        code  = e4m3(latent / scale)      # to nearest, ties to even, saturating
+        scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the 128 elements
+        q     = e4m3(latent / scale)      # to nearest, ties to even, saturating
 
     If one of the 128 elements is NaN, the scale and all quantised values are NaN. If one is infinite, the scale is infinite,
     infinities become NaN, and the other quantised values are 0.

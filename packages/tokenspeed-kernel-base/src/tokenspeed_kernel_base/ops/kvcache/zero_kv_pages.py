@@ -38,7 +38,7 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked
-            only where they lie in host memory.
+            only if they lie in host memory.
 
     Example:
         >>> import torch

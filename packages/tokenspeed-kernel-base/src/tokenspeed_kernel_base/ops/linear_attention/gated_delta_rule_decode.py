@@ -69,7 +69,7 @@ def gated_delta_rule_decode(
     Args:
         q: float16, bfloat16, float32 or float64 ``[batch, tokens, heads, k_dim]``, at least one new token of each request. May be
             strided, like k, v, g and beta.
-        k: like q. Of unit length, unless qk_l2norm normalises it.
+        k: like q. Must have unit length, unless qk_l2norm normalises it.
         v: q's dtype ``[batch, tokens, v_heads, v_dim]``; heads divides v_heads.
         g: any float dtype ``[batch, tokens, v_heads]``, or ``[batch, tokens, v_heads, k_dim]`` for a gate of each channel: the
             natural logarithm of the decay factor, <= 0. With A_log the raw output of the layer's projection, see there.

@@ -113,8 +113,9 @@ PLAN_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(plan: MoEPlan) -> dict[str, Any]:
-    """The traits that a plan requires of a kernel. Each deviation from the plain layer has its own flag, so that a kernel that
-    does not declare it is rejected."""
+    """The traits that a plan requires of a kernel.
+
+    Each deviation from the plain layer has its own flag, so that a kernel that does not declare it is rejected."""
     return {
         "num_experts": plan.num_experts,
         "top_k": plan.top_k,

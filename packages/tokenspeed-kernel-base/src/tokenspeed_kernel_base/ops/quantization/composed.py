@@ -37,7 +37,7 @@ def draw_given(
 
 
 def kinds_of_both(first: Any, second: Any) -> dict[str, TraitKind]:
-    """The traits of an operator whose hooks are those of `Quantised` for these two operators."""
+    """The traits of an operator that uses the hooks of `Quantised` for these two operators."""
     return {**second.operator.trait_kinds, **first.operator.trait_kinds}
 
 

@@ -72,8 +72,9 @@ def e8m0_to_float(scale: Tensor) -> Tensor:
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """Rounds a float ``[..., n]`` to packed e2m1, uint8 ``[..., n/2]``. Magnitudes above 6 become 6, NaN becomes 0, -0 stays
-    -0."""
+    """Rounds a float ``[..., n]`` to packed e2m1, uint8 ``[..., n/2]``.
+
+    Magnitudes above 6 become 6, NaN becomes 0, -0 stays -0."""
     x = x.float()
     magnitude = x.abs()
     # Each boundary lies halfway between two neighbours; a tie goes to the one with the even bit pattern.
@@ -167,8 +168,9 @@ def expand_scale(scale: Tensor, block_shape: Sequence[int], shape: Sequence[int]
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Swizzles 1-byte scales ``[..., rows, columns]`` to ``[..., ceil(rows/128), ceil(columns/4), 32, 4, 4]``: see
-    `swizzle_scales`."""
+    """Swizzles 1-byte scales ``[..., rows, columns]`` as `swizzle_scales` does.
+
+    The result is ``[..., ceil(rows/128), ceil(columns/4), 32, 4, 4]``."""
     *lead, rows, columns = scale.shape
     padding = (0, -columns % TILE_SCALES, 0, -rows % TILE_ROWS)
     # Some PyTorch functions do not support 8-bit floats.

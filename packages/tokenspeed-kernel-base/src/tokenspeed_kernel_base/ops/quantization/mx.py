@@ -115,7 +115,7 @@ def quantize_mxfp4(
 
         exponent = max(floor(log2(amax)) - 2, -127)      # 2: e2m1's largest power of two is 2^2; amax = 0 gives -127
         scale    = exponent + 127                        # e8m0
-        q        = e2m1(x / 2^exponent)                  # to nearest, ties to the even code, saturating at 6
+        q        = e2m1(x / 2^exponent)                  # to nearest, ties to even, saturating at 6
 
     Subnormal numbers are not flushed to zero. A block with a NaN or an infinity gets ``scale = 255``, which is NaN, and q = 0.
     Zeros, and values that round to zero, keep their sign.

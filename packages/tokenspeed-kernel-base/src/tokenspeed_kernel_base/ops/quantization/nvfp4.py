@@ -48,7 +48,7 @@ def quantize_nvfp4(
 
         scale = e4m3fn((amax / 6) / global_scale)        # to nearest, ties to even, saturating at 448
         step  = float32(scale) * global_scale
-        q     = e2m1(x / step)                           # to nearest, ties to the even code, saturating at 6
+        q     = e2m1(x / step)                           # to nearest, ties to even, saturating at 6
 
     If ``amax / 6`` is 0, scale is 0. If step is 0, q is 0. A block with a NaN or an infinity gets the scale NaN (``0x7f``) and q
     = 0. Other zeros, and values that round to zero, keep their sign.

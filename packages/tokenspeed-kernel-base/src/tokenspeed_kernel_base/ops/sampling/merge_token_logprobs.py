@@ -26,8 +26,9 @@ def merge_token_logprobs(
     top_tokens_out: Tensor | None = None,
     lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Merges `token_logprobs` results of vocabulary shards (``normalize=False``) into log-probabilities over the whole
-    vocabulary.
+    """Merges `token_logprobs` results of vocabulary shards into log-probabilities over the whole vocabulary.
+
+    The inputs are results of `token_logprobs` with ``normalize=False``.
 
     The shards' log-sum-exps (lse) are merged into the lse of the vocabulary. The given token's logit is the largest of the
     shards' values, because it is ``-inf`` in shards without the token. The merged lse is subtracted from it, and from the

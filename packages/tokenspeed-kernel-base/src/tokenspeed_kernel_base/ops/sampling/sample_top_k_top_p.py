@@ -48,11 +48,11 @@ def sample_top_k_top_p(
     by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order above,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
-    * n is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; ``top_p * S(k)`` is computed in float64 from the float32
-      top_p;
+    * n, the number of kept tokens, is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; ``top_p * S(k)`` is computed
+      in float64 from the float32 top_p;
     * u is `tokenspeed_kernel_base.ops.sampling.philox.uniform(seed, offset)`: the upper 24 bits of the first word of Philox4x32-10
       with key ``seed`` and counter ``offset``, times 2^-24;
-    * the result is the smallest token t such that the sum of the weights of those of the n tokens that are at most t exceeds
+    * the result is the smallest token t such that the weights of the kept tokens with id at most t add up to more than
       ``floor(u * S(n))``; ``u * S(n)`` is computed in float64.
 
     A token with weight 0 is never drawn. This includes tokens with logit ``-inf`` and tokens less than 2^-40 times as probable as

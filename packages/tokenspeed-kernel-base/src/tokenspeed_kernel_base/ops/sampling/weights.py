@@ -40,8 +40,9 @@ def scale_of(temperature: Tensor) -> Tensor:
 
 
 def weights(distance: Tensor, scale: Tensor) -> Tensor:
-    """``floor(2^40 * 2^(distance * scale))``, to within a relative error of 2^-19 or an absolute error of 3; exactly 2^40 for
-    distance 0.
+    """The integer weights ``floor(2^40 * 2^(distance * scale))``, with an error bound.
+
+    The relative error is at most 2^-19, or the absolute error at most 3; the weight is exactly 2^40 for distance 0.
 
     The steps, all in float32: y is ``distance * scale``, at least -41. n is y rounded to the nearest integer, ties to even. p is
     the polynomial of `EXP2_COEFFICIENTS` at y - n, by Horner's rule without FMA. The weight is ``(p - 2) * 2^(n + 40)``, rounded

@@ -70,7 +70,7 @@ def causal_conv1d_decode(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of slots are checked
-            only where they lie in host memory.
+            only if they lie in host memory.
 
     Example:
         Two draft tokens after inputs 1 and 2. Slot 1 gets the state after the first token, slot 2 the state after both; slot 0 is

@@ -76,7 +76,7 @@ def causal_conv1d_prefill(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of cu_seqlens and
-            state_slots are checked only where they lie in host memory.
+            state_slots are checked only if they lie in host memory.
 
     Example:
         A sequence of three tokens that continues inputs 1 and 2.

@@ -97,7 +97,7 @@ def ssd_decode(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of slots are checked
-            only where they lie in host memory.
+            only if they lie in host memory.
 
     Example:
         A state of one element, which is halved by each token. Slot 1 gets the state after the first token, slot 2 the state after

@@ -105,7 +105,7 @@ def ssd_prefill(
 
     Raises:
         TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of cu_seqlens and
-            state_slots are checked only where they lie in host memory.
+            state_slots are checked only if they lie in host memory.
 
     Example:
         A state of one element, which is halved by each token.
