@@ -28,7 +28,7 @@ def empty_scores(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape[0], keys, dtype=_wide(q.dtype)), q.new_empty(q.shape[0], dtype=torch.int32)
 
 
-def nothing_seen(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+def scores_without_keys(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """The scores and lengths of tokens that see no key."""
     scores, lengths = empty_scores(q, keys)
     return scores.fill_(-torch.inf), lengths.zero_()

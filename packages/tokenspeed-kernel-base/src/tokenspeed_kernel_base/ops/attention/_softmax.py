@@ -194,7 +194,7 @@ def attend_ragged(
         kv_offsets: the offsets of keys and values, if they differ from those of the queries.
     """
     q_scale = _by_query_head(q_scale, q.shape[1])
-    out, lse = _nothing(q, v.shape[2])
+    out, lse = _outputs_without_keys(q, v.shape[2])
     wide = _wide(q)
     for (begin, end), (first, last) in zip(itertools.pairwise(offsets), itertools.pairwise(kv_offsets or offsets), strict=True):
         rows, keys = slice(begin, end), slice(first, last)
@@ -227,7 +227,7 @@ def attend_paged(
         tree_mask: int64 ``[tokens]``, see `tree_visible`; ignored for sequences with more than 64 new tokens.
     """
     q_scale = _by_query_head(q_scale, q.shape[1])
-    out, lse = _nothing(q, v_cache.shape[3])
+    out, lse = _outputs_without_keys(q, v_cache.shape[3])
     wide = _wide(q)
     for pages, (begin, end), kv_len in zip(page_table, itertools.pairwise(offsets), kv_lens, strict=True):
         rows = slice(begin, end)
@@ -283,7 +283,7 @@ def attend_chosen(
         topk_length: int32 ``[tokens]``, how many of the first indices count; None for all.
         kv_scale_cache, rope_cache: see `latent_groups`.
     """
-    out, lse = _nothing(q, kv_lora_rank)
+    out, lse = _outputs_without_keys(q, kv_lora_rank)
     wide = _wide(q)
     softmax = Softmax(scale)
     counted = torch.arange(indices.shape[1], device=q.device)
@@ -309,7 +309,7 @@ def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
     return found.flatten(0, 1)[begin - first * page_size : end - first * page_size]
 
 
-def _nothing(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
+def _outputs_without_keys(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
     """The outputs and log-sum-exps of queries that see no key, and of padding."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)

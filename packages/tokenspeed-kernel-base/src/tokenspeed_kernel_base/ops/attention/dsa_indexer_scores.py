@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.ops.attention._indexer import (
     empty_scores,
     indexer_cost,
     indexer_traits,
-    nothing_seen,
+    scores_without_keys,
     write_scores,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -85,7 +85,7 @@ def dsa_indexer_scores(
 
     Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
-    scores, lengths = nothing_seen(q, k.shape[0])
+    scores, lengths = scores_without_keys(q, k.shape[0])
     new, stored = cu_seqlens.tolist(), (cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv).tolist()
     for (begin, end), (first, last) in zip(itertools.pairwise(new), itertools.pairwise(stored), strict=True):
         scale = None if k_scale is None else k_scale[first:last]

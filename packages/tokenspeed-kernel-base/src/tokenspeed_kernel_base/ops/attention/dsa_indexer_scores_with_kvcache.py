@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.ops.attention._indexer import (
     indexer_cost,
     indexer_traits,
     new_offsets,
-    nothing_seen,
+    scores_without_keys,
     write_scores,
 )
 from tokenspeed_kernel_base.ops.attention._inputs import draw_paging
@@ -98,7 +98,7 @@ def dsa_indexer_scores_with_kvcache(
 
     Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
-    scores, lengths = nothing_seen(q, page_table.shape[1] * k_cache.shape[1])
+    scores, lengths = scores_without_keys(q, page_table.shape[1] * k_cache.shape[1])
     new = itertools.pairwise(new_offsets(q.shape[0], cu_seqlens_q, len(cache_seqlens)))
     for pages, (begin, end), kv_len in zip(page_table, new, cache_seqlens.tolist(), strict=True):
         used = pages[: -(-kv_len // k_cache.shape[1])]

@@ -102,11 +102,11 @@ def qk_rmsnorm_rope_store_kv_cache(
     q, k, v = _heads(qkv, k_cache, v_cache)
     if q_weight is not None and k_weight is not None:
         q, k = qk_rmsnorm(q, k, q_weight, k_weight, eps)
-    turned = apply_rope(
+    rotated_heads = apply_rope(
         q, k, positions, cos_sin_cache, interleaved, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, mrope_section,
         mrope_interleaved, q_out=out,
     )  # fmt: skip
-    return turned[0]
+    return rotated_heads[0]
 
 
 def _heads(qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:

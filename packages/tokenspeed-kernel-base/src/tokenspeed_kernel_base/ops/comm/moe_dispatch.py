@@ -86,15 +86,15 @@ def moe_dispatch(
     after a first call outside of a graph.
     """
     size = group.world_size
-    share = num_experts // size
+    experts_per_rank = num_experts // size
     if size > 1:
         group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts)
     ranks = torch.arange(size, dtype=torch.int32, device=x.device)[:, None, None]
-    held = torch.where(topk_ids >= 0, topk_ids // share, -1) == ranks  # [rank, tokens, top_k]
+    held = torch.where(topk_ids >= 0, topk_ids // experts_per_rank, -1) == ranks  # [rank, tokens, top_k]
     return (
         _exchanged(torch.where(held.any(-1, keepdim=True), x, 0), group),
         _exchanged(torch.where(held, topk_weights, 0), group),
-        _exchanged(torch.where(held, topk_ids - ranks * share, -1), group),
+        _exchanged(torch.where(held, topk_ids - ranks * experts_per_rank, -1), group),
     )
 
 

@@ -158,8 +158,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     wide = head.double() if x.dtype == torch.float64 else head.float()
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+    rotated_heads = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    return torch.cat((rotated_heads.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
 @apply_rope.traits

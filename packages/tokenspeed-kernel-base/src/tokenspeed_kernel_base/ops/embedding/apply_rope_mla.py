@@ -111,8 +111,8 @@ def apply_rope_mla(
     Safe in CUDA graphs.
     """
     cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    turned = rotate(k_rope.unsqueeze(1), cos, sin, interleaved).squeeze(1)
-    store_latents(kv_cache, latent, turned, slot_mapping, kv_scale)
+    rotated_heads = rotate(k_rope.unsqueeze(1), cos, sin, interleaved).squeeze(1)
+    store_latents(kv_cache, latent, rotated_heads, slot_mapping, kv_scale)
     q = torch.cat((q_latent, rotate(q_rope, cos, sin, interleaved)), dim=-1)
     if out_dtype is None or out_dtype == q.dtype:
         return q

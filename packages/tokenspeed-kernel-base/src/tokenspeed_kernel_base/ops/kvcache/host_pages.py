@@ -95,7 +95,7 @@ class HostPages:
                 copy_kv_pages(staging, chunk.pages, chunk.staged, cache)
                 if self._stream is not None:
                     self._stream.wait_stream(self._current_stream())
-                with self._beside():
+                with self._on_own_stream():
                     for run in chunk.runs:
                         host[run.host].copy_(staging[run.staged], non_blocking=True)
                 buffer.used_by(self._stream)
@@ -117,7 +117,7 @@ class HostPages:
                 buffer = self._next_buffer()
                 staging = buffer.pages(chunk.size, cache)
                 buffer.wait(self._stream)
-                with self._beside():
+                with self._on_own_stream():
                     for run in chunk.runs:
                         staging[run.staged].copy_(host[run.host], non_blocking=True)
                 if self._stream is not None:
@@ -158,7 +158,7 @@ class HostPages:
         """The caller's current stream; None without a GPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _on_own_stream(self) -> AbstractContextManager[object]:
         """Makes this object's stream the current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 

@@ -127,14 +127,14 @@ def verify_draft_probs(
     def left() -> Tensor:
         """The residual r of every sequence."""
         q = draft_probs[rows, node.clamp(max=max(inner - 1, 0))] if inner else torch.zeros_like(target_probs[:, 0])
-        taken = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
-        r = a.unsqueeze(1) * target_probs[rows, node].double() - taken
+        subtracted = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
+        r = a.unsqueeze(1) * target_probs[rows, node].double() - subtracted
         return torch.where((r > 0) & r.isfinite(), r, 0.0)
 
     for child in range(1, nodes):
         tried = there[:, child] & (tree[:, child] == node)
         again = tried & rejected
-        total = _units(left()).sum(1).double() * 2.0**-PROBABILITY_BITS
+        total = _fixed_point(left()).sum(1).double() * 2.0**-PROBABILITY_BITS
         divisor, lost = torch.where(again & (total > 0), total, 1.0), again & (total == 0)
         a, b = torch.where(lost, 1.0, a / divisor), torch.where(lost, 0.0, b / divisor)
         token = torch.where(tried, draft_tokens[:, child], 0).long()
@@ -147,16 +147,16 @@ def verify_draft_probs(
         last = length.clamp(max=nodes - 1)
         path[rows, last] = torch.where(accepted, child, path[rows, last])
         length = length + accepted.long()
-    lost = _units(left()).sum(1) == 0
+    lost = _fixed_point(left()).sum(1) == 0
     a, b = torch.where(lost, 1.0, a), torch.where(lost, 0.0, b)
-    totals = _units(left()).cumsum(1)
+    totals = _fixed_point(left()).cumsum(1)
     target = (uniform_of(seed, offset, 0) * totals[:, -1].double()).long()
     drawn = (totals <= target.unsqueeze(1)).sum(1)
     tokens[rows, length - 1] = torch.where(totals[:, -1] > 0, drawn, 0).to(tokens.dtype)
     return tokens, path, length.int()
 
 
-def _units(r: Tensor) -> Tensor:
+def _fixed_point(r: Tensor) -> Tensor:
     """r as int64 multiples of 2^-40."""
     return (r * 2.0**PROBABILITY_BITS).round().long()
 
