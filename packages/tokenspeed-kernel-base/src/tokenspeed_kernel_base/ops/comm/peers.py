@@ -10,10 +10,10 @@ their addends of the row to the owner, and the owner sends the sum to all ranks.
 
 In both protocols, the value of a word shows whether data has arrived. A receive buffer holds `SENTINEL` in each 32-bit word until
 data arrives. No rank ever sends that word, and the reader restores it after reading. Receive buffers are double-buffered:
-successive calls alternate between two buffers, so a buffer is reused two calls later. It is free then: in the call between, the
-rank received data from every other rank, and a rank sends that data only after it has read the data of the first call. A use
-counter on the device for each unit of `UNIT` bytes selects the buffer, so that graphs may be replayed in any order and calls may
-have any size. All ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
+successive calls alternate between two buffers, so a buffer is reused two calls later. It is free by then: the call in between
+received data from every other rank, and a rank sends that data only after it has read the first call's data. A use counter on the
+device for each unit of `UNIT` bytes selects the buffer, so that graphs may be replayed in any order and calls may have any size.
+All ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def moe_apply_add(
         >>> moe_apply_add(torch.randn(3, 8), weights, topk_weights, topk_ids, plan, residual=torch.ones(3, 8)).shape
         torch.Size([3, 8])
 
-    Safe in CUDA graphs with every backend that is; the reference is not, because it reads topk_ids on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads topk_ids on the host.
     """
     return torch.add(moe_apply(x, weights, topk_weights, topk_ids, plan), residual, out=out)
 

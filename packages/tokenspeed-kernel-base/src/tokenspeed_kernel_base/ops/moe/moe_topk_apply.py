@@ -83,7 +83,7 @@ def moe_topk_apply(
         >>> moe_topk_apply(torch.randn(3, 8), torch.randn(3, 4), weights, plan).shape
         torch.Size([3, 8])
 
-    Safe in CUDA graphs with every backend that is; the reference is not, because it reads the selected ids on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the selected ids on the host.
     """
     topk_weights, topk_ids = moe_topk(
         logits,

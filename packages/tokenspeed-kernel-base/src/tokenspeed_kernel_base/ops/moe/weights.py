@@ -36,8 +36,8 @@ class MoEWeights:
       scale for each projection.
 
     With the plan's ``w13_interleaved`` the rows of w13 are gate 0, up 0, gate 1, up 1, ...; otherwise all gate rows come before
-    all up rows. The rows of its bias and of its scales have the same order. The scale blocks of fp8_block cover 128 rows in the
-    stored order.
+    all up rows. The rows of its bias and of its scales have the same order, except that the scale blocks of fp8_block cover 128
+    stored rows each.
 
     Attributes:
         w13_weight: the fused gate and up projections.

@@ -15,9 +15,9 @@ even, and saturates.
 
 The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0: `BLOCK_MX` consecutive elements of the last axis
 share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``, where ``amax`` is the block's largest magnitude and ``emax``
-the exponent of the element format's largest power of two. Where the specification leaves a choice, the functions here do this: a
-block with a NaN or an infinity gets the scale 255 and zero elements, so that all of it dequantises to NaN. Exponents below -127
-become -127, so that a block of zeros has the scale byte 0.
+the exponent of the element format's largest power of two. The specification leaves two choices open. Here a block with a NaN or
+an infinity gets the scale 255 and zero elements, so that all of it dequantises to NaN. Exponents below -127 become -127, so that
+a block of zeros has the scale byte 0.
 
 nvfp4 has blocks of `BLOCK_NVFP4` elements with e4m3fn scales, and one float32 global scale for the whole tensor.
 

@@ -46,8 +46,8 @@ def build_draft_tree(
     candidate scores higher than its parent, so the kept candidates form a tree.
 
     Node 0 is the root, which holds the last known token. If fewer than ``nodes - 1`` candidates have a score above -inf, the last
-    nodes are absent: their parent is -1, they hold the root's token, so that the target model can run on them, and they see only
-    themselves. A kept candidate whose parent was not kept also has parent -1.
+    nodes are absent. Absent nodes have parent -1 and see only themselves. They hold the root's token, so that the target model
+    can run on them. A kept candidate whose parent was not kept also has parent -1.
 
     Args:
         tokens: int32 or int64 ``[batch, candidates]``. May be strided.
