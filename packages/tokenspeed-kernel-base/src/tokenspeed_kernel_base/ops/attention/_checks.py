@@ -1,4 +1,6 @@
-"""Checks that attention operators share. Functions named ``check_*`` look at metadata, those named ``check_values_*`` at values."""
+"""Checks that attention operators share.
+
+Functions named ``check_*`` check metadata, those named ``check_values_*`` check values."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tokenspeed_kernel_base.ops.kvcache.latent_groups import check_latent_groups
 def check_options(
     check: Checker, softmax_scale: float | None, logit_cap: float = 0.0, window_left: int = -1, sinks: Tensor | None = None
 ) -> None:
-    """The softmax's options. Call it when ``heads`` and ``head_dim`` are bound."""
+    """Checks the softmax's options. Call it when ``heads`` and ``head_dim`` are bound."""
     check.require(check["head_dim"] > 0, "head_dim of q", "positive", check["head_dim"])
     check.require(softmax_scale is None or 0 < softmax_scale < math.inf, "softmax_scale", "positive and finite", softmax_scale)
     check.require(0 <= logit_cap < math.inf, "logit_cap", "0 (off) or positive and finite", logit_cap)
@@ -25,14 +27,14 @@ def check_options(
 
 
 def check_tree(check: Checker, tree_mask: Tensor | None, window_left: int) -> None:
-    """The masks of draft trees. Call it when ``tokens`` is bound."""
+    """Checks the masks of draft trees. Call it when ``tokens`` is bound."""
     check.tensor("tree_mask", tree_mask, "tokens", torch.int64)
     fits = tree_mask is None or window_left < 0 or window_left >= MAX_TREE - 1
     check.require(fits, "window_left", f"-1 or at least {MAX_TREE - 1}, as a node sees all that it continues", window_left)
 
 
 def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int | None = None) -> None:
-    """A ``cu_seqlens``: int32 ``[batch + 1]``."""
+    """Checks a ``cu_seqlens``: int32 ``[batch + 1]``."""
     if batch is not None:
         check.bind("batch+1", batch + 1, "cache_seqlens")
     check.tensor(name, offsets, "batch+1", torch.int32)
@@ -45,14 +47,14 @@ def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
 
 
 def check_pages(check: Checker, page_table: Tensor, cache_seqlens: Tensor) -> None:
-    """The page table and lengths of a cache. Call it when ``page_size`` is bound."""
+    """Checks the page table and lengths of a cache. Call it when ``page_size`` is bound."""
     check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
     check.tensor("cache_seqlens", cache_seqlens, "batch", torch.int32)
     check.tensor("page_table", page_table, "batch max_pages", torch.int32)
 
 
 def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int) -> None:
-    """Those, and the bound of the lengths."""
+    """Checks the page table, the lengths and the bound of the lengths."""
     check_pages(check, page_table, cache_seqlens)
     if not check["batch"]:
         check.bound("max_seqlen_k", max_seqlen_k)
@@ -74,7 +76,7 @@ def check_caches(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Queries, and the keys and values in pages."""
+    """Checks queries and a paged cache of keys and values."""
     check.tensor("q", q, "tokens heads head_dim", FLOATS | FP8)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", _cache_dtypes(q))
     check.tensor("v_cache", v_cache, "pages page_size kv_heads v_head_dim", k_cache.dtype)
@@ -98,7 +100,7 @@ def check_latent_cache(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> None:
-    """Queries, and the latents in pages that a page table names."""
+    """Checks queries, a paged cache of latents and its page table."""
     check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale, kv_scale_cache, rope_cache)
     _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
 
@@ -113,7 +115,7 @@ def check_latents(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> None:
-    """Queries, and the latents in pages."""
+    """Checks queries and a paged cache of latents."""
     grouped = kv_scale_cache is not None or rope_cache is not None
     check.tensor("q", q, "tokens heads latent_dim", HALVES if grouped else FLOATS | FP8)
     if not grouped:
@@ -133,14 +135,14 @@ def check_latents(
 def check_extension(
     check: Checker, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, cache_seqlens: Tensor, max_seqlen_q: int
 ) -> None:
-    """The lengths of new tokens that extend sequences. Call it when the cache is checked."""
+    """Checks the lengths of new tokens that extend sequences. Call it after the check of the cache."""
     check_offsets(check, "cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
     check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, cache_seqlens.shape[0])
     check.bound("max_seqlen_q", max_seqlen_q)
 
 
 def check_new_tokens(check: Checker, q: Tensor, cache_seqlens: Tensor, max_seqlen_q: int) -> None:
-    """That q holds ``max_seqlen_q`` tokens of every sequence."""
+    """Checks that q holds ``max_seqlen_q`` tokens of every sequence."""
     check.require(max_seqlen_q >= 1, "max_seqlen_q", "at least 1", max_seqlen_q)
     check.bind("new_tokens", max_seqlen_q, "max_seqlen_q")
     batch, tokens = cache_seqlens.shape[0], q.shape[0]
@@ -159,14 +161,17 @@ def check_scales(
     v_scale: Tensor | None,
     size: str,
 ) -> None:
-    """The scales of fp8 q, k and v, one for all or one of each of ``size``. Call it when that is bound."""
+    """Checks the scales of fp8 q, k and v: one for all heads, or one for each head.
+
+    ``size`` names the number of heads; call it when that is bound."""
     for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
         check_scale(check, f"{name}_scale", scale, name, tensor, check[size], size)
 
 
 def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) -> None:
-    """Where the new tokens of each sequence begin in a tensor, or that all have as many. Call it when ``tokens`` and ``batch`` are
-    bound."""
+    """Checks ``cu_seqlens_q``, or without it that the number of tokens is a multiple of batch.
+
+    Call it when ``tokens`` and ``batch`` are bound."""
     tokens, batch = check["tokens"], check["batch"]
     if cu_seqlens_q is not None:
         check_offsets(check, "cu_seqlens_q", cu_seqlens_q, batch)
@@ -178,7 +183,7 @@ def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) 
 def check_scale(
     check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, heads: int, size: str = "kv_heads"
 ) -> None:
-    """The scale of an fp8 tensor: float32, one for all or one a head; ``size`` is the name of their number."""
+    """Checks the scale of an fp8 tensor: float32, one for all heads or one for each; ``size`` names the number of heads."""
     if scale is None:
         return
     if tensor.dtype not in FP8:
@@ -200,8 +205,9 @@ def check_values_offsets(
     *,
     padded: bool = False,
 ) -> None:
-    """A ``cu_seqlens``: from 0 in steps that are not negative to the number of tokens, no step above the bound. Padded, it may end
-    before."""
+    """Checks the values of a ``cu_seqlens``: non-decreasing from 0 to the number of tokens, no step above ``longest``.
+
+    With ``padded`` it may end before the number of tokens."""
     if offsets is None:
         return
     first, last = offsets[0].item(), offsets[-1].item()
@@ -230,7 +236,7 @@ def check_values_counts(check: Checker, name: str, counts: Tensor | None, most: 
 def check_values_ragged(
     check: Checker, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Sequence[int] | Tensor | None, max_seqlen: int | None
 ) -> None:
-    """The lengths of whole sequences as prefill takes them: on the device, and repeated on the host."""
+    """Checks the lengths of whole sequences for prefill: ``cu_seqlens`` and its copy on the host."""
     hint = _read_hint(check, "cu_seqlens_cpu", cu_seqlens_cpu)
     offsets, name = (cu_seqlens, "cu_seqlens") if cu_seqlens is not None else (hint, "cu_seqlens_cpu")
     check_values_offsets(check, name, offsets, q.shape[0], "q", "max_seqlen", max_seqlen, padded=True)
@@ -263,8 +269,9 @@ def check_values_paging(
     window_left: int = -1,
     new_tokens: Tensor | int = 0,
 ) -> None:
-    """The lengths in a cache, and the pages that they use; each is None where it cannot be read. ``new_tokens``: of each sequence;
-    0 where that cannot be read."""
+    """Checks the lengths in a cache, and the pages that they use; either is None if its values cannot be read.
+
+    ``new_tokens``: the new tokens of each sequence, 0 if their number cannot be read."""
     if cache_seqlens is None or not cache_seqlens.numel():
         return
     shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())
@@ -294,7 +301,7 @@ def check_values_extension(
     max_seqlen_q: int,
     is_causal: bool,
 ) -> None:
-    """The lengths of new tokens against those of the sequences that they extend."""
+    """Checks the lengths of new tokens against the lengths of the sequences that they extend."""
     check_values_offsets(check, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", "max_seqlen_q", max_seqlen_q, padded=True)
     if cache_seqlens is None:
         return

@@ -1,4 +1,4 @@
-"""Work that attention cannot avoid."""
+"""The minimal FLOPs and bytes of attention."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def attention_cost(
     kv_token_bytes: int,
     *others: Tensor | None,
 ) -> Cost:
-    """The cost of attention: two products over visible pairs; q, the keys and values that some query sees, and outputs once.
+    """The cost of attention: q·k and P·v dot products for visible pairs.
+
+    q, the keys and values that some query sees, and the outputs move once.
 
     Args:
         kv_token_bytes: bytes of one token's keys and values, all heads.
-        others: further tensors that are read whole.
+        others: further tensors that are read completely.
     """
     tokens, heads, head_dim = q.shape
     pairs = visible = 0
@@ -58,7 +60,7 @@ def ragged_cost(
     cu_seqlens_kv: Tensor | None = None,
     causal: bool = True,
 ) -> Cost:
-    """The cost of a prefill: queries attend to their own sequence, or to more keys, of which the last are their own."""
+    """The cost of a prefill: queries attend to their own sequence, or with cu_seqlens_kv to keys of other lengths."""
     q_lens = lengths(cu_seqlens)
     kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
     kv_token_bytes = (k.shape[1:].numel() + v.shape[1:].numel()) * k.element_size()
@@ -76,13 +78,13 @@ def paged_cost(
     window_left: int = -1,
     return_lse: bool = False,
 ) -> Cost:
-    """The cost of new tokens' attention to what a paged cache holds of their sequences."""
+    """The cost of the attention of new tokens to their sequences in a paged cache."""
     kv_lens = cache_seqlens.tolist()
     return attention_cost(q, v_head_dim, q_lens, kv_lens, causal, window_left, return_lse, kv_token_bytes, cache_seqlens)
 
 
 def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], q: Tensor, v_head_dim: int) -> Cost:
-    """The cost without the pairs of new tokens that masks of draft trees hide; the masks are read, too."""
+    """The cost minus that of the pairs that the masks of draft trees hide, plus the bytes of the masks."""
     if tree_mask is None or not len(tree_mask):
         return cost
     tree_mask = tree_mask[: sum(q_lens)]  # the rest is padding
@@ -94,10 +96,10 @@ def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], 
 
 
 def token_bytes(*caches: Tensor | None) -> int:
-    """Bytes of one token in caches ``[pages, page_size, ...]``; None counts nothing."""
+    """Bytes of one token in caches ``[pages, page_size, ...]``; None counts as 0."""
     return sum(cache.shape[2:].numel() * cache.element_size() for cache in caches if cache is not None)
 
 
 def lengths(offsets: Tensor) -> list[int]:
-    """The lengths that a ``cu_seqlens`` says, on the host."""
+    """The lengths that a ``cu_seqlens`` describes, on the host."""
     return offsets.diff().tolist()

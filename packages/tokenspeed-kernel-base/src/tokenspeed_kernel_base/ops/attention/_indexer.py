@@ -1,4 +1,4 @@
-"""What the operators of a sparse attention's indexer share: its scores, checks and inputs.
+"""The parts that the operators of a sparse attention's indexer share: scores, checks and inputs.
 
 ``score[t, s] = scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``
 """
@@ -19,16 +19,16 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic, of weights and of scores."""
+    """The dtype of the arithmetic, the weights and the scores."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_scores(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Scores of so many keys, and lengths, without values; q may be fake."""
+    """Uninitialised scores ``[tokens, keys]`` and lengths ``[tokens]``; q may be fake."""
     return q.new_empty(q.shape[0], keys, dtype=_wide(q.dtype)), q.new_empty(q.shape[0], dtype=torch.int32)
 
 
-def nothing_seen(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+def scores_without_keys(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
     """The scores and lengths of tokens that see no key."""
     scores, lengths = empty_scores(q, keys)
     return scores.fill_(-torch.inf), lengths.zero_()
@@ -37,8 +37,9 @@ def nothing_seen(q: Tensor, keys: int) -> tuple[Tensor, Tensor]:
 def write_scores(
     q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None, begin: int, end: int, scores: Tensor, lengths: Tensor
 ) -> None:
-    """Writes the scores of a sequence whose keys are k ``[kv_len, head_dim]`` and whose last tokens are ``begin`` to ``end`` of q,
-    and how many keys each sees."""
+    """Writes the scores of one sequence, and how many keys each token sees.
+
+    k ``[kv_len, head_dim]`` holds its keys; rows ``begin`` to ``end`` of q are its last tokens."""
     wide, kv_len = scores.dtype, k.shape[0]
     k = k.to(wide)
     for token in range(begin, end):
@@ -49,7 +50,7 @@ def write_scores(
 
 
 def new_offsets(tokens: int, cu_seqlens_q: Tensor | None, batch: int) -> list[int]:
-    """Where the new tokens of each sequence begin, and end, on the host."""
+    """The offsets of each sequence's new tokens, on the host."""
     return [i * tokens // max(batch, 1) for i in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
@@ -57,33 +58,35 @@ INDEXER_KINDS: dict[str, TraitKind] = {"heads": int, "head_dim": int, "scaled": 
 
 
 def indexer_traits(q: Tensor, scale: Tensor | None) -> dict[str, object]:
-    """The traits of every operator with scores of an indexer; ``scaled``: keys have scales."""
+    """The traits of every operator that computes an indexer's scores; ``scaled``: keys have scales."""
     return {"heads": q.shape[1], "head_dim": q.shape[2], "scaled": scale is not None}
 
 
 def check_queries(check: Checker, q: Tensor, weights: Tensor) -> None:
-    """Queries, and the weights of their heads."""
+    """Checks queries, and the weights of their heads."""
     check.tensor("q", q, "tokens heads head_dim", FLOATS | {torch.float8_e4m3fn})
     check.require(check["heads"] > 0 and check["head_dim"] > 0, "q", "of heads and a head_dim > 0", str(list(q.shape)))
     check.tensor("weights", weights, "tokens heads", _wide(q.dtype))
 
 
 def check_key_scale(check: Checker, name: str, scale: Tensor | None, keys_name: str, keys: Tensor, shape: str) -> None:
-    """The scales of keys, which only fp8 keys have."""
+    """Checks the scales of keys, which only fp8 keys may have."""
     if scale is not None and keys.dtype not in FP8:
         check.fail(name, f"None, because {keys_name} is not fp8", scale)
     check.tensor(name, scale, shape, torch.float32)
 
 
 def draw_queries(draw: Draw, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Queries, and weights of either sign."""
+    """Draws queries, and weights of either sign."""
     weights = draw.normal(tokens, heads, scale=heads**-0.5, dtype=_wide(dtype))
     return {"q": draw.normal(tokens, heads, head_dim, dtype=dtype), "weights": weights}
 
 
 def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, stale: bool) -> tuple[Tensor, Tensor | None]:
-    """Index keys in pages, and for fp8 their scales: both views of pages of bytes in which all scales follow all keys, as DeepGEMM
-    has them. ``stale``: slots that hold no token hold NaN."""
+    """Draws paged index keys, and their scales if they are fp8.
+
+    Both are views of pages of bytes, in which the scales of a page follow its keys, as in DeepGEMM's layout. ``stale``: slots
+    that hold no token hold NaN."""
     if dtype not in FP8:
         return draw_cache(draw, held, head_dim, dtype=dtype, stale=stale), None
     pages, page_size = held.shape
@@ -95,7 +98,9 @@ def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, sta
 
 
 def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """``k_cache`` and ``k_scale_cache`` in pages of bytes, uint8 ``[pages, page_size * (head_dim + 4)]``; head_dim divides by 4."""
+    """Views pages of bytes as ``k_cache`` and ``k_scale_cache``.
+
+    packed is uint8 ``[pages, page_size * (head_dim + 4)]``; head_dim is a multiple of 4."""
     pages, width = packed.shape[0], page_size * (head_dim + 4)
     keys = packed.view(torch.float8_e4m3fn).as_strided((pages, page_size, head_dim), (width, head_dim, 1))
     floats = packed.view(torch.float32)
@@ -106,13 +111,14 @@ def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, 
 def indexer_cost(
     q: Tensor, weights: Tensor, offsets: Sequence[int], kv_lens: Sequence[int], token_bytes: int, other_bytes: int
 ) -> Cost:
-    """The cost of scores: multiplications for every visible pair of a token and a key, in all heads. Each key is read once, and
-    each score of a visible pair is written once.
+    """The cost of scores: a dot product in each head for every visible pair of a token and a key.
+
+    Each key is read once, and the score of each visible pair is written once.
 
     Args:
-        offsets: where the new tokens of each sequence begin, and end.
+        offsets: the offsets of each sequence's new tokens.
         token_bytes: bytes of a key with its scale.
-        other_bytes: of tensors that are read whole, besides q and weights.
+        other_bytes: bytes of tensors that are read completely, besides q and weights.
     """
     pairs = read = 0
     for (begin, end), kv_len in zip(itertools.pairwise(offsets), kv_lens, strict=True):

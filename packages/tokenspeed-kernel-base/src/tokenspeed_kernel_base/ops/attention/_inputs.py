@@ -1,4 +1,4 @@
-"""Inputs for the cases of attention operators. Each function returns what a `Case` wants: a function of a `Draw`."""
+"""Inputs for the cases of attention operators. Each recipe returns the function of a `Draw` that a `Case` needs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def ragged(
     """Packed whole sequences.
 
     Args:
-        padding: rows behind the last sequence, which belong to none.
-        hint: the lengths are repeated on the host.
-        kv_lengths: of keys and values, where they have their own.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
+        padding: rows past the last sequence, which belong to no sequence.
+        hint: also give the lengths on the host.
+        kv_lengths: the lengths of keys and values, if they differ from those of the queries.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def ragged(
 
 
 def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages for sequences: page table, lengths, and which slots ``[pages, page_size]`` hold a token.
+    """Draws pages for sequences: page table, lengths, and which slots ``[pages, page_size]`` hold a token.
 
-    Pages are shuffled, two are unused, and page table entries that no sequence reaches are -1.
+    Pages are shuffled, two pages are unused, and page table entries past the end of a sequence are -1.
     """
     counts = [-(-length // page_size) for length in kv_lens]
     pages = sum(counts) + 2
@@ -86,8 +86,10 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
 
 
 def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
-    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: NaN lies in all others. ``guarded``: and in
-    front of the cache, where a page -1 would be, so that who reads that one finds NaN, and no memory of others."""
+    """A cache with ``token``-shaped tokens in the slots that hold one.
+
+    ``stale``: all other slots hold NaN. ``guarded``: likewise, and the page in front of the cache holds NaN too, so that a kernel
+    that reads page -1 reads NaN instead of foreign memory."""
     if guarded:
         return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
     values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)
@@ -99,11 +101,13 @@ def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale:
 def draw_groups(
     draw: Draw, held: Tensor, kv_lora_rank: int, rope_dim: int, dtype: torch.dtype, stale: bool = False
 ) -> dict[str, Tensor]:
-    """A cache whose latents have a scale for each 128, as views of pages of bytes. Codes are large and scales small, as they are
-    where amax becomes 448. ``stale``: NaN lies in slots that hold no token."""
+    """A cache whose latents have a scale for each 128 elements, as views of pages of bytes.
+
+    The e4m3 values are large and the scales small, as after a quantisation that maps amax to 448. ``stale``: slots that hold no
+    token hold NaN."""
     packed = torch.zeros(*held.shape, kv_lora_rank // 32 * 33 + 2 * rope_dim, dtype=torch.uint8, device=draw.device)
     views = mla_cache_views(packed, kv_lora_rank, rope_dim, dtype)
-    codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448 is seven deviations
+    codes = draw.normal(*views.kv_cache.shape, scale=64.0).to(views.kv_cache.dtype)  # 448 is seven standard deviations
     views.kv_cache.view(torch.uint8).copy_(codes.view(torch.uint8))
     views.kv_scale_cache.copy_(draw.uniform(*views.kv_scale_cache.shape, low=0.004, high=0.025))
     views.rope_cache.copy_(draw.normal(*views.rope_cache.shape, dtype=dtype))
@@ -113,8 +117,9 @@ def draw_groups(
 
 
 def draw_trees(draw: Draw, q_lens: Sequence[int], padding: int = 0) -> Tensor:
-    """int64 ``[sum(q_lens) + padding]``: masks of random draft trees; 0 for every other sequence, for those of more than 64 tokens
-    and for padding."""
+    """Masks of random draft trees: int64 ``[sum(q_lens) + padding]``.
+
+    They are 0 for every other sequence, for sequences of more than 64 tokens and for padding."""
     masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
     for at, q_len in enumerate(q_lens):
         tree = at % 2 == 0 and 0 < q_len <= MAX_TREE
@@ -149,16 +154,17 @@ def paged(
     """New tokens and a paged cache that holds them.
 
     Args:
-        q_lens: new tokens of each sequence, for extending; None for decoding ``max_seqlen_q`` (or 1) tokens of each.
-        kv_lora_rank: the cache is one of latents, and ``head_dim`` the width of one.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
+        q_lens: new tokens of each sequence, for extend; None for decode, with ``max_seqlen_q`` (or 1) tokens of each.
+        kv_lora_rank: makes a cache of latents with rotary parts, each ``head_dim`` wide.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to draw; ``scale_per_head``: one for each KV head.
         stale: slots that hold no token hold NaN.
-        freed: page table entries are -1 where the window hides a whole page, and NaN lies in those pages and in front of the cache.
-        running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
-        trees: new tokens of a sequence are a draft tree, of every other one, and where there are no more than 64.
-        grouped: each 128 latents have a scale, and rotary parts lie apart.
-        padding: rows of q behind the last sequence, which belong to none.
-        width: entries of the page table for each sequence; one more than any has pages if not given.
+        freed: page table entries are -1 where the window hides a whole page; those pages and the page in front of the cache hold
+            NaN.
+        running_sums: also give ``cu_seqlens_kv`` if there are q_lens.
+        trees: the new tokens of every other sequence form a draft tree, if they are at most 64.
+        grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
+        padding: rows of q past the last sequence, which belong to no sequence.
+        width: entries of the page table for each sequence; by default one more than the pages of the longest sequence.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """The masked softmax that the bodies of all attention operators share.
 
-A sequence's tokens have positions 0, 1, 2, ... Its queries are the last ones: query i of ``q_len`` is at position
+A sequence's tokens have positions 0, 1, 2, ... The queries are its last tokens: query i of ``q_len`` is at position
 ``kv_len - q_len + i`` of ``kv_len``. A query at position p sees the key at position j where
 
 * ``j <= p``, if attention is causal, and
 * ``j >= p - window_left``, if ``window_left`` is not negative.
 
-Queries that are nodes of a draft tree have masks of the new tokens that they see, and positions by their depth, see `tree_visible`.
+A query that is a node of a draft tree has a mask of the new tokens that it sees, and a position given by its depth, see
+`tree_visible`.
 
-Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``; the visible ones then go through a softmax, which
-a head's sink joins as one more score whose value vector is zero. Everything is float32, or float64 where q is, until the output
-is rounded once. Queries are processed in blocks, each with the keys that it can see, so that scores take little memory.
+Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``. The softmax runs over the visible scores. A head's
+sink is one more score, whose value vector is zero. Arithmetic is float32 (float64 where q is float64), and the output is rounded
+once. Queries are processed in blocks, each with the keys that it can see, to bound the memory of the scores.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import whole_tokens
 
 MAX_TREE = 64
-"""Nodes of a draft tree, at most: bits of a mask."""
+"""The largest number of nodes of a draft tree: the bits of a mask."""
 
-# Queries of a block: limits the memory of scores, and lets a block skip keys that none of its queries sees.
+# Queries of a block. Blocks limit the memory of scores, and skip keys that none of their queries sees.
 _QUERIES_AT_ONCE = 128
 
 
@@ -36,11 +37,11 @@ class Softmax(NamedTuple):
     """How scores become weights.
 
     Attributes:
-        scale: multiplies the products of q and k.
+        scale: multiplies the dot products q·k.
         causal: whether later keys are hidden.
-        window_left: earlier keys that stay visible besides the token itself; -1 for all.
+        window_left: earlier keys that a query sees besides its own; -1 for all.
         logit_cap: bound that scores approach; 0 for none.
-        sinks: ``[heads]`` one more score a head, or None.
+        sinks: ``[heads]``, one more score for each head, or None.
     """
 
     scale: float
@@ -66,8 +67,9 @@ def first_visible(position: int, window_left: int) -> int:
 
 
 def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
-    """Which places in a page table ``[batch, max_pages]`` hold positions that no new token of their sequence sees, because they lie
-    before the window of the oldest."""
+    """Which entries of a page table the window hides from all new tokens: bool ``[batch, max_pages]``.
+
+    These pages cover only positions before the window of the sequence's oldest new token."""
     ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
     if window_left < 0:
         return torch.zeros(len(cache_seqlens), max_pages, dtype=torch.bool, device=cache_seqlens.device)
@@ -80,22 +82,22 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    """A ``[..., heads, dim]`` tensor in another dtype, times the scale of the whole or of each head."""
+    """A ``[..., heads, dim]`` tensor in another dtype, multiplied by its scale: one for the tensor or one for each head."""
     return x.to(dtype) if scale is None else x.to(dtype) * scale.reshape(-1, 1)
 
 
 def _by_query_head(q_scale: Tensor | None, heads: int) -> Tensor | None:
-    """The scale of queries, where there is one for each key head, repeated for the query heads of each."""
+    """The scale of queries; one for each KV head is repeated for the query heads of its group."""
     return q_scale if q_scale is None or q_scale.numel() == 1 else q_scale.repeat_interleave(heads // q_scale.numel())
 
 
 def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: int, first_key: int) -> Tensor:
-    """Which keys each query of a sequence sees, ``[q_len, kv_len]``, of queries that may be nodes of a draft tree.
+    """Which keys each query of a sequence sees, ``[q_len, kv_len]``, where queries may be nodes of a draft tree.
 
     Args:
-        tree_mask: int64 ``[q_len]``. Bit i of a node's mask says that it sees new token i; it sees all tokens before the new ones,
-            too. Its position is that of the first new token, plus the number of these bits, less one. A mask of 0 is that of a
-            query that is no node, and sees what causal attention shows.
+        tree_mask: int64 ``[q_len]``. Bit i of a node's mask means that the node sees new token i. A node also sees all tokens
+            before the new ones. The position of a node is the position of the first new token, plus the number of bits set in its
+            mask, minus one. A query with mask 0 is not a node, and sees the keys of causal attention.
     """
     device, q_len = tree_mask.device, len(tree_mask)
     own = torch.arange(q_len, device=device).unsqueeze(1)
@@ -118,12 +120,12 @@ def attend(
     first_key: int = 0,
     tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence.
+    """Computes the attention of one sequence.
 
     Args:
         q: ``[q_len, heads, head_dim]``, its first token at position ``first_query``, which may be negative.
         k, v: ``[kv_len, kv_heads, head_dim]`` and ``[kv_len, kv_heads, v_head_dim]``, the first token at position ``first_key``.
-            All three are in the dtype of the arithmetic already.
+            q, k and v already have the dtype of the arithmetic.
         tree_mask: int64 ``[q_len]``, see `tree_visible`; None where no query is a node.
 
     Returns:
@@ -139,7 +141,7 @@ def attend(
         oldest, newest = first_query + rows.start, first_query + rows.stop - 1
         low = max(first_visible(oldest, softmax.window_left) - first_key, 0)
         high = max(newest + 1 - first_key, low) if softmax.causal else k.shape[0]
-        # A single query is given visible keys only.
+        # A single query needs no mask: it gets visible keys only.
         count, ahead = rows.stop - rows.start, oldest - (first_key + low)
         visible = _visible(count, high - low, softmax, ahead, q.device) if count > 1 else None
         out[rows], lse[rows] = _attend_block(q[rows], k[low:high], v[low:high], softmax, visible)
@@ -147,9 +149,9 @@ def attend(
 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``visible``: ``[q_len, kv_len]``; None for all."""
+    """Attention of a block of queries. ``visible``: ``[q_len, kv_len]``, or None if all keys are visible."""
     (q_len, heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
-    # One product for the queries of all heads that share a key head: [kv_heads, group * q_len, head_dim].
+    # One GEMM for the queries of all heads of a GQA group: [kv_heads, group * q_len, head_dim].
     together = heads // kv_heads * q_len
     grouped = q.transpose(0, 1).reshape(kv_heads, together, head_dim)
     scores = torch.matmul(grouped, k.permute(1, 2, 0)).view(heads, q_len, kv_len) * softmax.scale
@@ -159,7 +161,7 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Te
         scores = scores.masked_fill(~visible, -torch.inf)
     sink = q.new_full((heads, 1), -torch.inf) if softmax.sinks is None else softmax.sinks.to(q.dtype).view(heads, 1)
     row_max = torch.maximum(sink, scores.amax(-1)) if kv_len else sink.expand(heads, q_len)
-    shift = torch.where(row_max == -torch.inf, 0.0, row_max)  # a row without visible keys gets weights of 0, not NaN
+    shift = torch.where(row_max == -torch.inf, 0.0, row_max)  # a row without visible keys gets exp(...) = 0, not NaN
     weights = torch.exp(scores - shift.unsqueeze(-1))
     row_sum = weights.sum(-1) + torch.exp(sink - shift)
     weighted = torch.matmul(weights.view(kv_heads, together, kv_len), v.transpose(0, 1)).view(heads, q_len, v.shape[2])
@@ -185,14 +187,14 @@ def attend_ragged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences, each to itself; or to packed keys, of which its queries' own are the last.
+    """Attention of packed sequences: each to itself, or to packed keys, the last of which belong to the queries.
 
     Args:
         offsets: ``cu_seqlens`` on the host.
-        kv_offsets: the same of keys and values, where they are others.
+        kv_offsets: the offsets of keys and values, if they differ from those of the queries.
     """
     q_scale = _by_query_head(q_scale, q.shape[1])
-    out, lse = _nothing(q, v.shape[2])
+    out, lse = _outputs_without_keys(q, v.shape[2])
     wide = _wide(q)
     for (begin, end), (first, last) in zip(itertools.pairwise(offsets), itertools.pairwise(kv_offsets or offsets), strict=True):
         rows, keys = slice(begin, end), slice(first, last)
@@ -215,17 +217,17 @@ def attend_paged(
     v_scale: Tensor | None = None,
     tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last tokens of sequences to all that a paged cache holds of them.
+    """Attention of the last tokens of sequences to the whole sequences, which lie in a paged cache.
 
     Args:
-        q: ``[tokens, heads, head_dim]``; those of sequence b are ``offsets[b]`` to ``offsets[b + 1]``.
+        q: ``[tokens, heads, head_dim]``; sequence b has rows ``offsets[b]`` to ``offsets[b + 1]``.
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]``.
         page_table: ``[batch, max_pages]``.
-        kv_lens: tokens in the cache, by sequence; the queries' own are the last.
-        tree_mask: int64 ``[tokens]``, see `tree_visible`; not looked at of sequences with more than 64 new tokens.
+        kv_lens: tokens of each sequence in the cache; the queries are the last of them.
+        tree_mask: int64 ``[tokens]``, see `tree_visible`; ignored for sequences with more than 64 new tokens.
     """
     q_scale = _by_query_head(q_scale, q.shape[1])
-    out, lse = _nothing(q, v_cache.shape[3])
+    out, lse = _outputs_without_keys(q, v_cache.shape[3])
     wide = _wide(q)
     for pages, (begin, end), kv_len in zip(page_table, itertools.pairwise(offsets), kv_lens, strict=True):
         rows = slice(begin, end)
@@ -252,7 +254,7 @@ def attend_latent(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_paged` where all heads share one key, the cached latent and what follows it, whose value is the latent alone."""
+    """`attend_paged` where all heads share one key: the cached latent and its rotary part. The value is the latent alone."""
     if kv_scale_cache is not None and rope_cache is not None:
         kv_cache = whole_tokens(kv_cache, kv_scale_cache, rope_cache)
     k_cache = kv_cache.unsqueeze(2)
@@ -272,16 +274,16 @@ def attend_chosen(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token to latents of its own choice.
+    """Attention of every token to the cached latents that its indices name.
 
     Args:
         q: ``[tokens, heads, width]``.
-        kv_cache: ``[pages, page_size, width]``; where rotary parts lie apart, those of the latents alone.
-        indices: int32 ``[tokens, top_k]``, slots of the cache; negative ones are no keys.
+        kv_cache: ``[pages, page_size, width]``; with rope_cache it holds the latents alone.
+        indices: int32 ``[tokens, top_k]``, slots of the cache; negative ones are ignored.
         topk_length: int32 ``[tokens]``, how many of the first indices count; None for all.
         kv_scale_cache, rope_cache: see `latent_groups`.
     """
-    out, lse = _nothing(q, kv_lora_rank)
+    out, lse = _outputs_without_keys(q, kv_lora_rank)
     wide = _wide(q)
     softmax = Softmax(scale)
     counted = torch.arange(indices.shape[1], device=q.device)
@@ -292,7 +294,7 @@ def attend_chosen(
         found = kv_cache[at]
         if kv_scale_cache is not None and rope_cache is not None:
             found = whole_tokens(found, kv_scale_cache[at], rope_cache[at])
-        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # it may be NaN
+        keys = _widen(found.unsqueeze(1), wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # may be NaN
         query = slice(token, token + 1)
         values = keys[..., :kv_lora_rank]
         out[query], lse[query] = _attend_block(_widen(q[query], wide, q_scale), keys, values, softmax, chosen.unsqueeze(0))
@@ -300,21 +302,21 @@ def attend_chosen(
 
 
 def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
-    """Positions ``begin`` to ``end`` of the sequence that lies in ``pages``, from a cache: ``[end - begin, kv_heads, dim]``."""
+    """Gathers positions ``begin`` to ``end`` of the sequence in ``pages``: ``[end - begin, kv_heads, dim]``."""
     page_size = cache.shape[1]
     first = begin // page_size
     found = cache.index_select(0, pages[first : -(-end // page_size)])
     return found.flatten(0, 1)[begin - first * page_size : end - first * page_size]
 
 
-def _nothing(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """The outputs of queries that see no key, and of tokens that belong to no sequence."""
+def _outputs_without_keys(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
+    """The outputs and log-sum-exps of queries that see no key, and of padding."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
 
 def paged_outputs(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`empty_outputs` of an operator with a cache of values."""
+    """`empty_outputs` of an operator with a cache of keys and values."""
     return empty_outputs(q, v_cache.shape[3], return_lse)
 
 
@@ -324,6 +326,6 @@ def latent_outputs(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | t
 
 
 def empty_outputs(q: Tensor, v_head_dim: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """What an operator returns, without values; q may be fake."""
+    """Uninitialised outputs of an operator; q may be fake."""
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return (out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)) if return_lse else out

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.traits import TraitKind
 
-# What the functions below give, with the values of each.
+# The traits that the functions below return, with the type of each.
 SOFTMAX_KINDS: dict[str, TraitKind] = {"head_dim": int, "v_head_dim": int, "gqa_ratio": int, "logit_cap": bool, "return_lse": bool}
 WINDOW_KINDS: dict[str, TraitKind] = {"sliding_window": bool, "window_left": int}
 WINDOW_AND_SINK_KINDS: dict[str, TraitKind] = {**WINDOW_KINDS, "sinks": bool}
@@ -16,7 +16,7 @@ LATENT_KINDS: dict[str, TraitKind] = {**CACHE_KINDS, "grouped_scales": bool}
 
 
 def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, return_lse: bool) -> dict[str, object]:
-    """The traits of every attention operator; ``gqa_ratio`` is the number of query heads that share a key head."""
+    """The traits of every attention operator; ``gqa_ratio`` is the GQA group size: query heads for each KV head."""
     return {
         "head_dim": q.shape[-1],
         "v_head_dim": v_head_dim,
@@ -27,7 +27,7 @@ def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, 
 
 
 def window_traits(window_left: int) -> dict[str, object]:
-    """The traits of operators with windows; ``window_left`` is stated only where there is one."""
+    """The traits of operators with windows; ``window_left`` is present only if there is a window."""
     return {"sliding_window": True, "window_left": window_left} if window_left >= 0 else {"sliding_window": False}
 
 
@@ -42,11 +42,12 @@ def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
 
 
 def latent_traits(cache: Tensor, kv_scale_cache: Tensor | None, *scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to a paged cache of latents. ``grouped_scales``: each 128 latents have a scale, and rotary parts lie
-    apart."""
+    """The traits of attention to a paged cache of latents.
+
+    ``grouped_scales``: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache."""
     return {**cache_traits(cache, *scales), "grouped_scales": kv_scale_cache is not None}
 
 
 def scale_traits(*scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to fp8 operands; ``scaled``: some operand has a scale."""
+    """The traits of attention to fp8 operands; ``scaled``: at least one operand has a scale."""
     return {"scaled": any(scale is not None for scale in scales)}

@@ -16,14 +16,15 @@ _CACHES = ("k_cache", "v_cache", "kv_cache", "kv_scale_cache", "rope_cache")
 
 
 def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    """The values that decide the work of paged attention, for a ``work`` hook."""
+    """The values that determine the work of paged attention, for a ``work`` hook."""
     kv_lens: list[int] = cache_seqlens.tolist()
     return {"kv_lens": kv_lens} if cu_seqlens_q is None else {"kv_lens": kv_lens, "q_lens": cu_seqlens_q.diff().tolist()}
 
 
 def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
-    """The ``vary`` hook of attention of whole sequences, whose ``work`` hook reads ``lengths``, and ``kv_lengths`` where keys have
-    their own."""
+    """The ``vary`` hook of attention of whole sequences.
+
+    Their ``work`` hook returns ``lengths``, and ``kv_lengths`` if keys have other lengths than queries."""
     if variation.want is not Want.CAPTURED:
         return {}
     lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]), padded=True)
@@ -47,7 +48,8 @@ def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:
 
 
 def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Lengths as they were, and as many pages as they need. Captured sequences may have shared pages; these do not."""
+    """Draws arguments with the captured lengths, and as many pages as they need. Captured sequences may have shared pages; these
+    do not."""
     draw, table, offsets = variation.draw, arguments["page_table"], arguments.get("cu_seqlens_q")
     batch, width = table.shape
     room = arguments["max_seqlen_k"]
@@ -56,7 +58,7 @@ def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[s
     if offsets is not None:
         q_lens = variation.parts("q_lens", batch, len(arguments["q"]), padded=True)
         made["cu_seqlens_q"] = draw.cumulative(q_lens)
-        if arguments.get("is_causal", True):  # a sequence has at least as many tokens as are new
+        if arguments.get("is_causal", True):  # a sequence includes its new tokens
             kv_lens = [max(kv_len, min(q_len, room)) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
     if arguments.get("cu_seqlens_kv") is not None:
         made["cu_seqlens_kv"] = draw.cumulative(kv_lens)
@@ -72,8 +74,8 @@ def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[s
 
 
 def _shortened(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Cached sequences without their last third; new tokens stay, and so do sequences of which pages were freed: shorter ones would
-    see those."""
+    """Shortens cached sequences by a third, but not below their new tokens. Sequences with freed pages keep their length, because
+    a shorter sequence would see the freed pages."""
     lengths, new = arguments["cache_seqlens"], _new_tokens(arguments)
     shorter = torch.minimum(lengths, torch.maximum(new, lengths * 2 // 3))
     table = arguments["page_table"]
@@ -97,19 +99,20 @@ def _page_size(arguments: dict[str, Any]) -> int:
 
 
 def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every page in the place of the next one, and a page table that says so."""
+    """Moves every page to the next index, and changes the page table accordingly."""
     pages = len(next(iter(caches.values())))
     made = {"page_table": torch.where(page_table >= 0, (page_table + 1) % max(pages, 1), page_table)}
     for name, cache in caches.items():
-        narrow = cache.element_size() == 1  # not every backend can roll these but as bytes
+        narrow = cache.element_size() == 1  # some backends roll 1-byte dtypes only as bytes
         made[name] = cache.contiguous().view(torch.uint8).roll(1, 0).view(cache.dtype) if narrow else cache.roll(1, 0)
     return made
 
 
 def _without_unused(arguments: dict[str, Any], caches: dict[str, Tensor]) -> dict[str, Tensor]:
-    """NaN in slots that hold no token, and page table entries that name no page where no length reaches, and -1 where the window
-    hides a whole page. To look such an entry up fails on a host. On a device it would be an illegal access: there those that no
-    length reaches name a page of no sequence, if there is one."""
+    """Fills unused memory with values that show a wrong read. Slots that hold no token hold NaN. Page table entries are -1 where
+    the window hides a whole page. Entries past a sequence's length are out of range on the host, where an index error shows the
+    read. On a device such a read would be an illegal access, so there they are the index of an unused page, or unchanged if there
+    is none but page 0."""
     page_table, cache_seqlens = arguments["page_table"], arguments["cache_seqlens"]
     pages, page_size = next(iter(caches.values())).shape[:2]
     positions = torch.arange(page_table.shape[1] * page_size, device=page_table.device).view(-1, page_size)

@@ -1,4 +1,4 @@
-"""Merging the results of attention to two sets of keys."""
+"""Merges the partial attention results for two sets of keys."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def attn_merge_state(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merges the attention of the same queries to two sets of keys into their attention to both.
+    """Merges the attention of the same queries to two sets of keys into the attention to both (split-KV merge).
 
     ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, the rescaling of
     online softmax (Milakov & Gimelshein, 2018, arXiv:1805.02867). Commutative, and associative up to rounding. Arithmetic is
-    float32 (float64 for outputs of that dtype); each result is rounded once.
+    float32 (float64 for float64 outputs); each result is rounded once.
 
-    A part of no keys has ``lse = -inf``: it changes nothing, whatever its output holds. Two of them give 0 and -inf. Sinks are in
-    the log-sum-exp of the part that they were given to, so give them to exactly one part.
+    A partial result without keys has ``lse = -inf`` and does not change the other one, whatever its output holds. If both are
+    without keys, the output is 0 and the log-sum-exp -inf. A sink is part of the log-sum-exp of the attention call that got it,
+    so give the sinks to exactly one of the two calls.
 
     Args:
         out_a: float16, bfloat16, float32 or float64 ``[tokens, heads, v_head_dim]``.
@@ -51,10 +52,10 @@ def attn_merge_state(
         The merged output, like out_a, and log-sum-exp, like lse_a.
 
     Raises:
-        TypeError, ValueError: a dtype or shape is not as said here; nothing has been launched then.
+        TypeError, ValueError: a dtype or shape is not as stated here. Raised before anything is launched.
 
     Example:
-        One key with value 1, and three with mean value 5, all of equal score:
+        One key with value 1, and three keys with mean value 5, all with equal scores:
 
         >>> import torch
         >>> from tokenspeed_kernel import attn_merge_state
@@ -70,7 +71,7 @@ def attn_merge_state(
     largest = torch.maximum(wide_a, wide_b)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     weight_a, weight_b = torch.exp(wide_a - shift).unsqueeze(-1), torch.exp(wide_b - shift).unsqueeze(-1)
-    # The output of an empty part may hold NaN, so it is replaced by 0 instead of being multiplied by 0.
+    # The output of a partial result without keys may hold NaN, so it is replaced by 0 instead of being multiplied by 0.
     part_a = torch.where(weight_a == 0, 0.0, out_a.to(wide) * weight_a)
     part_b = torch.where(weight_b == 0, 0.0, out_b.to(wide) * weight_b)
     total = weight_a + weight_b
@@ -107,7 +108,7 @@ def _inputs(
             "out_b": draw.normal(tokens, heads, v_head_dim, dtype=dtype),
             "lse_b": draw.normal(tokens, heads, scale=4.0),
         }
-        if empty:  # tokens take turns: part a is empty, part b, both, neither
+        if empty:  # by token modulo 4: a has no keys, b has none, neither has any, both have some
             turn = torch.arange(tokens, device=draw.device) % 4
             for part, nothing in (("a", (turn == 0) | (turn == 2)), ("b", (turn == 1) | (turn == 2))):
                 arguments[f"lse_{part}"][nothing] = -torch.inf

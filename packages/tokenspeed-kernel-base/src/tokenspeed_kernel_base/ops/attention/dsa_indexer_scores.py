@@ -1,4 +1,4 @@
-"""Scores of DeepSeek sparse attention's indexer: each token against the tokens of its sequence, whose index keys are contiguous."""
+"""Indexer scores of DeepSeek sparse attention for contiguous index keys (prefill)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.ops.attention._indexer import (
     empty_scores,
     indexer_cost,
     indexer_traits,
-    nothing_seen,
+    scores_without_keys,
     write_scores,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -46,33 +46,34 @@ def dsa_indexer_scores(
     out: Tensor | None = None,
     lengths_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`dsa_indexer_scores_with_kvcache` of keys that lie in a row, sequence by sequence, for a prefill.
+    """Lightning-indexer scores of DeepSeek sparse attention for contiguous, packed index keys (prefill).
 
-    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is), where s
-    counts the keys of t's own sequence. Its tokens are at the last positions and see themselves and earlier ones.
+    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is), where
+    s counts the keys of t's own sequence. The tokens in q are the last ones of their sequence; each sees itself and earlier ones.
+    `dsa_indexer_scores_with_kvcache` does the same for a paged cache.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k: q's dtype ``[keys, head_dim]``.
-        weights: float32 (float64 where q is) ``[tokens, heads]``. Whatever multiplies the scores of a head belongs here: the scale
-            of an fp8 q, too.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins in q.
-        cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence begins in k, where it has more keys than queries. None: as in q.
+        weights: float32 (float64 where q is) ``[tokens, heads]``. All factors of a head's scores belong here, including the scale
+            of an fp8 q.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins in q, and where the last one ends.
+        cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence begins in k, and where the last one ends. None: as in q.
         k_scale: float32 ``[keys]``, multiplies the keys, for fp8 only.
         out: receives the scores. It must not overlap an input.
         lengths_out: receives the lengths.
 
     Returns:
-        Scores, float32 (float64 where q is) ``[tokens, keys]``: column s is position s of the token's own sequence, and -inf where
-        the token does not see it or there is none. And lengths, int32 ``[tokens]``: how many positions the token sees, which are
-        the first ones.
+        Scores, float32 (float64 where q is) ``[tokens, keys]``: column s is position s of the token's own sequence, and -inf if
+        the token does not see position s or the sequence does not have it. Also the lengths, int32 ``[tokens]``: how many
+        positions each token sees, which are the first ones.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of cu_seqlens
-            and cu_seqlens_kv are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            cu_seqlens and cu_seqlens_kv are checked only if they lie in host memory.
 
     Example:
-        Two sequences, of two tokens and of one.
+        Two sequences of two tokens and of one token.
 
         >>> import torch
         >>> from tokenspeed_kernel import dsa_indexer_scores
@@ -82,9 +83,9 @@ def dsa_indexer_scores(
                 [1., 2., -inf],
                 [3., -inf, -inf]]), tensor([1, 2, 1], dtype=torch.int32))
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
-    scores, lengths = nothing_seen(q, k.shape[0])
+    scores, lengths = scores_without_keys(q, k.shape[0])
     new, stored = cu_seqlens.tolist(), (cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv).tolist()
     for (begin, end), (first, last) in zip(itertools.pairwise(new), itertools.pairwise(stored), strict=True):
         scale = None if k_scale is None else k_scale[first:last]
@@ -134,7 +135,7 @@ def _inputs(
     head_dim: int = 32,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Packed sequences; ``kv_lengths`` where they have more keys than queries."""
+    """Packed sequences; ``kv_lengths``: the numbers of keys, if they differ from those of queries."""
 
     def make(draw: Draw) -> dict[str, Any]:
         keys = sum(kv_lengths or lengths)

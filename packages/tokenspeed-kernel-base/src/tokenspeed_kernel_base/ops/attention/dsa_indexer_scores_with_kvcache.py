@@ -1,4 +1,4 @@
-"""Scores of DeepSeek sparse attention's indexer: each new token against the index keys of its sequence in a paged cache."""
+"""Indexer scores of DeepSeek sparse attention for index keys in a paged cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.ops.attention._indexer import (
     indexer_cost,
     indexer_traits,
     new_offsets,
-    nothing_seen,
+    scores_without_keys,
     write_scores,
 )
 from tokenspeed_kernel_base.ops.attention._inputs import draw_paging
@@ -50,42 +50,43 @@ def dsa_indexer_scores_with_kvcache(
     out: Tensor | None = None,
     lengths_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scores of DeepSeek sparse attention's lightning indexer, of new tokens against all that a paged cache holds of their
-    sequences; `top_k_indices` then chooses the positions that `mla_sparse_with_kvcache` attends to.
+    """Lightning-indexer scores of DeepSeek sparse attention for new tokens against index keys in a paged cache.
 
-    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is), of all
-    heads of a token against one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). The cache holds positions 0 to
-    ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. Its new
-    tokens are at the last positions and see themselves and earlier ones. Prefill and decode are the same.
+    ``score[t, s] = k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s])``, accumulated in float32 (float64 where q is); all
+    heads of a token share one key (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). From these scores `top_k_indices`
+    selects the positions that `mla_sparse_with_kvcache` attends to. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of
+    sequence b, position j in page ``page_table[b, j // page_size]``, slot ``j % page_size``. The new tokens of a sequence are at
+    its last positions, and each sees itself and earlier ones. Prefill and decode are the same call.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
-        k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided: a view of pages in which scales follow the keys, say.
-        weights: float32 (float64 where q is) ``[tokens, heads]``. Whatever multiplies the scores of a head belongs here: the scale
-            of an fp8 q, too.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page; others may be anything. A slice
-            ``page_table[:, :n]`` makes the scores narrower.
+        k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided, for example a view of pages in which the scales
+            follow the keys.
+        weights: float32 (float64 where q is) ``[tokens, heads]``. All factors of a head's scores belong here, including the scale
+            of an fp8 q.
+        page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
+            anything. A slice ``page_table[:, :n]`` reduces the width of the scores.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included; at most
-            ``max_pages * page_size``. It may be less than the new tokens, as 0 is for a sequence that only pads a batch; queries
-            before position 0 then see nothing.
-        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all have as many,
-            ``tokens / batch``.
+            ``max_pages * page_size``. It may be less than the number of new tokens, for example 0 for a sequence that only pads
+            the batch; queries before position 0 then see no key.
+        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that every sequence has
+            ``tokens / batch`` new tokens.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
         out: receives the scores. It must not overlap an input.
         lengths_out: receives the lengths.
 
     Returns:
-        Scores, float32 (float64 where q is) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not see; and
-        lengths, int32 ``[tokens]``: how many positions it sees, which are the first ones.
+        Scores, float32 (float64 where q is) ``[tokens, max_pages * page_size]``, -inf at positions that the token does not see.
+        Also the lengths, int32 ``[tokens]``: how many positions each token sees, which are the first ones.
 
-    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+    Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
-            page_table, cache_seqlens and cu_seqlens_q are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            page_table, cache_seqlens and cu_seqlens_q are checked only if they lie in host memory.
 
     Example:
-        A sequence of 3 tokens in pages of 2, whose last one is new; two heads of width 1.
+        A sequence of 3 tokens in pages of 2, the last of which is new; two heads of width 1.
 
         >>> import torch
         >>> from tokenspeed_kernel import dsa_indexer_scores_with_kvcache
@@ -95,9 +96,9 @@ def dsa_indexer_scores_with_kvcache(
         >>> dsa_indexer_scores_with_kvcache(q, k_cache, weights, page_table, cache_seqlens)
         (tensor([[2., 1., 6., -inf]]), tensor([3], dtype=torch.int32))
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
-    scores, lengths = nothing_seen(q, page_table.shape[1] * k_cache.shape[1])
+    scores, lengths = scores_without_keys(q, page_table.shape[1] * k_cache.shape[1])
     new = itertools.pairwise(new_offsets(q.shape[0], cu_seqlens_q, len(cache_seqlens)))
     for pages, (begin, end), kv_len in zip(page_table, new, cache_seqlens.tolist(), strict=True):
         used = pages[: -(-kv_len // k_cache.shape[1])]
@@ -164,8 +165,10 @@ def index_inputs(
     stale: bool = False,
     width: int | None = None,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """New tokens and a paged cache that holds them: ``q_lens`` of each sequence, or ``new`` of all. ``width``: entries of the page
-    table for each sequence."""
+    """New tokens and a paged cache that holds them.
+
+    ``q_lens``: new tokens of each sequence; by default ``new`` tokens of every sequence. ``width``: entries of the page table for
+    each sequence."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)

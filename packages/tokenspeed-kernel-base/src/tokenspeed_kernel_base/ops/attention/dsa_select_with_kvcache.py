@@ -1,4 +1,4 @@
-"""From an indexer's queries to the slots of the cache that each token attends to."""
+"""Selects the cache slots that each token attends to in DeepSeek sparse attention."""
 
 from __future__ import annotations
 
@@ -42,36 +42,37 @@ def dsa_select_with_kvcache(
     out: Tensor | None = None,
     topk_length_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The slots of the cache that each new token attends to in DeepSeek sparse attention: those of the ``top_k`` positions that
-    score highest with the lightning indexer (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556).
+    """Selects the cache slots of the ``top_k`` positions with the highest lightning-indexer scores for each new token.
 
-    Composed of `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. The results are the ``indices`` and
-    ``topk_length`` of `mla_sparse_with_kvcache`, if both caches have the same pages. A kernel that does it in one need not write
-    the scores.
+    This is the selection step of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556). Composed of
+    `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. The results are the ``indices`` and
+    ``topk_length`` of `mla_sparse_with_kvcache`, if both caches use the same pages. A fused kernel need not write the scores.
 
     Args:
         q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
         k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided.
         weights: float32 (float64 where q is) ``[tokens, heads]``, with the scale of an fp8 q in them.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page; others may be anything.
+        page_table: int32 ``[batch, max_pages]``. Entries for positions below cache_seqlens are page indices; others may hold
+            anything.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
-        top_k: positions to choose, from 1 to ``max_pages * page_size``, or to 2^20 where that is less. A token that sees no more
-            gets all.
-        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all have as many.
+        top_k: positions to select, from 1 to the larger of ``max_pages * page_size`` and 2^20. A token that sees at most top_k
+            positions gets all of them.
+        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that every sequence has
+            equally many.
         k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
         out: receives the slots.
-        topk_length_out: receives the numbers of slots.
+        topk_length_out: receives the number of slots of each token.
 
     Returns:
-        Slots, int32 ``[tokens, top_k]``, in the order of their positions, and -1 behind them; and how many each token has, int32
-        ``[tokens]``.
+        Slots, int32 ``[tokens, top_k]``, in ascending order of their positions, padded with -1; and the number of slots of each
+        token, int32 ``[tokens]``.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
-            page_table, cache_seqlens and cu_seqlens_q are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            page_table, cache_seqlens and cu_seqlens_q are checked only if they lie in host memory.
 
     Example:
-        A sequence of 3 tokens in pages of 2, whose last one is new.
+        A sequence of 3 tokens in pages of 2, the last of which is new.
 
         >>> import torch
         >>> from tokenspeed_kernel import dsa_select_with_kvcache
@@ -80,7 +81,7 @@ def dsa_select_with_kvcache(
         >>> dsa_select_with_kvcache(torch.ones(1, 1, 1), k_cache, torch.ones(1, 1), page_table, cache_seqlens, top_k=2)
         (tensor([[2, 4]], dtype=torch.int32), tensor([2], dtype=torch.int32))
 
-    Safe in CUDA graphs where kernels serve the parts; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     scores, lengths = dsa_indexer_scores_with_kvcache(
         q, k_cache, weights, page_table, cache_seqlens, cu_seqlens_q=cu_seqlens_q, k_scale_cache=k_scale_cache
@@ -121,14 +122,14 @@ def _inputs(
     page_size: int = 16,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Small whole numbers, of which every sum is exact in any order: whatever computes the scores, the choice is the same. Many are
+    """Inputs of small integers, so that sums are exact in any order: all backends select the same slots. Many scores are
     equal."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = index_inputs(kv_lens, q_lens, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype)(draw)
         for name in ("q", "k_cache"):
             values = draw.integers(-2, 3, *arguments[name].shape, dtype=torch.int32).to(dtype)
-            narrow = dtype.itemsize == 1  # not every backend can write these but as bytes, and keys are a view of pages
+            narrow = dtype.itemsize == 1  # some backends write 1-byte dtypes only as bytes; k_cache is a view of pages
             (arguments[name].view(torch.uint8) if narrow else arguments[name]).copy_(values.view(torch.uint8) if narrow else values)
         if arguments["k_scale_cache"] is not None:
             arguments["k_scale_cache"].fill_(0.5)
@@ -166,7 +167,7 @@ def _(variation: Variation, **arguments: Any) -> Any:
 
 @dsa_select_with_kvcache.cost
 def _(q: Tensor, weights: Tensor, top_k: int, **arguments: Any) -> Cost:
-    """That of the scores, which need not be written."""
+    """The cost of the scores, without writing them."""
     scored: Cost = _SCORES.run_hook("cost", {**arguments, "q": q, "weights": weights})
     pairs = scored.flops / (2.0 * q.shape[1] * (q.shape[2] + 1))
     written = len(q) * (4.0 * top_k + 4)

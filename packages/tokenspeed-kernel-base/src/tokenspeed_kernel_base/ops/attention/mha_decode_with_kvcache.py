@@ -1,4 +1,4 @@
-"""Attention of the newest tokens to a paged cache."""
+"""Decode attention to a paged cache: the same number of new tokens for each sequence."""
 
 from __future__ import annotations
 
@@ -53,50 +53,51 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The attention of the last ``max_seqlen_q`` tokens of every sequence to a paged cache that holds them already.
+    """Decode attention: the last ``max_seqlen_q`` tokens of every sequence attend to a paged cache that holds them already.
 
-    The same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens a sequence; the softmax is that
-    of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
-    ``page_table[b, j // page_size]``, slot ``j % page_size``. Its queries are at the last positions, and each sees itself and
-    earlier ones. Accumulates in float32 (float64 where q is) and rounds the output once. Where q and the caches are fp8, a kernel
-    may round the softmax's weights to fp8 too, see `mha_prefill`.
+    The same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens of each sequence; the softmax is
+    that of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
+    ``page_table[b, j // page_size]``, slot ``j % page_size``. The queries are at the last positions, and each sees itself and
+    earlier tokens. Accumulates in float32 (float64 where q is) and rounds the output once. If q and the caches are fp8, a kernel
+    may round the softmax probabilities to fp8 too, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
             a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
-            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
-            anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
+            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
+            read. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
-            max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
-        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
+            max_seqlen_q, for example 0 for a sequence that only pads the batch; queries before position 0 then see no key.
+        max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
-        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
-            "sliding window 128" is ``window_left=127``.
-        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
-        sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
+        window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
+            window 128" is ``window_left=127``.
+        logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        sinks: any float dtype ``[heads]``, one extra logit for each query head, which enters the softmax's denominator only.
         return_lse: also return the log-sum-exp.
-        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
-        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
+        softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
+            its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
         out: receives the output. It must not overlap q or the caches.
 
     Returns:
         The output ``[batch * max_seqlen_q, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the
-        natural log-sum-exp, float32 ``[batch * max_seqlen_q, heads]``, with the sink in it if there is one (see `mha_prefill` on
-        merging). A query that sees nothing gives output 0 and log-sum-exp -inf, or its sink.
+        natural log-sum-exp, float32 ``[batch * max_seqlen_q, heads]``, with the sink included if there is one (see `mha_prefill`
+        on merging). A query that sees no key has output 0 and log-sum-exp -inf, or its sink.
 
-    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+    Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
-            page_table and cache_seqlens are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            page_table and cache_seqlens are checked only if they lie in host memory.
 
     Example:
-        A sequence of 3 tokens in pages of 2, the second page first; its last token sees all 3.
+        A sequence of 3 tokens in pages of 2. Its first tokens lie in page 1, its last token in page 0. The last token sees all 3.
 
         >>> import torch
         >>> from tokenspeed_kernel import mha_decode_with_kvcache
@@ -107,7 +108,7 @@ def mha_decode_with_kvcache(
         >>> mha_decode_with_kvcache(torch.zeros(1, 1, 8), k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k=4).flatten()
         tensor([3.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)
     offsets, lens = range(0, q.shape[0] + 1, max_seqlen_q), cache_seqlens.tolist()

@@ -57,54 +57,55 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The attention of new tokens to a paged cache that holds them already, behind those that came before.
+    """Extend attention: new tokens attend to a paged cache that holds them already, after the earlier tokens of their sequences.
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``,
-    slot ``j % page_size``. Of the q_len queries of a sequence, query i is at position ``p = cache_seqlens[b] - q_len + i``. It
-    sees key j where ``j <= p``, if is_causal, and ``j >= p - window_left``, if window_left is not negative. Without is_causal
-    later tokens are visible too, and window_left limits the left only. The softmax is that of `mha_prefill`: accumulation in
-    float32 (float64 where q is), the output rounded once. Where q and the caches are fp8, a kernel may round the weights too.
+    slot ``j % page_size``. Query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. It sees key
+    j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if window_left is not negative). Without is_causal later tokens
+    are visible too, and window_left limits the left only. The softmax is that of `mha_prefill`: it accumulates in float32
+    (float64 where q is) and rounds the output once. Where q and the caches are fp8, a kernel may round the weights too.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
-        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
-            behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
-        cu_seqlens_kv: int32 ``[batch + 1]``, the running sums of cache_seqlens from 0; or None, and a kernel that wants them
-            sums them itself.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last sequence ends. Rows of q
+            past the last offset are padding: they belong to no sequence, and the same rows of the outputs are not written.
+        cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs
+            them computes them itself.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
             a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
-            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
-            anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
+            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
+            read. All other entries may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
-        max_seqlen_q: an upper bound of a sequence's queries.
-        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
-        is_causal: hide keys later than the query. No sequence may then have more queries than the cache has tokens of it.
-        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
-            "sliding window 128" is ``window_left=127``.
-        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
-        sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
+        max_seqlen_q: an upper bound of the number of queries of a sequence.
+        max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
+        is_causal: hide keys later than the query. No sequence may then have more queries than tokens in the cache.
+        window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
+            window 128" is ``window_left=127``.
+        logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        sinks: any float dtype ``[heads]``, one extra logit for each query head, which enters the softmax's denominator only.
         return_lse: also return the log-sum-exp.
-        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
-        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
+        softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
+            its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
         out: receives the output. It must not overlap q or the caches.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
-        log-sum-exp, float32 ``[tokens, heads]``, with the sink in it if there is one (see `mha_prefill` on merging). A query
-        that sees nothing gives output 0 and log-sum-exp -inf, or its sink.
+        log-sum-exp, float32 ``[tokens, heads]``, with the sink included if there is one (see `mha_prefill` on merging). A query
+        that sees no key has output 0 and log-sum-exp -inf, or its sink.
 
-    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+    Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets,
-            lengths and page_table are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            offsets, lengths and page_table are checked only if they lie in host memory.
 
     Example:
-        Two new tokens behind one that the cache holds, in pages of 2.
+        Two new tokens after an earlier one, in pages of 2.
 
         >>> import torch
         >>> from tokenspeed_kernel import mha_extend_with_kvcache
@@ -117,7 +118,7 @@ def mha_extend_with_kvcache(
         ... ).flatten()
         tensor([2., 3.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), is_causal, window_left, logit_cap, sinks)
     offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()

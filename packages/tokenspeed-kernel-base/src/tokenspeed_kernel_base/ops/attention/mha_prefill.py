@@ -1,4 +1,4 @@
-"""Causal self-attention of whole sequences."""
+"""Causal self-attention of whole sequences (prefill)."""
 
 from __future__ import annotations
 
@@ -54,50 +54,51 @@ def mha_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of sequences that lie one after another, each to itself (Vaswani et al., 2017, arXiv:1706.03762).
+    """Causal self-attention of packed sequences (Vaswani et al., 2017, arXiv:1706.03762).
 
-    ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier ones. Query head h uses
-    key and value head ``h // (heads // kv_heads)``. Scores, softmax and sums are float32 (float64 where q is); the output is
-    rounded once. Of fp8 operands, this is the attention of what they stand for, fp8 numbers times their scales. A kernel may then
-    round the softmax's weights to fp8 too, before they meet the values, as FlashAttention-3 does (Shah et al., 2024,
-    arXiv:2407.08608): that is an error of about 2.5% of a weight, independent from key to key. Such kernels have the tag
-    ``fp8_weights``, and the selection objective ``accuracy`` avoids them.
+    ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier tokens. Query head h uses
+    key and value head ``h // (heads // kv_heads)``. Scores, softmax and accumulators are float32 (float64 where q is); the output
+    is rounded once. fp8 operands are dequantised: fp8 values times their scales. With fp8 operands, a kernel may also round the
+    softmax probabilities P to fp8 before the P·v MMA, as FlashAttention-3 does (Shah et al., 2024, arXiv:2407.08608). This adds
+    an error of about 2.5% to each probability, independent from key to key. Such kernels have the tag ``fp8_weights``, and the
+    selection objective ``accuracy`` avoids them.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``.
         k: q's dtype ``[tokens, kv_heads, head_dim]``; kv_heads divides heads.
         v: q's dtype ``[tokens, kv_heads, v_head_dim]``.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends: ``[0, 3, 3, 8]`` is sequences
-            of 3, 0 and 5 tokens. Non-decreasing, from 0. Rows behind the last offset are padding: they belong to no sequence, and
-            those rows of the outputs are left as they are.
-        cu_seqlens_cpu: the same values on the host, if the caller has them there anyway. A hint: it saves a kernel that wants
-            lengths on the host from waiting for the device. Never required.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
-        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
-            "sliding window 128" is ``window_left=127``: the token and 127 before it.
-        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends: ``[0, 3, 3, 8]`` means
+            sequences of 3, 0 and 5 tokens. Non-decreasing, starting with 0. Rows past the last offset are padding: they belong to
+            no sequence, and the same rows of the outputs are not written.
+        cu_seqlens_cpu: the same values on the host, if the caller has them. A hint, never required: with it, a kernel that needs
+            the lengths on the host does not wait for the device.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: no bound is known but ``tokens``.
+        window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
+            window 128" is ``window_left=127``: the token and 127 before it.
+        logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking
             (Gemma Team, 2024, arXiv:2408.00118). 0 is off.
-        sinks: any float dtype ``[heads]``. One more score for each query head, in the same units as scores after
-            softmax_scale and logit_cap. It joins the softmax's denominator only: it takes weight and adds no value.
+        sinks: any float dtype ``[heads]``. One extra logit for each query head, on the scale of the scores after softmax_scale
+            and logit_cap. It enters the softmax's denominator only, and has no value vector.
         return_lse: also return the log-sum-exp.
-        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
-        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
+        softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
+            its query heads.
         k_scale: likewise for fp8 k.
         v_scale: likewise for fp8 v.
         out: receives the output. It must not overlap q, k or v.
 
     Returns:
-        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also float32
-        ``[tokens, heads]``, the natural logarithm of the softmax's denominator: the sum of ``exp(score)`` over visible keys, **and
-        of exp(sink)** where sinks are given. So partial results merge (`attn_merge_state`) if the sinks went into exactly one of
-        them.
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the log-sum-exp,
+        float32 ``[tokens, heads]``: the natural logarithm of the softmax's denominator, which is the sum of ``exp(score)`` over
+        visible keys, **plus exp(sink)** if sinks are given. Partial results can be merged (`attn_merge_state`) if exactly one of
+        them includes the sinks.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of cu_seqlens
-            are looked at only where it lies in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            cu_seqlens are checked only if it lies in host memory.
 
     Example:
-        Two sequences of 3 and 1 tokens; each token sees itself and one before it ("sliding window 2").
+        Two sequences of 3 and 1 tokens; each token sees itself and the one before it ("sliding window 2").
 
         >>> import torch
         >>> from tokenspeed_kernel import mha_prefill
@@ -107,7 +108,8 @@ def mha_prefill(
         >>> mha_prefill(q, k, v, cu_seqlens, window_left=1).flatten()
         tensor([1., 2., 4., 7.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host unless the hint is given.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads cu_seqlens on the host unless
+    the hint is given.
     """
     offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)

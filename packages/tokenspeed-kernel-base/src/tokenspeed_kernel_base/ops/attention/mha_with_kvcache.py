@@ -1,4 +1,4 @@
-"""Attention of a mixed batch, as continuous batching issues it, to a paged cache."""
+"""Attention of a mixed batch (decode, extend and prefill together) to a paged cache."""
 
 from __future__ import annotations
 
@@ -56,56 +56,58 @@ def mha_with_kvcache(
     tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The causal attention of a batch in which sequences decode, extend and prefill, all at once.
+    """Causal attention to a paged cache for a mixed batch: sequences that decode, extend and prefill in one call.
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, the new tokens included, as for
-    `mha_extend_with_kvcache`; and what comes out is what that gives with ``is_causal=True``. A sequence that decodes has one new
-    token, one that prefills has as many as the cache holds of it, and others may have any number; they stand in any order. What
-    each has to do is known on the device only, and kernels promise to give every sequence what suits it: one that decodes does
-    not pay a prefill's tile, nor wait alone for a long cache.
+    `mha_extend_with_kvcache`. The result is that of `mha_extend_with_kvcache` with ``is_causal=True``. A sequence that decodes
+    has one new token. All cached tokens of a sequence that prefills are new. Other sequences may have any number of new tokens.
+    Sequences may be in any order. The lengths are known on the device only. Kernels of this operator promise load balancing: a
+    decoding sequence does not pay for a prefill tile, and a long cache is split (split-KV).
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
-        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
-            behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last sequence ends. Rows of q
+            past the last offset are padding: they belong to no sequence, and the same rows of the outputs are not written.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. May be strided:
             a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
-            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
-            anything. Sequences may share pages.
-        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, at least its new ones.
-        max_seqlen_q: an upper bound of a sequence's queries.
-        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
-        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all. A model's
-            "sliding window 128" is ``window_left=127``.
-        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
-        sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
+        page_table: int32 ``[batch, max_pages]``. An entry for positions below cache_seqlens is a page index. It may be -1 where
+            the window hides the whole page from every new token of the sequence: such a page may have been freed, and is never
+            read. All other entries may hold anything. Sequences may share pages.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        max_seqlen_q: an upper bound of the number of queries of a sequence.
+        max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
+        window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all. A model's "sliding
+            window 128" is ``window_left=127``.
+        logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        sinks: any float dtype ``[heads]``, one extra logit for each query head, which enters the softmax's denominator only.
         return_lse: also return the log-sum-exp.
-        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
-        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
+        softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; the scale of a KV head applies to all
+            its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
-        tree_mask: int64 ``[tokens]``, for new tokens that are nodes of draft trees, of at most 64 new tokens a sequence. Bit i of
-            a node's mask says that it sees new token i of its sequence: itself and the nodes that it continues, no later ones, as
-            `build_draft_tree` gives it. It also sees all tokens before the new ones, in a window those that are near by its depth:
-            a node's position is that of the first new token, plus the number of its bits, less one. A mask of 0 says that the
-            token is no node, and sees itself and earlier ones. Masks of sequences with more than 64 new tokens are not looked at.
-            None means that no token is a node. With masks, window_left must be -1 or at least 63.
+        tree_mask: int64 ``[tokens]``, the masks of draft trees, for sequences of at most 64 new tokens. Bit i of a node's mask
+            means that the node sees new token i of its sequence. The bits are those of the node itself and of its ancestors,
+            never of later tokens, as `build_draft_tree` returns them. A node also sees all tokens before the new ones; with a
+            window, only those at most window_left positions before its own position. The position of a node is the position of
+            the first new token, plus the number of bits set in its mask, minus one. A token with mask 0 is not a node: it sees
+            itself and earlier tokens. Masks of sequences with more than 64 new tokens are ignored. None means that no token is a
+            node. With masks, window_left must be -1 or at least 63.
         out: receives the output. It must not overlap q or the caches.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
-        log-sum-exp, float32 ``[tokens, heads]``, with the sink in it if there is one (see `mha_prefill` on merging).
+        log-sum-exp, float32 ``[tokens, heads]``, with the sink included if there is one (see `mha_prefill` on merging).
 
-    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+    Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets,
-            lengths and page_table are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            offsets, lengths and page_table are checked only if they lie in host memory.
 
     Example:
-        One sequence decodes its second token, another prefills two; in pages of 2.
+        One sequence decodes its second token, another prefills two tokens; pages hold 2 tokens.
 
         >>> import torch
         >>> from tokenspeed_kernel import mha_with_kvcache
@@ -118,7 +120,7 @@ def mha_with_kvcache(
         ... ).flatten()
         tensor([2., 5., 7.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)
     offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()

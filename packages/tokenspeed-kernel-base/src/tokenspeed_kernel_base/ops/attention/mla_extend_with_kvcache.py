@@ -1,4 +1,4 @@
-"""Attention of a stretch of new tokens to a paged cache of latents."""
+"""Extend of multi-head latent attention: new tokens against a paged cache of latents."""
 
 from __future__ import annotations
 
@@ -55,39 +55,39 @@ def mla_extend_with_kvcache(
     kv_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The latent attention of new tokens to a paged cache that holds them already, behind those that came before.
+    """MLA extend: absorbed latent attention of new tokens to a paged cache that holds them already, after earlier tokens.
 
-    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) with the expansion absorbed: keys and values are linear in
-    the cached latent c, so the key expansion of a head is applied to its query before, its value expansion to the output after,
-    and attention itself works on latents, the same for all heads. A score is ``q . [c, rotary part] * softmax_scale``, the value
-    is c. Positions, visibility and the softmax are those of `mha_extend_with_kvcache`: of the q_len queries of a sequence, query
-    i is at position ``p = cache_seqlens[b] - q_len + i`` and sees key j where ``j <= p``, if is_causal, and
-    ``j >= p - window_left``, if there is a window.
-    Accumulates in float32 (float64 where q is) and rounds the output once. With an fp8 cache, a kernel may round the softmax's
-    weights to fp8 too, whatever q's dtype, see `mha_prefill`.
+    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) in its absorbed form. Keys and values are linear in the
+    cached latent c. So the key expansion of a head is applied to its query before the attention, its value expansion to the
+    output after it. The attention itself works on latents, which all heads share. A score is
+    ``q . [c, rotary part] * softmax_scale``, the value is c. Positions, visibility and the softmax are those of
+    `mha_extend_with_kvcache`: query i of a sequence's q_len queries is at position ``p = cache_seqlens[b] - q_len + i``. It sees
+    key j if ``j <= p`` (with is_causal) and ``j >= p - window_left`` (if there is a window). Accumulates in float32 (float64
+    where q is) and rounds the output once. With an fp8 cache, a kernel may round the softmax probabilities to fp8 too, whatever
+    q's dtype is, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, sequence by sequence, absorbed
             part first.
-        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last ones end. Rows of q
-            behind that are padding: they belong to no sequence, and those rows of the outputs are left as they are.
-        cu_seqlens_kv: int32 ``[batch + 1]``, the running sums of cache_seqlens from 0; or None, and a kernel that wants them
-            sums them itself.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and where the last sequence ends. Rows of q
+            past the last offset are padding: they belong to no sequence, and the same rows of the outputs are not written.
+        cu_seqlens_kv: int32 ``[batch + 1]``, the cumulative sums of cache_seqlens, starting with 0. None: a kernel that needs
+            them computes them itself.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides all of it from every
-            new token of the sequence: such a page may have been freed, and is never read. Others may be anything. Sequences may
-            share pages.
+            ``j % page_size``. An entry for positions below cache_seqlens is a page index. It may be -1 where the window hides the
+            whole page from every new token of the sequence: such a page may have been freed, and is never read. All other entries
+            may hold anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
-        max_seqlen_q: an upper bound of a sequence's queries.
-        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
-        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
-        softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
-            adds: it cannot be told from the shapes.
-        is_causal: hide keys later than the query; no sequence may then have more queries than the cache has tokens of it. False
-            shows all keys, as of a prefix that the queries are no part of.
-        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all.
-        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        max_seqlen_q: an upper bound of the number of queries of a sequence.
+        max_seqlen_k: an upper bound of cache_seqlens; at most ``max_pages * page_size``, which is always a valid bound.
+        kv_lora_rank: width of the latent, which is also the value; the rotary part follows it.
+        softmax_scale: multiplies the dot products of q and the cached keys. It is ``1 / sqrt`` of the head_dim before absorption,
+            times the factor that RoPE scaling adds, so it cannot be derived from the shapes.
+        is_causal: hide keys later than the query; no sequence may then have more queries than tokens in the cache. False shows
+            all keys, for a prefix that does not contain the queries.
+        window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
+        logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
@@ -95,16 +95,16 @@ def mla_extend_with_kvcache(
 
     Returns:
         The output ``[tokens, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
-        log-sum-exp, float32 ``[tokens, heads]``. A query that sees nothing gives output 0 and log-sum-exp -inf.
+        log-sum-exp, float32 ``[tokens, heads]``. A query that sees no key has output 0 and log-sum-exp -inf.
 
-    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+    Cache slots that hold no token of a sequence never affect a result, even if they hold NaN.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets,
-            lengths and page_table are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            offsets, lengths and page_table are checked only if they lie in host memory.
 
     Example:
-        Two new tokens behind one, in one page of 4; latents of width 1 and a rotary part of width 1.
+        Two new tokens after an earlier one, in one page of 4; latents of width 1 and a rotary part of width 1.
 
         >>> import torch
         >>> from tokenspeed_kernel import mla_extend_with_kvcache
@@ -116,7 +116,7 @@ def mla_extend_with_kvcache(
         ... ).flatten()
         tensor([2., 3.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()
     softmax = Softmax(softmax_scale, is_causal, window_left, logit_cap)

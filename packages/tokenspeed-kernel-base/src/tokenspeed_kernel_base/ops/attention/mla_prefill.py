@@ -1,4 +1,4 @@
-"""Attention of whole sequences, or of their parts to earlier ones, for multi-head latent attention before absorption."""
+"""Prefill of multi-head latent attention without absorption, for whole sequences or in chunks."""
 
 from __future__ import annotations
 
@@ -55,46 +55,48 @@ def mla_prefill(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of whole sequences to themselves, or of new tokens to others, with keys and values expanded from their latents.
+    """MLA prefill: attention of packed sequences with keys and values expanded from their latents.
 
-    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) in its plain form, which is the cheaper one where a sequence
-    has many queries: every head has keys and values of its own, and a key is the expanded latent and the shared rotary part
-    side by side. The same as `mha_prefill` of as many key heads as query heads; declared apart because head_dim and v_head_dim
-    differ here (192 and 128 in DeepSeek-V3) and kernels are made for that. Accumulates in float32 (float64 where q is) and rounds
-    the output once. Of fp8 operands, a kernel may round the softmax's weights to fp8 too, see `mha_prefill`.
+    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) without absorption, which is cheaper if a sequence has many
+    queries. Every head has its own keys and values. A key is the expanded latent followed by the shared rotary part. The same as
+    `mha_prefill` with as many KV heads as query heads. It is a separate operator because head_dim and v_head_dim differ here (192
+    and 128 in DeepSeek-V3) and kernels are specialised for that. Accumulates in float32 (float64 where q is) and rounds the
+    output once. With fp8 operands, a kernel may round the softmax probabilities to fp8 too, see `mha_prefill`.
 
-    With ``cu_seqlens_kv`` a sequence may have other keys than its queries. Of q_len queries and kv_len keys, query i is at position
-    ``p = kv_len - q_len + i``, and sees key j where ``j <= p``, if is_causal, and ``j >= p - window_left``, if there is a window.
-    So a long prompt is served in chunks: the chunk's attention to itself, causal, and to the expanded latents of each part of what
-    came before it, with ``is_causal=False``; `attn_merge_state` merges them by their log-sum-exps.
+    With ``cu_seqlens_kv`` the number of keys of a sequence may differ from the number of its queries. With q_len queries and
+    kv_len keys, query i is at position ``p = kv_len - q_len + i``. It sees key j if ``j <= p`` (with is_causal) and
+    ``j >= p - window_left`` (if there is a window). This allows chunked prefill of a long prompt: a chunk attends to itself with
+    ``is_causal=True``, then to the expanded latents of each earlier chunk with ``is_causal=False``. `attn_merge_state` merges
+    these results by their log-sum-exps.
 
     Args:
-        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, nope and rotary part side by side.
-        k: q's dtype ``[kv_tokens, heads, head_dim]``; without cu_seqlens_kv of as many tokens. Its rotary part may be a broadcast
-            view.
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, non-rotary part first, then the rotary part.
+        k: q's dtype ``[kv_tokens, heads, head_dim]``; without cu_seqlens_kv, kv_tokens is tokens. The rotary part may be a
+            broadcast view.
         v: q's dtype ``[kv_tokens, heads, v_head_dim]``.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends. Rows behind that are padding:
-            they belong to no sequence, and those rows of the outputs are left as they are.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and where the last one ends. Rows past the last offset are
+            padding: they belong to no sequence, and the same rows of the outputs are not written.
         cu_seqlens_cpu: the same values on the host, a hint; never required.
-        max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
-        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: no bound is known but ``tokens``.
+        logit_cap: if positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
-        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
-        cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence's keys begin in k and v; None: they are the queries' own tokens.
+        softmax_scale: multiplies the dot products q·k; None is ``1 / sqrt(head_dim)``.
+        cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence's keys begin in k and v, and where the last sequence ends; None:
+            the same as cu_seqlens.
         is_causal: hide keys later than the query. False shows all, as of a prefix that the queries are no part of.
-        window_left: how many tokens to the left stay visible besides the token itself; -1, or 2^30 and more, for all.
+        window_left: how many tokens to the left a query sees besides itself; -1, or 2^30 and more, means all.
         q_scale: float32 ``[]``, ``[1]`` or ``[heads]``, multiplies q, for fp8 q only.
         k_scale: likewise for fp8 k.
         v_scale: likewise for fp8 v.
         out: receives the output. It must not overlap q, k or v.
 
     Returns:
-        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural log-sum-exp,
-        float32 ``[tokens, heads]``. A query that sees no key gives output 0 and log-sum-exp -inf.
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
+        log-sum-exp, float32 ``[tokens, heads]``. A query that sees no key has output 0 and log-sum-exp -inf.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets
-            are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            offsets are checked only if they lie in host memory.
 
     Example:
         >>> import torch
@@ -104,7 +106,8 @@ def mla_prefill(
         >>> mla_prefill(q, k, v, torch.tensor([0, 3], dtype=torch.int32)).flatten()
         tensor([1., 2., 3.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads offsets on the host unless the hint is given.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads offsets on the host unless the
+    hint is given.
     """
     offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), is_causal, window_left, logit_cap)

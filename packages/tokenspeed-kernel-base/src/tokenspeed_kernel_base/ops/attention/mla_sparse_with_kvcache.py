@@ -1,4 +1,4 @@
-"""Attention of tokens to a few chosen latents of a paged cache."""
+"""Sparse attention of each token to selected latents of a paged cache."""
 
 from __future__ import annotations
 
@@ -41,49 +41,50 @@ def mla_sparse_with_kvcache(
     rope_cache: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The latent attention of every token to those slots of a paged cache that were chosen for it, and to no others.
+    """MLA sparse attention: absorbed latent attention of every token to the cache slots selected for it.
 
     This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer
-    chooses the slots. q is absorbed as for `mla_extend_with_kvcache`, all heads of a token attend to the same slots, and prefill
-    and decode are the same: a token knows its slots, and nothing of the sequence that it belongs to. Nothing is causal here: what
-    is chosen already is. Accumulates in float32 (float64 where q is) and rounds the output once.
+    selects the slots. q is absorbed as for `mla_extend_with_kvcache`. All heads of a token attend to the same slots. Prefill and
+    decode are the same call, because it needs the slots of each token and no sequence lengths. No causal mask is applied: the
+    selection must already be causal. Accumulates in float32 (float64 where q is) and rounds the output once.
 
-    The cache is of one of two kinds. Either kv_cache holds a token's latent, and the rotary part behind it in the same dtype. Or
-    it is as DeepSeek-V3.2 is served, 656 bytes a token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse decoding reads): latents
-    in e4m3, of which each 128 have a scale in kv_scale_cache, and the rotary parts, not quantised, in rope_cache. A latent is then
-    ``code * scale``; kernels may round that to q's dtype. `mla_cache_views` makes these three of pages of bytes.
+    The cache has one of two layouts. In the first, kv_cache holds a token's latent followed by its rotary part in the same dtype.
+    The second is that of DeepSeek-V3.2, with 656 bytes for each token (vLLM's ``fp8_ds_mla``, which FlashMLA's sparse decoding
+    reads). There, kv_cache holds e4m3 latents, kv_scale_cache one scale for each 128 elements of a latent, and rope_cache the
+    rotary parts, unquantised. A dequantised latent is ``e4m3 value * scale``; kernels may round it to q's dtype.
+    `mla_cache_views` returns these three as views of pages of bytes.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first. float16 or
             bfloat16 with kv_scale_cache.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first. With kv_scale_cache
             float8_e4m3fn ``[pages, page_size, kv_lora_rank]``, the latents alone. May be strided.
-        indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. A negative one is no key.
-            A slot that stands twice is two keys.
-        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part. With kv_scale_cache a multiple of
+        indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. Negative indices are
+            ignored. A slot that occurs twice counts as two keys.
+        kv_lora_rank: width of the latent, which is also the value; the rotary part follows it. With kv_scale_cache a multiple of
             128.
-        softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
-            adds: it cannot be told from the shapes.
-        topk_length: int32 ``[tokens]``, 0 to top_k: so many of a token's first indices count, and the others may be anything. None
-            means all. Tokens with few keys are quicker where it is given.
+        softmax_scale: multiplies the dot products of q and the cached keys. It is ``1 / sqrt`` of the head_dim before absorption,
+            times the factor that RoPE scaling adds, so it cannot be derived from the shapes.
+        topk_length: int32 ``[tokens]``, 0 to top_k: the number of a token's first indices that are used; the others may hold
+            anything. None means all. Tokens with few keys run faster with it.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
-        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only; not with
-            kv_scale_cache.
-        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, multiplies the cached latents, 128 each. Together with
-            rope_cache. May be strided.
-        rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Together with kv_scale_cache. May be strided.
+        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only. Not
+            allowed with kv_scale_cache.
+        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``, the scales of the cached latents, one for each 128
+            elements. Requires rope_cache. May be strided.
+        rope_cache: q's dtype ``[pages, page_size, rope_dim]``, the rotary parts. Requires kv_scale_cache. May be strided.
         out: receives the output. It must not overlap q or the cache.
 
     Returns:
         The output ``[tokens, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
-        log-sum-exp, float32 ``[tokens, heads]``. A token without keys gives output 0 and log-sum-exp -inf.
+        log-sum-exp, float32 ``[tokens, heads]``. A token without keys has output 0 and log-sum-exp -inf.
 
-    Slots that no index names are never part of a result, even if they hold NaN.
+    Slots that no index names never affect a result, even if they hold NaN.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
-            indices and topk_length are looked at only where they lie in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as stated here. Raised before anything is launched. Values of
+            indices and topk_length are checked only if they lie in host memory.
 
     Example:
         Two pages of two slots; latents of width 1 and a rotary part of width 1.
@@ -156,7 +157,7 @@ def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Ten
 
 
 def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:
-    """Which indices name a key."""
+    """Which indices are used and name a key."""
     counted = indices >= 0
     if topk_length is None:
         return counted
@@ -167,7 +168,9 @@ mla_sparse_with_kvcache.fake(latent_outputs)
 
 
 def draw_chosen(draw: Draw, visible: Sequence[int], top_k: int) -> Tensor:
-    """int32 ``[len(visible), top_k]``: of a token that sees n positions, ``min(n, top_k)`` random ones in order, then -1."""
+    """Random visible positions for each token, int32 ``[len(visible), top_k]``.
+
+    A token that sees n positions gets ``min(n, top_k)`` of them in ascending order, padded with -1."""
     rows = []
     at_once = max(1, (1 << 26) // max(1, *visible, 1))
     for begin in range(0, len(visible), at_once):
@@ -198,14 +201,14 @@ def _inputs(
     grouped: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """The last tokens of sequences in a paged cache, each with random positions that it sees.
+    """The last tokens of sequences in a paged cache, each with random positions among those that it sees.
 
     Args:
-        q_lens: how many tokens of each sequence; one if not given.
-        lengths: give ``topk_length``, and anything behind the indices that count.
+        q_lens: tokens of each sequence; by default one.
+        lengths: give ``topk_length``, and invalid slots past the indices that it counts.
         holes: every third index is -1.
         stale: slots that hold no token hold NaN.
-        grouped: each 128 latents have a scale, and rotary parts lie apart.
+        grouped: each 128 elements of a latent have a scale, and the rotary parts lie in a separate cache.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -322,7 +325,7 @@ def _(
         caches = {"kv_cache": kv_cache, "kv_scale_cache": kv_scale_cache, "rope_cache": rope_cache}
         return _without_unused(caches, indices, topk_length)
     pages, page_size = kv_cache.shape[:2]
-    if variation.want is Want.OTHER:  # every slot in the place of the next one, and those of the next token
+    if variation.want is Want.OTHER:  # each index names the next slot; without topk_length, each row also moves to the next token
         slots = max(pages * page_size, 1)
         moved = torch.where(_counted(indices, topk_length), (indices + 1) % slots, indices)
         return {"indices": moved.roll(1, 0) if topk_length is None else moved}
@@ -337,8 +340,8 @@ def _(
 
 
 def _without_unused(caches: dict[str, Tensor | None], indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
-    """NaN in slots that are no token's keys, and behind the indices that count slots that there are not; on a device, where to look
-    one up would be an illegal access, the last slot."""
+    """Fills unused memory with values that show a wrong read. Slots that are no token's keys hold NaN. Indices past topk_length
+    are out of range on the host. On a device such a read would be an illegal access, so there they name the last slot."""
     counted = _counted(indices, topk_length)
     given = {name: cache for name, cache in caches.items() if cache is not None}
     pages, page_size = given["kv_cache"].shape[:2]

@@ -1,4 +1,4 @@
-"""From the projection of queries, keys and values to what attention reads: queries, and keys and values in the cache."""
+"""Fused QK-RMSNorm, RoPE and KV-cache store after the QKV projection."""
 
 from __future__ import annotations
 
@@ -46,43 +46,45 @@ def qk_rmsnorm_rope_store_kv_cache(
     mrope_interleaved: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Everything from the projection of q, k and v to attention over the paged cache: normalises, rotates, quantises and stores.
+    """Normalises and rotates q and k, quantises k and v, and stores them in the paged KV cache.
 
-    1. With ``q_weight`` and ``k_weight`` every head of q and of k is normalised, as `qk_rmsnorm` does it, and rounded to qkv's
-       dtype: Qwen3 and Gemma 3 have these, Llama has none.
-    2. Every head of q and of k is rotated, as `apply_rope` does it, and rounded again.
-    3. k and v are written to the cache, as `store_kv_cache` with the same scales does it. They are returned nowhere else.
+    1. With ``q_weight`` and ``k_weight`` every head of q and of k is normalised by `qk_rmsnorm`, and rounded to qkv's dtype.
+       Qwen3 and Gemma 3 have these weights, Llama has none.
+    2. Every head of q and of k is rotated by `apply_rope`, and rounded again.
+    3. k and v are written to the cache, as by `store_kv_cache` with the same scales. They are not returned.
 
     Args:
         qkv: float16, bfloat16, float32 or float64 ``[tokens, heads * head_dim + kv_heads * (head_dim + v_head_dim)]``: the query
-            heads, those of keys, those of values. May be a strided slice. Of a token that is not written only q is read.
+            heads, then the key heads, then the value heads. May be a strided slice. If a token is not written to the cache, only
+            its q is read.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked where it lies in host memory, for tokens that are not written as well.
+            Checked if it lies in host memory, also for tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of qkv's dtype or an 8-bit float. Written to. May be strided: a
             cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
-        q_weight: any float dtype ``[head_dim]``; this and the next come together or not at all.
-        k_weight: any float dtype ``[head_dim]``.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+        q_weight: any float dtype ``[head_dim]``; requires k_weight.
+        k_weight: any float dtype ``[head_dim]``; requires q_weight.
         eps: added to the mean square of a head, > 0.
         interleaved: which elements are rotated together, as in `apply_rope`.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only for an 8-bit cache.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only for an 8-bit cache.
         v_scale: the same for v.
-        mrope_section: how many pairs take time, height and width, as in `apply_rope`; None: a token has one position.
-        mrope_interleaved: whether pairs take them in turn. Only with mrope_section.
+        mrope_section: how many pairs use the time, height and width position, as in `apply_rope`; None: a token has one position.
+        mrope_interleaved: whether time, height and width alternate from pair to pair, as in `apply_rope`. Only with
+            mrope_section.
         out: receives the queries. It must not overlap an input.
 
     Returns:
         The queries, qkv's dtype ``[tokens, heads, head_dim]``, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        One head each of queries, keys and values, of two elements; the token at position 1 is turned by a quarter.
+        One query, key and value head of two elements; RoPE rotates the token at position 1 by 90 degrees.
 
         >>> import torch
         >>> from tokenspeed_kernel import qk_rmsnorm_rope_store_kv_cache
@@ -100,11 +102,11 @@ def qk_rmsnorm_rope_store_kv_cache(
     q, k, v = _heads(qkv, k_cache, v_cache)
     if q_weight is not None and k_weight is not None:
         q, k = qk_rmsnorm(q, k, q_weight, k_weight, eps)
-    turned = apply_rope(
+    rotated_heads = apply_rope(
         q, k, positions, cos_sin_cache, interleaved, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, mrope_section,
         mrope_interleaved, q_out=out,
     )  # fmt: skip
-    return turned[0]
+    return rotated_heads[0]
 
 
 def _heads(qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +200,7 @@ def _inputs(
     max_positions: int = 64,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: of `apply_rope`'s case of these heads."""
+    """``options``: options of the `apply_rope` case for these heads."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,
@@ -226,7 +228,7 @@ def _() -> list[Case]:
     qwen3_8b: tuple[int, int, int] = (32, 8, 128)
     qwen3_32b: tuple[int, int, int] = (64, 8, 128)
     qwen3_235b: tuple[int, int, int] = (64, 4, 128)
-    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # of the same heads
+    llama_8b, llama_70b = qwen3_8b, qwen3_32b  # they have the same heads
     qwen3_vl: dict[str, Any] = {"mrope_section": (24, 20, 20), "mrope_interleaved": True}
     paged: dict[str, Any] = {"page_size": 64, "max_positions": 40960}
     quantised: dict[str, Any] = {"cache_dtype": fp8, "scale_shape": ()}
@@ -294,7 +296,7 @@ def _(
 ) -> Cost:
     q, k, v = _heads(qkv, k_cache, v_cache)
     tokens, rotary_dim = len(qkv), cos_sin_cache.shape[1]
-    # Four products and two sums a pair. Of the table, no more than a row for each token is read.
+    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim + (0.0 if q_weight is None else 4.0 * (q.numel() + k.numel()))
     read = nbytes(qkv, positions, slot_mapping, q_weight, k_weight, k_scale, v_scale)
     read += min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))

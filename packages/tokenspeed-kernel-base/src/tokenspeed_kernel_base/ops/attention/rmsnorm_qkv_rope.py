@@ -1,4 +1,4 @@
-"""From the residual stream to what attention reads: queries, and keys and values in the cache."""
+"""Fused RMSNorm, QKV projection, RoPE and KV-cache store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of,
 from tokenspeed_kernel_base.ops.norm.rmsnorm import RESIDUAL_KINDS, check_residual, residual_traits, rmsnorm
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Keys and values are written to the cache as they are, and tokens have one position.
+# Arguments of apply_rope that this operator does not have: no cache scales, one position for each token.
 _LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_interleaved": False}
 
 
@@ -63,43 +63,43 @@ def rmsnorm_qkv_rope(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """What attention reads: the normalised tokens' q, k and v, with q and k rotated, and k and v in the cache.
+    """RMSNorm, QKV projection and RoPE in one call, which can also store k and v in the paged KV cache.
 
-    Composed of `rmsnorm`, which adds the residual first if there is one; `mm` with the weights of q, k and v side by side, and
-    their bias, whose result is rounded to x's dtype; and `apply_rope`, which rotates q and k in place, and writes k and v to the
-    cache. A kernel that does it all in one may round x times the norm's weight, and divide the product by the root
-    mean square.
+    Composed of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the concatenated weights of q, k
+    and v and the bias, and rounds to x's dtype. `apply_rope` rotates q and k in place, and writes k and v to the cache. A fused
+    kernel may round ``x * norm_weight``, and divide by the root mean square after the GEMM.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
         norm_weight: any float dtype ``[hidden]``.
-        qkv_weight: x's dtype ``[hidden, (heads + 2 * kv_heads) * head_dim]``: the query heads, those of keys, those of values. One
-            that is stored with outputs first is passed as ``weight.t()``.
+        qkv_weight: x's dtype ``[hidden, (heads + 2 * kv_heads) * head_dim]``: the query heads, then the key heads, then the value
+            heads. A weight stored as ``[out, in]`` is passed as ``weight.t()``.
         positions: int32 or int64 ``[tokens]``, rows of cos_sin_cache.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``, as for `apply_rope`.
-        kv_heads: heads of keys, and of values.
-        head_dim: of all heads.
+        kv_heads: number of key heads and of value heads.
+        head_dim: width of every head.
         eps: added to the mean square, > 0.
-        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
+        residual: x's shape and dtype, or float32 if x is float16 or bfloat16; ``[tokens, hidden]``. Added to x before the
+            normalisation.
         bias: x's dtype ``[(heads + 2 * kv_heads) * head_dim]``.
         interleaved: which elements are rotated together, as in `apply_rope`.
-        k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to; this and the next two come
-            together or not at all.
+        k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to. k_cache, v_cache and
+            slot_mapping are given together or not at all.
         v_cache: k_cache's dtype, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
         out: receives q, k and v.
-        residual_out: receives the sum; may be the residual or x. Only with a residual.
+        residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
 
     Returns:
-        q, k and v side by side, x's dtype ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with a residual also ``x + residual``,
-        like x.
+        q, k and v concatenated, x's dtype ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with a residual also ``x + residual``,
+        like residual.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        One query head beside one of keys and one of values, each of two elements; the token at position 1 is turned by a quarter.
+        One query, key and value head of two elements; RoPE rotates the token at position 1 by 90 degrees.
 
         >>> import torch
         >>> from tokenspeed_kernel import rmsnorm_qkv_rope
@@ -214,7 +214,7 @@ def _inputs(
     max_positions: int = 4096,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``options``: of `apply_rope`'s case of these heads."""
+    """``options``: options of the `apply_rope` case for these heads."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
         tokens=tokens,

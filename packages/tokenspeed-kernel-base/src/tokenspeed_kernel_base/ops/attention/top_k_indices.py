@@ -1,4 +1,4 @@
-"""The positions of the largest scores of each row."""
+"""Positions of the largest scores of each row."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention._checks import check_values_counts
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# So many may be chosen of fewer keys: some limit there must be, as the result is allocated.
+# Always allowed, even for rows with fewer keys. A limit is needed because the result has top_k columns.
 _ALWAYS_ALLOWED = 1 << 20
 
 
 def check_top_k(check: Checker, top_k: int, keys: int) -> None:
-    """How many of the keys to choose."""
+    """Checks how many of the keys to select."""
     most = max(keys, _ALWAYS_ALLOWED)
     check.require(1 <= top_k <= most, "top_k", f"from 1 to {most}, the keys of a row or 2^20 if they are fewer", top_k)
 
 
 @operator("attention", "top_k_indices", formats=("scores",), traits={"top_k": int}, exact=True, varying=("rows", "keys"))
 def top_k_indices(scores: Tensor, top_k: int, lengths: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """The positions of every row's ``top_k`` largest scores, in ascending order, and -1 behind them where there are fewer.
+    """Selects the positions of every row's ``top_k`` largest scores, in ascending order of position, padded with -1.
 
-    The choice is exact and always the same: of equal scores that of the lower position is larger. Both zeros are equal, NaN is
-    larger than every number, and -inf is never chosen, so that what is hidden may be -inf.
+    The selection is exact and deterministic: among equal scores, the lower position wins. -0.0 equals 0.0, NaN ranks above every
+    number, and -inf is never selected, so masked scores may be -inf.
 
     Args:
         scores: float16, bfloat16, float32 or float64 ``[rows, keys]``, fewer than 2^31 keys. May be strided.
-        top_k: how many to choose, from 1 to keys, or to 2^20 where there are fewer keys.
-        lengths: int32 ``[rows]``, 0 to keys: only so many first scores of a row are looked at. None means all.
+        top_k: how many positions to select, from 1 to the larger of keys and 2^20.
+        lengths: int32 ``[rows]``, 0 to keys: how many of a row's first scores are considered. None means all.
         out: receives the result.
 
     Returns:
         int32 ``[rows, top_k]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values of lengths are looked at
-            only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values of lengths are
+            checked only if they lie in host memory.
 
     Example:
         >>> import torch
@@ -100,10 +100,10 @@ def _inputs(
     """Rows of normally distributed scores.
 
     Args:
-        keys: of a row; the most of lengths if not given.
+        keys: keys of a row; by default the largest of lengths.
         steps: where positive, scores are multiples of it, so that many are equal.
         hidden: every fourth score is -inf.
-        stated: give the lengths; -inf stands behind them either way.
+        stated: give the lengths; scores past a row's length are -inf in either case.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Communication between the processes of a group."""
+"""Collective communication between the processes of a group."""

@@ -1,4 +1,4 @@
-"""What all processes of a group have, on each of them."""
+"""All-gather over the processes of a group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tokenspeed_kernel_base.ops.comm._inputs import captured_inputs, rank_inputs
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.variation import Variation
 
-# Newer releases of PyTorch call it by another name, and warn of the old one.
+# Newer releases of PyTorch renamed this function and deprecate the old name.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @operator("comm", "all_gather", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, exact=True, varying=("rows",))
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """The x of all ranks, one behind the other by rank, on every rank.
+    """All-gather: concatenates the x of all ranks, in rank order, on every rank.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo, and with peer memory,
-    that is made sure of at the first call of each shape and dtype, within ``group.time_limit_s``.
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
+    ranks compare their calls at the first call of each shape and dtype, and wait for one another at most ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. Not written to.
@@ -35,8 +35,8 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
         Like x, ``[world_size * rows, ...]`` and contiguous. Rank r's rows begin at ``r * rows``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
         >>> all_gather(torch.tensor([1.0, 2.0]), ProcessGroup.of())
         tensor([1., 2.])
 
-    Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside of a graph.
+    Not safe in CUDA graphs with gloo, which waits for the device. Safe with nccl after a first call outside of a graph.
     """
     if group.world_size == 1:
         return x.clone(memory_format=torch.contiguous_format)

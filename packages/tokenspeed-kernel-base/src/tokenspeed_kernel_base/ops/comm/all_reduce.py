@@ -1,4 +1,4 @@
-"""The sum over the processes of a group."""
+"""All-reduce (sum) over the processes of a group."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from tokenspeed_kernel_base.variation import Variation
     varying=("elements",),
 )
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """The sum of the x of all ranks, on every rank.
+    """All-reduce: the sum of the x of all ranks, on every rank.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo, and with peer memory,
-    that is made sure of at the first call of each shape and dtype, within ``group.time_limit_s``.
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
+    ranks compare their calls at the first call of each shape and dtype, and wait for one another at most ``group.time_limit_s``.
 
-    float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one
-    rounding for each rank. In which order ranks are added is not said, but all ranks get the same bits. Kernels that send over peer
-    memory wait for other ranks no longer than ``group.peer_time_limit_s``, after which the launch fails.
+    float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
+    once for each rank. The order in which ranks are added is unspecified, but all ranks get bitwise equal results. Kernels that
+    use peer memory wait for other ranks at most ``group.peer_time_limit_s``; then the launch fails.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Only written to if it is ``out``.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
+        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that access peer memory directly
+            instead of calling a communication library.
         out: receives the sum; may be x itself, and must not overlap it otherwise.
 
     Returns:
         Like x and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch
@@ -52,7 +53,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
         >>> all_reduce(torch.tensor([1.0, 2.0]), ProcessGroup.of())
         tensor([1., 2.])
 
-    Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside of a graph.
+    Not safe in CUDA graphs with gloo, which waits for the device. Safe with nccl after a first call outside of a graph.
     """
     halves = x.dtype in (torch.float16, torch.bfloat16)
     total = x.to(torch.float32 if halves else x.dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""A process group as a resource, for operators in which several processes take part."""
+"""Process groups as resources, for collective operators."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.traits import TraitKind
 
-# The backend of a group of one process, which sends nothing.
+# The backend of a group of one process, which does not communicate.
 ALONE = "none"
 
-# The largest message by default, by backend: 8192 rows of 2880 in bfloat16, whose last units are not full; on CPUs, where kernels
-# are only interpreted, less.
+# The default size of the largest message, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up to whole
+# units. gloo: less, because kernels on CPUs are only interpreted.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
-# Some operators have no protocol but one shot: they can send each rank at least so many bytes.
+# Some operators have the one-shot protocol only; they can send at least this many bytes to each rank.
 _LEAST_BYTES = 4 << 20
 
 
 class ProcessGroup(Resource):
-    """The processes that take part in a call, as `torch.distributed` knows them. `ProcessGroup.of` makes it.
+    """The processes that take part in a collective call: a group of `torch.distributed`. Made by `ProcessGroup.of`.
 
-    Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. On gloo, and
-    in a group with peer memory, that is made sure of at the first call of each kind, see `check_agreement`. Elsewhere a difference
-    hangs, or gives wrong numbers. The ranks must also choose the same kernel: with the same packages, settings and tuned tables
-    they do.
+    Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. With gloo
+    or peer memory, the ranks compare their calls at the first call of each kind, see `check_agreement`. Otherwise a mismatch
+    causes a hang or wrong results. The ranks must also select the same kernel, which they do with the same packages, settings and
+    tuned tables.
 
     Attributes:
         rank: this process, from 0.
-        world_size: how many processes there are.
-        backend: ``"gloo"``, ``"nccl"``...; ``"none"`` for a group of one that torch.distributed knows nothing of.
+        world_size: the number of processes.
+        backend: ``"gloo"``, ``"nccl"``...; ``"none"`` for a group of one process without torch.distributed.
         time_limit_s: how long `check_agreement` waits for the other ranks, in seconds. May be set.
-        peers: memory that the ranks write to in one another's devices; None without.
-        peer_gap: why there is none; empty where there is.
-        peer_time_limit_s: how long a kernel waits for another rank, in seconds, before the launch fails and with it the device's
-            context. May be set; graphs keep what they were captured with.
-        key: what decisions may depend on, which must be the same on every rank: world size, backend, and peer memory.
-        device: a CUDA device for nccl, any for others.
+        peers: peer memory, which the ranks write to in one another's devices; None without.
+        peer_gap: why there is no peer memory; empty if there is.
+        peer_time_limit_s: how long a kernel waits for another rank, in seconds. Then the launch fails, and with it the device's
+            context. May be set; captured graphs keep the value of their capture.
+        key: the properties that kernel selection may depend on, equal on every rank: world size, backend, and peer memory.
+        device: the CUDA device type for nccl, None (any device) otherwise.
     """
 
     trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"world_size": int, "backend": str, "link": str}
@@ -56,8 +56,8 @@ class ProcessGroup(Resource):
         control: dist.ProcessGroup | None = None,
         peers: PeerMemory | str = "made by ProcessGroup.of, without peer memory",
     ) -> None:
-        """Use `ProcessGroup.of` or `ProcessGroup.with_peer_memory`, which make one for each group."""
-        # Weakly, so that this does not keep a group alive that torch.distributed has destroyed.
+        """Not for direct use: `ProcessGroup.of` and `ProcessGroup.with_peer_memory` make one resource for each group."""
+        # A weak reference, so that a group that torch.distributed has destroyed is not kept alive.
         self._group = weakref.ref(group) if group is not None else None
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
@@ -69,20 +69,20 @@ class ProcessGroup(Resource):
         known = (self.peers.one_shot_bytes, self.peers.two_shot_bytes, self.peers.link) if self.peers is not None else ()
         self.key = self.world_size, self.backend, self.peer_gap, *known
         self.device = torch.device("cuda") if self.backend == "nccl" else None
-        # The group over which ranks compare what they call.
+        # The group over which ranks compare their calls.
         self._control = weakref.ref(control) if control is not None else self._group if self.backend == "gloo" else None
         self._agreed: set[Hashable] = set()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None) -> ProcessGroup:
-        """The resource of a group, the same one each time.
+        """Returns the resource of a group, the same object for each call.
 
         Args:
-            group: of torch.distributed; the default group if not given, or a group of this process alone where torch.distributed is
-                not initialised.
+            group: a group of torch.distributed. Default: the default group, or a group of this process alone if torch.distributed
+                is not initialised.
 
         Raises:
-            TypeError: it is no group, or this rank does not belong to it.
+            TypeError: group is not a process group, or this rank does not belong to it.
 
         Example:
             >>> from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
@@ -101,24 +101,25 @@ class ProcessGroup(Resource):
     def with_peer_memory(
         cls, group: dist.ProcessGroup | None = None, *, one_shot_bytes: int | None = None, two_shot_bytes: int | None = None
     ) -> ProcessGroup:
-        """The resource of a group whose ranks write to one another's memory, for kernels that need no library between processes.
+        """Returns the resource of a group with peer memory, for kernels that write to other ranks' memory directly.
 
-        Every rank of the group must call this, with the same sizes. The first call allocates and waits for the others; later ones
-        give the same resource. Its operators must be called on one stream, or on streams that wait for one another.
+        Every rank of the group must call this, with the same sizes. The first call allocates the memory and waits for the other
+        ranks; later calls return the same resource. Operators with this group must run on one stream, or on streams that wait for
+        one another.
 
-        Where the ranks cannot reach one another's memory (several machines, no peer access, one process) the resource has none, and
-        kernels that need it are not chosen; ``peer_gap``, and so ``explain``, says why.
+        If the ranks cannot access one another's memory (several machines, no peer access, one process), the resource has no peer
+        memory, and kernels that need it are not eligible. ``peer_gap`` and ``explain`` state the reason.
 
         Args:
             group: as for `of`.
-            one_shot_bytes: the largest message that every rank sends to all others. It takes ``2 * world_size`` times as much
-                memory.
-            two_shot_bytes: the largest message that is sent through owners of rows. It takes four times as much memory. By default
-                there is memory for 48 MiB in all, on CPUs for 1 MiB.
+            one_shot_bytes: the largest message of the one-shot protocol, in which every rank sends to all others. It takes
+                ``2 * world_size`` times as much memory.
+            two_shot_bytes: the largest message of the two-shot protocol, in which each row has an owner rank. It takes four times
+                as much memory. By default messages of up to 48 MiB are possible with one of the protocols, on CPUs up to 1 MiB.
 
         Raises:
-            TypeError: as `of`.
-            ValueError: the group has less peer memory already.
+            TypeError: as for `of`.
+            ValueError: the group already has less peer memory.
         """
         group = _torch_group(group)
         if group is None:
@@ -138,7 +139,7 @@ class ProcessGroup(Resource):
         """The group of torch.distributed; None for a group of this process alone.
 
         Raises:
-            RuntimeError: it was destroyed.
+            RuntimeError: the group was destroyed.
         """
         if self._group is None:
             return None
@@ -154,43 +155,44 @@ class ProcessGroup(Resource):
 
     @property
     def traits(self) -> dict[str, object]:
-        """What a request of any operator says of its group: how many ranks there are, the library between them, and what lies
-        between their devices, ``"none"`` without peer memory."""
+        """The traits of the group in an operator's request: the number of ranks, the communication library, and the link between
+        their devices, which is ``"none"`` without peer memory."""
         link = self.peers.link if self.peers is not None else "none"
         return {"world_size": self.world_size, "backend": self.backend, "link": link}
 
     def protocol(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """How kernels send a message over peer memory: ``"one_shot"`` or ``"two_shot"``, or why they do not. The same on every
+        """The protocol for a message over peer memory: ``"one_shot"`` or ``"two_shot"``, or why there is none. The same on every
         rank.
 
         Args:
-            nbytes: of the message.
-            row_bytes: of each of its rows; the last one may be shorter.
+            nbytes: bytes of the message.
+            row_bytes: bytes of each row of the message; the last row may be shorter.
         """
         return self.peers.protocol(nbytes, row_bytes) if self.peers is not None else f"none: {self.peer_gap}"
 
     def direct(self, nbytes: int, row_bytes: int = CHUNK) -> str:
-        """``"one_shot"`` if kernels can send every other rank so many bytes over peer memory, or why not. The same on every rank.
+        """``"one_shot"`` if kernels can send a message to every other rank over peer memory, or why not. The same on every rank.
 
         Args:
-            nbytes: for each rank.
-            row_bytes: of each row of that; the last one may be shorter.
+            nbytes: bytes of the message for each rank.
+            row_bytes: bytes of each row of the message; the last row may be shorter.
         """
         gap = self.peers.gap(ONE_SHOT, nbytes, row_bytes) if self.peers is not None else self.peer_gap
         return ONE_SHOT if gap is None else f"none: {gap}"
 
     def check_agreement(self, call: str, **arguments: Tensor | Hashable) -> None:
-        """Makes sure that every rank makes the same call, the first time that this rank makes it; nothing where ranks have no way
-        to tell one another: without gloo and without peer memory.
+        """Compares a call with those of the other ranks, the first time that this rank makes it.
+
+        Without gloo and without peer memory the ranks cannot compare calls, and nothing is checked.
 
         Args:
-            call: what is called: ``"all_reduce"``.
-            arguments: what must be the same on every rank: of tensors dtypes and shapes.
+            call: the name of the call, for example ``"all_reduce"``.
+            arguments: values that must be the same on every rank; for tensors, dtypes and shapes are compared.
 
         Raises:
-            ValueError: other ranks make another call; the message has each rank's.
-            RuntimeError: some rank made no first call within the time limit. It does something else, or a call that it has made
-                before. The group is of no more use then.
+            ValueError: other ranks make a different call; the message lists each rank's call.
+            RuntimeError: some rank did not make a first call of this kind within the time limit. That rank does something else,
+                or repeats an earlier call. The group is then unusable.
         """
         if self._control is None or self.world_size == 1:
             return
@@ -223,7 +225,7 @@ class ProcessGroup(Resource):
 
 
 def _torch_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group that is meant; None for this process alone."""
+    """The given or default group; None for this process alone."""
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):

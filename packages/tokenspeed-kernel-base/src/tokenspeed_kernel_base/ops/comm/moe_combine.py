@@ -1,4 +1,4 @@
-"""The experts' results on their way back to the processes of their tokens."""
+"""Expert-parallel combine: returns the experts' results to the ranks of their tokens."""
 
 from __future__ import annotations
 
@@ -26,25 +26,29 @@ from tokenspeed_kernel_base.variation import Variation, Want
     varying=("tokens",),
 )
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """Sends the experts' results back, and adds for each token of this rank those of all ranks that `moe_dispatch` sent it to.
+    """Expert-parallel combine: sends expert results back to their tokens' ranks and sums them over ranks for each token.
 
-    Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. On gloo, and with peer
-    memory, that is made sure of at the first call of each kind, within ``group.time_limit_s``. Ranks are added in their order, in
-    float32 (float64 for float64), and the sum is rounded once.
+    It is the counterpart of `moe_dispatch`.
+
+    Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. With gloo or peer
+    memory, the ranks compare their calls at the first call of each kind, and wait for one another at most ``group.time_limit_s``.
+    Ranks are added in rank order, in float32 (float64 for float64), and the sum is rounded once.
 
     Args:
-        x: float16, bfloat16, float32 or float64 ``[world_size * tokens, hidden]``: a result for each row of `moe_dispatch`, the
-            weights of its experts included. Rows without experts may hold anything.
-        ids: int32 ``[world_size * tokens, top_k]``, of `moe_dispatch`: negative where no expert of this rank sees a row.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
+        x: float16, bfloat16, float32 or float64 ``[world_size * tokens, hidden]``: a result for each row of `moe_dispatch`,
+            already multiplied by the routing weights. Rows without experts may hold anything.
+        ids: int32 ``[world_size * tokens, top_k]``, the ids that `moe_dispatch` returned; negative for slots whose expert is not
+            on this rank.
+        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that access peer memory directly
+            instead of calling a communication library.
         out: receives the sums.
 
     Returns:
-        Like x, ``[tokens, hidden]``; zeros for tokens that went nowhere.
+        Like x, ``[tokens, hidden]``; zeros for tokens without experts.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch
@@ -53,7 +57,7 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
         tensor([[0.],
                 [4.]])
 
-    Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside of a graph.
+    Not safe in CUDA graphs with gloo, which waits for the device. Otherwise safe after a first call outside of a graph.
     """
     size = group.world_size
     blocks = torch.where((ids >= 0).any(-1, keepdim=True), x, 0).reshape(size, len(x) // size, x.shape[1]).contiguous()
@@ -95,7 +99,7 @@ def _(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _held(draw: Draw, rows: int, top_k: int) -> Tensor:
-    """Ids as `moe_dispatch` gives them: most are another rank's experts."""
+    """Ids like those of `moe_dispatch`: most slots belong to experts of other ranks."""
     return torch.where(draw.uniform(rows, top_k) < 0.4, draw.integers(0, 8, rows, top_k, dtype=torch.int32), -1)
 
 

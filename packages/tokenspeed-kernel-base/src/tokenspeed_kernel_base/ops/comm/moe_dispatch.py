@@ -1,4 +1,4 @@
-"""Tokens on their way to the processes that hold their experts."""
+"""Expert-parallel dispatch: sends tokens to the ranks that hold their experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def row_bytes(hidden: int, top_k: int, itemsize: int) -> int:
-    """Bytes that are sent for a token: its ids and weights, in whole vectors, and the token itself."""
+    """Bytes sent for a token: its ids and weights, padded to 16-byte vectors, and the token itself."""
     return -(-8 * top_k // VECTOR) * VECTOR + hidden * itemsize
 
 
@@ -42,35 +42,37 @@ def moe_dispatch(
     weights_out: Tensor | None = None,
     ids_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sends each token to every rank that holds one of its experts (expert parallelism), once.
+    """Expert-parallel dispatch: sends each token once to every rank that holds one of its experts.
 
-    Rank r holds the experts from ``r * num_experts / world_size``. It has a row for each token of each rank, by rank, and receives
-    those that go to its experts; the others are zeros without experts. So shapes are the same whatever the router chose.
-    `moe_apply` on these rows, their weights and ids, followed by `moe_combine`, is `moe_apply` with all experts, but for the order
-    of sums.
+    Rank r holds ``num_experts / world_size`` experts, from ``r * num_experts / world_size`` on. Its result has a row for each
+    token of each rank, in rank order. Rows of tokens for its experts are received; the other rows are zero and have no experts.
+    So shapes do not depend on the routing. `moe_apply` on these rows, weights and ids, followed by `moe_combine`, equals
+    `moe_apply` with all experts, except for the order of summation.
 
     Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. A rank with fewer tokens
-    fills up with tokens without experts. On gloo, and with peer memory, shapes are made sure of at the first call of each kind,
-    within ``group.time_limit_s``.
+    pads with tokens without experts. With gloo or peer memory, the ranks compare their calls at the first call of each kind, and
+    wait for one another at most ``group.time_limit_s``.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
         topk_weights: float32 ``[tokens, top_k]``.
-        topk_ids: int32 ``[tokens, top_k]``, from 0 to ``num_experts - 1``; negative for a slot that no expert sees.
-        num_experts: of all ranks; a multiple of the number of ranks below 2^31, the same for each.
-        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
+        topk_ids: int32 ``[tokens, top_k]``, from 0 to ``num_experts - 1``; a negative id skips the slot.
+        num_experts: experts of all ranks together; a multiple of the number of ranks, below 2^31, and the same on every rank.
+        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that access peer memory directly
+            instead of calling a communication library.
         out: receives the tokens.
         weights_out: receives their weights.
         ids_out: receives their ids.
 
     Returns:
-        The received tokens, like x ``[world_size * tokens, hidden]``, rank r's from row ``r * tokens`` on, zeros in rows of tokens
-        that go elsewhere. Their weights, float32 ``[world_size * tokens, top_k]``, zero where the expert is another rank's. Their
-        ids among the experts of this rank, int32 ``[world_size * tokens, top_k]``, -1 where the expert is another rank's.
+        The received tokens, like x ``[world_size * tokens, hidden]``, rank r's from row ``r * tokens`` on; rows of tokens without
+        experts on this rank are zero. Their weights, float32 ``[world_size * tokens, top_k]``, 0 for experts of other ranks.
+        Their expert ids relative to this rank's first expert, int32 ``[world_size * tokens, top_k]``, -1 for experts of other
+        ranks.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch
@@ -80,24 +82,25 @@ def moe_dispatch(
         >>> rows.tolist(), local.tolist()
         ([[3.0], [0.0]], [[1, 0], [-1, -1]])
 
-    Ids are checked where they lie in host memory. Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once
-    there was a call outside of a graph.
+    Ids are checked if they lie in host memory. Not safe in CUDA graphs with gloo, which waits for the device. Otherwise safe
+    after a first call outside of a graph.
     """
     size = group.world_size
-    share = num_experts // size
+    experts_per_rank = num_experts // size
     if size > 1:
         group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts)
     ranks = torch.arange(size, dtype=torch.int32, device=x.device)[:, None, None]
-    held = torch.where(topk_ids >= 0, topk_ids // share, -1) == ranks  # [rank, tokens, top_k]
+    held = torch.where(topk_ids >= 0, topk_ids // experts_per_rank, -1) == ranks  # [rank, tokens, top_k]
     return (
         _exchanged(torch.where(held.any(-1, keepdim=True), x, 0), group),
         _exchanged(torch.where(held, topk_weights, 0), group),
-        _exchanged(torch.where(held, topk_ids - ranks * share, -1), group),
+        _exchanged(torch.where(held, topk_ids - ranks * experts_per_rank, -1), group),
     )
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
-    """A block to each rank for a block from each rank: ``[rank, tokens, ...]`` to ``[rank * tokens, ...]``."""
+    """All-to-all: sends block r to rank r and receives a block from each rank. ``[rank, tokens, ...]`` becomes
+    ``[rank * tokens, ...]``."""
     sent = blocks.contiguous()
     if group.world_size == 1:
         return sent.flatten(0, 1)
@@ -146,7 +149,8 @@ def _(x: Tensor, topk_ids: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor,
 
 
 def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ranks: int) -> Tensor:
-    """Different experts for each token, and now and then none; of all ranks' tokens, those of one."""
+    """Draws distinct experts for each token, with about 10% of the slots skipped. Draws for all ranks and returns those of
+    ``rank``."""
     scores = draw.uniform(ranks, tokens, num_experts)[rank]
     ids = scores.topk(top_k, -1).indices.to(torch.int32)
     return torch.where(draw.uniform(ranks, tokens, top_k)[rank] < 0.1, -1, ids)
@@ -156,7 +160,7 @@ def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ra
 def _inputs(
     tokens: int, hidden: int, num_experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16, empty: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``empty``: the last rank has no tokens, and no experts that any token goes to."""
+    """Arguments. ``empty``: the last rank has no tokens, and no token goes to its experts."""
 
     def make(draw: Draw) -> dict[str, Any]:
         group = ProcessGroup.with_peer_memory()

@@ -1,19 +1,19 @@
-"""Memory that the ranks of a group write to in one another's devices.
+"""Peer memory: memory that the ranks of a group write to in one another's devices.
 
-On GPUs it is symmetric memory of PyTorch: every rank allocates as much, and gets the addresses of the others'. NVLink multicast is
-not asked for. On CPUs it is a file that the processes of a machine map, so that kernels can be interpreted there.
+On GPUs it is PyTorch's symmetric memory: every rank allocates the same size and gets the addresses of the other ranks' memory.
+NVLink multicast is not used. On CPUs it is a file that the processes of a machine map, so that kernels can be interpreted there.
 
-There are two protocols, which kernels implement:
+Kernels implement two protocols:
 
-*One shot*: every rank sends all of its data to every other rank. *Two shots*: each row has a rank that owns it. The others send
-their part of the row to the owner, and the owner sends the result to all.
+*One shot*: every rank sends all of its data to every other rank. *Two shots*: each row has an owner rank. The other ranks send
+their addends of the row to the owner, and the owner sends the sum to all ranks.
 
-In both, a rank recognises by its value that data has arrived: memory that waits for data holds `SENTINEL` in each 32-bit word, no
-rank ever sends that word, and the reader puts it back. Each rank has this memory twice, and calls use the two halves in turns. A
-rank uses a half again two calls later. Between the two it has received data of the next call from every rank, and a rank sends that
-only after it has read the data of this call, so the half is free. Each unit of `UNIT` bytes counts its uses, on the device, so that
-graphs may be replayed in any order and calls may be of any sizes. All ranks must make the same calls in the same order, on one
-stream or on streams that wait for one another.
+In both protocols, the value of a word shows whether data has arrived. A receive buffer holds `SENTINEL` in each 32-bit word until
+data arrives. No rank ever sends that word, and the reader restores it after reading. Receive buffers are double-buffered:
+successive calls alternate between two buffers, so a buffer is reused two calls later. It is free by then: the call in between
+received data from every other rank, and a rank sends that data only after it has read the first call's data. A use counter on the
+device for each unit of `UNIT` bytes selects the buffer, so that graphs may be replayed in any order and calls may have any size.
+All ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
 """
 
 from __future__ import annotations
@@ -33,54 +33,55 @@ SENTINEL = -2147450880
 """0x80008000, two negative zeros of 16 bits, as int32."""
 
 UNIT = 512
-"""Bytes of memory that share a count of uses."""
+"""Bytes of a unit: memory that shares one use counter."""
 
 VECTOR = 16
-"""Bytes that are sent at once."""
+"""Bytes of one vector store."""
 
 CHUNK = 4096
-"""Bytes of the rows that a message without rows of its own is cut into."""
+"""Bytes of the rows into which a message without its own rows is split."""
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 
-# Messages up to this many bytes take one shot, by world size; larger ones two. Between two H200s two shots send as many bytes in
-# 1.1 us more, so they are never better. For more ranks this is computed, not measured: the size at which the bytes that two shots
-# save, at the 372 GB/s of NVLink, take as long as that.
+# Messages up to this many bytes use one shot, larger ones two shots, by world size. Between two H200s, two shots send equally
+# many bytes and take 1.1 us longer, so one shot is always better. For more ranks the sizes are computed, not measured: at this
+# size, sending the bytes that two shots save takes 1.1 us at NVLink's 372 GB/s.
 ONE_SHOT_MOST = {2: 1 << 40, 3: 1 << 19, 4: 1 << 18, 8: 1 << 16}
 
 
 def one_shot_most(world_size: int) -> int:
-    """Bytes of the largest message that takes one shot rather than two."""
+    """Bytes of the largest message that uses one shot rather than two shots."""
     return next(most for size, most in sorted(ONE_SHOT_MOST.items()) if size >= min(world_size, max(ONE_SHOT_MOST)))
 
 
 class PeerMemory:
-    """This rank's memory, and the addresses of all ranks'.
+    """This rank's peer memory, and the addresses of all ranks' memory.
 
     Attributes:
         rank, world_size: this process's rank in the group, and the number of ranks.
         device: the device that the memory belongs to.
-        link: what lies between the ranks' devices, the same on every rank: ``"nvlink, no multicast"``, ``"nvlink, multicast not
-            used"``, ``"pcie"``, ``"mixed"``, ``"unknown"`` where PyTorch cannot tell, ``"host memory"`` between processes on CPUs.
-        one_shot_bytes: the size of the largest message for one shot, whose rows are rounded up to `UNIT`.
-        two_shot_bytes: the size of the largest message for two shots.
-        share_bytes: the part of that which one rank owns.
-        memory: this process's tensors of that memory: its own, and of processes on CPUs all ranks', by rank.
-        one_shot: the addresses that this rank sends a message of one shot to. The first belongs to the next rank, and so on.
-        one_shot_source: the address at which messages of one shot arrive. Those of rank r arrive ``r * one_shot_bytes`` behind it.
-        two_shot, two_shot_source: the same for the first of two shots. Those of rank r arrive ``r * share_bytes`` behind it.
+        link: the link between the ranks' devices, the same on every rank: ``"nvlink, no multicast"``,
+            ``"nvlink, multicast not used"``, ``"pcie"``, ``"mixed"``, ``"unknown"`` if PyTorch cannot tell, ``"host memory"``
+            between processes on CPUs.
+        one_shot_bytes: bytes of the largest message for one shot, with rows rounded up to `UNIT`.
+        two_shot_bytes: bytes of the largest message for two shots.
+        share_bytes: bytes of two_shot_bytes that one rank owns.
+        memory: this process's tensors of the memory: on GPUs its own, on CPUs those of all ranks, in rank order.
+        one_shot: the addresses that this rank sends a one-shot message to. The first belongs to the next rank, and so on.
+        one_shot_source: the address at which one-shot messages arrive; those of rank r at offset ``r * one_shot_bytes``.
+        two_shot, two_shot_source: the same for the first of two shots; messages of rank r arrive at offset ``r * share_bytes``.
         sums, sums_source: the same for the second of two shots, in which only the owner sends a row.
-        one_shot_uses, two_shot_uses, sums_uses: int32, how often each unit was used. In two_shot_uses the units of one owner follow
-            those of another.
+        one_shot_uses, two_shot_uses, sums_uses: int32, use counters of the units. In two_shot_uses the units are grouped by
+            owner.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
-        """Use `connect`, which all ranks call."""
+        """Not for direct use: all ranks call `connect`."""
         self.rank, self.world_size, self.device, self.link = rank, world_size, device, "unknown"
         self.one_shot_bytes = -(-one_shot_bytes // UNIT) * UNIT
         self.share_bytes = -(-two_shot_bytes // (UNIT * world_size)) * UNIT
         self.two_shot_bytes = self.share_bytes * world_size
-        # The factors of two are for the two halves that calls use in turns.
+        # The factors of 2 are for double buffering.
         self._two_shot_start = 2 * world_size * self.one_shot_bytes
         self._sums_start = self._two_shot_start + 2 * self.two_shot_bytes
         self.nbytes = self._sums_start + 2 * self.two_shot_bytes
@@ -91,7 +92,8 @@ class PeerMemory:
         self._kept: Any = None
 
     def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
-        """Sets where each rank's memory begins in this process, its tensors, and what else keeps it alive."""
+        """Sets the address of each rank's memory in this process, the tensors of the memory, and an object that keeps it
+        alive."""
         self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]
@@ -103,7 +105,8 @@ class PeerMemory:
         self.sums_source = own + self._sums_start
 
     def protocol(self, nbytes: int, row_bytes: int) -> str:
-        """Returns how a message of rows is sent, `ONE_SHOT` or `TWO_SHOT`, or why it cannot be sent. All ranks get the same."""
+        """Returns the protocol for a message of rows, `ONE_SHOT` or `TWO_SHOT`, or why it cannot be sent. All ranks get the same
+        result."""
         best = ONE_SHOT if nbytes <= one_shot_most(self.world_size) else TWO_SHOT
         for protocol in (best, ONE_SHOT, TWO_SHOT):
             if self.gap(protocol, nbytes, row_bytes) is None:
@@ -130,16 +133,16 @@ def _whole_units(nbytes: int) -> int:
 def connect(
     group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device, one_shot_bytes: int, two_shot_bytes: int
 ) -> PeerMemory | str:
-    """Memory that all ranks of a group write to. Every rank calls this, with the same sizes.
+    """Allocates peer memory for the ranks of a group. Every rank must call this, with the same sizes.
 
     Args:
         group: the ranks.
-        control: the same ranks, on gloo.
-        device: of this rank's memory.
-        one_shot_bytes, two_shot_bytes: the largest messages.
+        control: a gloo group of the same ranks.
+        device: the device of this rank's memory.
+        one_shot_bytes, two_shot_bytes: the largest messages of the two protocols.
 
     Returns:
-        The memory; or why there is none, the same text on every rank.
+        The memory, or why there is none, with the same text on every rank.
     """
     memory = PeerMemory(dist.get_rank(group), dist.get_world_size(group), device, one_shot_bytes, two_shot_bytes)
     gap = _first_gap(control, _reach_gap(control, device))
@@ -152,19 +155,20 @@ def connect(
     memory.link = links[0] if len(set(links)) == 1 else "mixed"
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    dist.barrier(control)  # nobody sends before all memory holds the sentinel
+    dist.barrier(control)  # no rank may send before all memory holds the sentinel
     return memory
 
 
 def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
-    """Returns the gap of the first rank that has one, or None. All ranks get the same."""
+    """Returns the gap (the reason why peer memory is impossible) of the first rank that has one, or None. All ranks get the
+    same."""
     gaps: list[str | None] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gaps, gap, control)
     return next((f"rank {rank}: {said}" for rank, said in enumerate(gaps) if said is not None), None)
 
 
 def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why this rank cannot reach the others' memory, as far as that can be told before trying."""
+    """Why this rank cannot access the other ranks' memory, as far as this is known before mapping it; else None."""
     cuda = device.type == "cuda"
     mine = socket.gethostname(), device.type, _uuid(device) if cuda else ""
     all_of: list[tuple[str, str, str]] = [mine] * dist.get_world_size(control)
@@ -182,7 +186,7 @@ def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
         return "several ranks share a GPU, where a kernel of one may wait for a kernel of another that cannot start"
     visible = _visible()
     for rank, (_, _, uuid) in enumerate(all_of):
-        other = visible.get(uuid)  # one that is not visible to this process is tried when memory is mapped
+        other = visible.get(uuid)  # a GPU that this process does not see is tried when memory is mapped
         if other is not None and other != device.index and not torch.cuda.can_device_access_peer(device, other):
             return f"its GPU cannot access the memory of rank {rank}'s"
     return None
@@ -193,12 +197,12 @@ def _uuid(device: torch.device | int) -> str:
 
 
 def _visible() -> dict[str, int]:
-    """This process's numbers of GPUs."""
+    """The device indices of the GPUs that this process sees, by UUID."""
     return {_uuid(index): index for index in range(torch.cuda.device_count())}
 
 
 def _link(control: dist.ProcessGroup, device: torch.device) -> str:
-    """What lies between this rank's device and the others', see `PeerMemory`."""
+    """The link between this rank's device and the others, see `PeerMemory`."""
     if device.type != "cuda":
         return "host memory"
     uuids: list[str] = [""] * dist.get_world_size(control)
@@ -211,7 +215,7 @@ def _link(control: dist.ProcessGroup, device: torch.device) -> str:
         lanes = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device.index]
         multicast = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
         joined = [lanes[visible[uuid]] > 0 for uuid in uuids if visible[uuid] != device.index]
-    # PyTorch's own, which may change; no NVML; or a GPU that this process does not see.
+    # A private API of PyTorch that may change; NVML may be missing; or this process does not see a GPU.
     except (ImportError, AttributeError, TypeError, RuntimeError, LookupError):
         return "unknown"
     return ("nvlink, multicast not used" if multicast else "nvlink, no multicast") if all(joined) else "pcie"
@@ -238,7 +242,7 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
 
 
 def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | None:
-    """Maps a file of each rank, for processes on CPUs. The files have no names any more when this returns."""
+    """Maps a file of each rank, for processes on CPUs. The files are unlinked when this returns."""
     folders: list[Any] = [tempfile.mkdtemp(prefix="peer_memory_") if memory.rank == 0 else None]
     dist.broadcast_object_list(folders, dist.get_global_rank(control, 0), control)
     path, gap = os.path.join(folders[0], "{}"), None

@@ -1,4 +1,4 @@
-"""A rank among others that are not there, for those who only want the description of a call."""
+"""Simulates one rank of a larger group in a single process, for code that only needs the description of a call."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import PeerMemory
 
-# Memory that it seems to have, in one shot and in two.
+# Simulated one_shot_bytes and two_shot_bytes.
 _BYTES = 48 << 20
 
 
 @contextlib.contextmanager
 def as_rank_of(world_size: int) -> Iterator[None]:
-    """Inside, cases are built in this process as by one rank of so many, with peer memory whose addresses are invented: to see what
-    kernels say of such calls, and to compile them. Nothing may be launched."""
+    """Context manager: builds cases in this process as on one rank of ``world_size``.
+
+    The peer memory has invented addresses. Use it to select or compile kernels for such calls; do not launch any."""
     if world_size == 1:
         yield
         return
-    from unittest.mock import patch  # importing it takes time, and it is rarely wanted
+    from unittest.mock import patch  # importing it takes time, and it is rarely needed
 
     peers = PeerMemory(1, world_size, torch.device("cpu"), _BYTES, _BYTES)
     peers.found([(rank + 1) << 40 for rank in range(world_size)])

@@ -1,4 +1,4 @@
-"""The sum over the processes of a group, of which each process gets a share."""
+"""Reduce-scatter (sum) over the processes of a group."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tokenspeed_kernel_base.ops.comm._inputs import captured_inputs, rank_inputs
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.variation import Variation
 
-# Newer releases of PyTorch call it by another name, and warn of the old one.
+# Newer releases of PyTorch renamed this function and deprecate the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @operator("comm", "reduce_scatter", formats=("x",), traits={**ProcessGroup.trait_kinds, "protocol": str}, varying=("rows",))
 def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """This rank's rows of the sum of the x of all ranks.
+    """Reduce-scatter: this rank's rows of the sum of the x of all ranks.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo, and with peer memory,
-    that is made sure of at the first call of each shape and dtype, within ``group.time_limit_s``.
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. With gloo or peer memory, the
+    ranks compare their calls at the first call of each shape and dtype, and wait for one another at most ``group.time_limit_s``.
 
-    float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one
-    rounding for each rank. In which order ranks are added is not said.
+    float16 and bfloat16 are accumulated in float32 and rounded once. Kernels may also round partial sums to x's dtype, at most
+    once for each rank. The order in which ranks are added is unspecified.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. Not written to.
@@ -35,11 +35,11 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
         out: receives the result.
 
     Returns:
-        Like x, ``[rows, ...]`` and contiguous: on rank r the rows from ``r * rows`` of the sum.
+        Like x, ``[rows, ...]`` and contiguous: on rank r, rows ``r * rows`` to ``(r + 1) * rows - 1`` of the sum.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
-        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank makes a different call.
+        RuntimeError: at the first call, some rank did not call within the time limit; or the group was destroyed.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
         >>> reduce_scatter(torch.tensor([1.0, 2.0]), ProcessGroup.of())
         tensor([1., 2.])
 
-    Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside of a graph.
+    Not safe in CUDA graphs with gloo, which waits for the device. Safe with nccl after a first call outside of a graph.
     """
     halves = x.dtype in (torch.float16, torch.bfloat16)
     parts = x.to(torch.float32 if halves else x.dtype, copy=True, memory_format=torch.contiguous_format)

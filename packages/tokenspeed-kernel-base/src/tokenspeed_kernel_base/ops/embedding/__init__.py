@@ -1,1 +1,1 @@
-"""Position embedding."""
+"""Position embedding (RoPE)."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with an optional write of keys and values into the paged cache."""
+"""Rotary position embedding (RoPE), with an optional store of keys and values in the paged cache."""
 
 from __future__ import annotations
 
@@ -63,46 +63,46 @@ def apply_rope(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates pairs of elements of every head of q and k by angles that grow with the token's position.
+    """Rotary position embedding of q and k, which can also store k and v in the paged KV cache.
 
-    The first ``rotary_dim`` elements of a head form pairs ``(a, b)``, each of which becomes ``(a * cos - b * sin, b * cos + a *
-    sin)``; those after them pass through unchanged (Su et al., 2021, arXiv:2104.09864). Pair i is elements ``(i, i +
-    rotary_dim / 2)``, the style of GPT-NeoX and of most published weights, or if ``interleaved`` elements ``(2 * i, 2 * i + 1)``,
-    the style of GPT-J. All in float32 (float64 for float64 inputs), rounded to q's dtype once.
+    The first ``rotary_dim`` elements of a head form pairs ``(a, b)``, each of which becomes
+    ``(a * cos - b * sin, b * cos + a * sin)``; the elements after them are copied (Su et al., 2021, arXiv:2104.09864). Pair i has
+    elements ``(i, i + rotary_dim / 2)``, as in GPT-NeoX and most published weights, or with ``interleaved`` elements
+    ``(2 * i, 2 * i + 1)``, as in GPT-J. Arithmetic is float32 (float64 for float64 inputs), rounded to q's dtype once.
 
-    Cosines and sines come from the caller, so any rule for the angles will do, and they need not have ``cos^2 + sin^2 = 1``: an
-    attention factor, as YaRN has one (Peng et al., 2023, arXiv:2309.00071), is multiplied into both beforehand, and so
-    scales the logits by its square.
+    The caller supplies cosines and sines, so any rule for the angles is possible. ``cos^2 + sin^2 = 1`` is not required: an
+    attention factor, as in YaRN (Peng et al., 2023, arXiv:2309.00071), is multiplied into both beforehand, and so scales the
+    logits by its square.
 
-    With ``mrope_section`` a token has three positions, in time, height and width, as the vision-language models of the Qwen family
-    have it (Wang et al., 2024, arXiv:2409.12191), and each pair turns by the angle of one of them. The first ``mrope_section[0]``
-    pairs take time, the next ``mrope_section[1]`` height and the rest width (Qwen2.5-VL), or if ``mrope_interleaved`` pairs take
-    time, height and width in turn, until height or width has as many as its section says; time takes all others (Qwen3-VL). For
-    any other rule, such as four sections, give every token a row of its own in cos_sin_cache: see "Rotary positions of any kind"
-    on the page "Calling operators".
+    With ``mrope_section`` a token has three positions, in time, height and width, as in Qwen's vision-language models (Wang et
+    al., 2024, arXiv:2409.12191). Each pair uses the angle of one of these positions. The first ``mrope_section[0]`` pairs use
+    time, the next ``mrope_section[1]`` height and the rest width (Qwen2.5-VL). With ``mrope_interleaved``, time, height and width
+    alternate from pair to pair until height or width has the number of pairs in its section; all other pairs use time (Qwen3-VL).
+    For other rules, such as four sections, give every token its own row in cos_sin_cache: see "Rotary positions of any kind" on
+    the page "Calling operators".
 
-    With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, as rounded for the result, and v are also written
-    to the cache, exactly as `store_kv_cache` with the same scales would.
+    With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, rounded as in the result, and v are also written to
+    the cache, exactly as by `store_kv_cache` with the same scales.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
-        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided, too. With ``k=q[:, :0]``, a view of no heads, q is rotated
-            alone.
+        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided. With ``k=q[:, :0]``, a view without heads, only q is
+            rotated.
         positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
-            Checked where it lies in host memory, for tokens that are not written as well.
+            Checked if it lies in host memory, also for tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
-        v: q's dtype ``[tokens, kv_heads, v_head_dim]``. This and the next three come together or not at all.
+        v: q's dtype ``[tokens, kv_heads, v_head_dim]``. v, k_cache, v_cache and slot_mapping are given together or not at all.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of q's dtype or an 8-bit float. Written to. May be strided: a cache
             ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``. Written to.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is written to an 8-bit cache.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is written to an 8-bit cache.
         v_scale: the same for v.
-        mrope_section: how many pairs take time, height and width, ``rotary_dim / 2`` together; None: a token has one position.
-        mrope_interleaved: whether pairs take them in turn, see above. Only with mrope_section.
+        mrope_section: how many pairs use time, height and width, ``rotary_dim / 2`` in total; None: a token has one position.
+        mrope_interleaved: whether time, height and width alternate from pair to pair, see above. Only with mrope_section.
         q_out: receives the rotated q; may be q.
         k_out: receives the rotated k; may be k.
 
@@ -110,12 +110,12 @@ def apply_rope(
         ``(q, k)`` rotated, in the shapes and dtype of the inputs, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
         >>> from tokenspeed_kernel import apply_rope
-        >>> cos_sin_cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # one pair a head: no turn at position 0, a quarter at 1
+        >>> cos_sin_cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # one pair in a head: 0 degrees at position 0, 90 at 1
         >>> q = torch.tensor([[[3.0, 4.0]], [[3.0, 4.0]]])
         >>> k = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
         >>> rotated, _ = apply_rope(q, k, torch.tensor([0, 1]), cos_sin_cache)
@@ -137,7 +137,7 @@ def apply_rope(
 def angles_at(
     positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None = None, mrope_interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
+    """The cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
     rows = cos_sin_cache[positions.long()]
     if mrope_section is not None:
         _, height, width = mrope_section
@@ -152,14 +152,14 @@ def angles_at(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Heads ``[tokens, heads, head_dim]`` turned by the angles of their tokens, ``[tokens, 1, rotary_dim / 2]``."""
+    """Rotates heads ``[tokens, heads, head_dim]`` by the angles of their tokens, ``[tokens, 1, rotary_dim / 2]``."""
     rotary_dim = 2 * cos.shape[-1]
     head = x[..., :rotary_dim]
     wide = head.double() if x.dtype == torch.float64 else head.float()
     a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
-    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+    rotated_heads = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    return torch.cat((rotated_heads.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
 @apply_rope.traits
@@ -237,7 +237,7 @@ def _(
 def check_angles(
     check: Checker, positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None, mrope_interleaved: bool
 ) -> None:
-    """Checks shapes and dtypes of what heads are turned by. Sizes of the heads, which are q's, have been bound."""
+    """Checks shapes and dtypes of positions and cos_sin_cache. The sizes of q's heads have been bound."""
     if mrope_section is not None:
         said = "three numbers, of time, height and width; for other sections give each token a row of cos_sin_cache"
         check.require(len(mrope_section) == 3, "mrope_section", said, str(mrope_section))
@@ -256,14 +256,14 @@ def check_angles(
     pairs, whole = rotary_dim // 2, min(mrope_section) >= 0 and 2 * sum(mrope_section) == rotary_dim
     check.require(whole, "mrope_section", f"three numbers from 0 on that add up to rotary_dim / 2 = {pairs}", str(mrope_section))
     if mrope_interleaved:
-        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # pairs whose turn is height's, and width's
+        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # pairs that alternation gives to height and to width
         fits = all(count <= limit for count, limit in zip(mrope_section[1:], most, strict=True))
         said = f"of height and width at most {most[0]} and {most[1]}, because every third of {pairs} pairs is theirs"
         check.require(fits, "mrope_section", said, str(mrope_section))
 
 
 def check_positions(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor) -> None:
-    """Checks positions that lie in host memory: the table has a row for each."""
+    """Checks positions in host memory: each must be a row of the table."""
     if positions is not None and positions.numel():
         end = cos_sin_cache.shape[0]
         for position, token in ((positions.min(), positions.argmin()), (positions.max(), positions.argmax())):
@@ -278,7 +278,7 @@ def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def angles_table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, factor: float = 1.0) -> Tensor:
-    """A ``cos_sin_cache``, of angles as GPT-OSS has them; an attention factor is multiplied into both."""
+    """A ``cos_sin_cache`` with GPT-OSS's angles; ``factor``, an attention factor, multiplies cosines and sines."""
     exponents = torch.arange(0, rotary_dim, 2, device=draw.device, dtype=torch.float64) / rotary_dim
     angles = torch.arange(positions, device=draw.device, dtype=torch.float64).unsqueeze(1) * base**-exponents
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).float()
@@ -300,9 +300,9 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions; with a page size also a cache for them, every fifth token being padding.
+    """Tokens at random positions; with a page size also a cache, in which every fifth token is not written.
 
-    ``fused``: q, k and v are slices of one tensor, as a fused projection yields them.
+    ``fused``: q, k and v are slices of one tensor, as after a fused projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -429,7 +429,7 @@ def _(
     v_scale: Tensor | None,
 ) -> Cost:
     tokens, rotary_dim = q.shape[0], cos_sin_cache.shape[-1]
-    # Four products and two sums a pair. Of the table, no more than a row for each token is read.
+    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim
     moved = 2 * nbytes(q, k) + nbytes(positions) + min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))
     if k_cache is not None and v is not None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding of latent attention: the queries that it reads, and the write into its cache."""
+"""Rotary position embedding (RoPE) of multi-head latent attention, with the store in its paged cache."""
 
 from __future__ import annotations
 
@@ -58,41 +58,43 @@ def apply_rope_mla(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Everything between the projections of latent attention and `mla_decode_with_kvcache`: rotates, joins, quantises and stores.
+    """Rotates, concatenates and quantises MLA queries, and stores latents and rotated keys in the paged cache.
 
-    1. q_rope and k_rope are rotated as `apply_rope` does it, and rounded to their dtype.
-    2. Each query head becomes its absorbed part with the rotated part behind it. With an 8-bit ``out_dtype`` both are divided by
+    This is the work between the projections of latent attention and `mla_decode_with_kvcache`:
+
+    1. q_rope and k_rope are rotated as by `apply_rope`, and rounded to their dtype.
+    2. Each query head becomes its absorbed part followed by its rotated part. With an 8-bit ``out_dtype`` both are divided by
        q_scale in float32 (float64 for float64 inputs), rounded to nearest even and saturated.
-    3. The latent and the rotated k_rope are written to the cache, as `store_mla_kv_cache` with kv_scale does it.
+    3. The latent and the rotated k_rope are written to the cache, as by `store_mla_kv_cache` with kv_scale.
 
     Args:
-        q_latent: float16, bfloat16, float32 or float64 ``[tokens, heads, kv_lora_rank]``, the queries after the key expansion has
-            been absorbed into them. May be strided, as a batched product over heads leaves it.
-        q_rope: q_latent's dtype ``[tokens, heads, rope_dim]``, not rotated; rope_dim even and more than 0. May be strided, too.
-        latent: q_latent's dtype ``[tokens, kv_lora_rank]``, normalised as the model has it. May be a strided slice.
+        q_latent: float16, bfloat16, float32 or float64 ``[tokens, heads, kv_lora_rank]``, the queries with the key expansion
+            absorbed. May be strided, for example as the result of a batched GEMM over heads.
+        q_rope: q_latent's dtype ``[tokens, heads, rope_dim]``, not rotated; rope_dim is even and > 0. May be strided.
+        latent: q_latent's dtype ``[tokens, kv_lora_rank]``, after the model's normalisation. May be a strided slice.
         k_rope: q_latent's dtype ``[tokens, rope_dim]``, not rotated.
-        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order; checked where it lies in host memory.
-            That goes for tokens that are not written as well.
+        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order. Checked if it lies in host memory, also
+            for tokens that are not written.
         cos_sin_cache: float32 ``[max_positions, rope_dim]``. Row p holds the cosines of position p's ``rope_dim / 2`` angles, then
             their sines.
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of q_latent's dtype or an 8-bit float. Written to. May be strided.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
-            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+            ``pages * page_size``; slots that are not negative must be distinct. Both are checked if it lies in host memory.
         interleaved: whether elements ``(2 * i, 2 * i + 1)`` form a pair, as in DeepSeek's weights, or ``(i, i + rope_dim / 2)``.
-        q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only for an 8-bit ``out_dtype``.
+        q_scale: float32 ``[]`` or ``[1]``, finite, > 0; None means 1. Only for an 8-bit ``out_dtype``.
         kv_scale: the same for the cache, latent and rotary part alike. Only for an 8-bit cache.
-        out_dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or q_latent's dtype; None is the latter.
+        out_dtype: float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or q_latent's dtype; None means q_latent's dtype.
         out: receives the queries. It must not overlap an input.
 
     Returns:
-        The queries, ``out_dtype [tokens, heads, kv_lora_rank + rope_dim]``, contiguous. `mla_decode_with_kvcache` takes them with
-        the same q_scale.
+        The queries, ``out_dtype [tokens, heads, kv_lora_rank + rope_dim]``, contiguous. Pass them to `mla_decode_with_kvcache`
+        with the same q_scale.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        There is one head, the latent has one element, and the table turns the one rotary pair of position 1 by 90 degrees.
+        One head, a latent of one element, and one rotary pair, which the table rotates by 90 degrees at position 1.
 
         >>> import torch
         >>> from tokenspeed_kernel import apply_rope_mla
@@ -109,8 +111,8 @@ def apply_rope_mla(
     Safe in CUDA graphs.
     """
     cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    turned = rotate(k_rope.unsqueeze(1), cos, sin, interleaved).squeeze(1)
-    store_latents(kv_cache, latent, turned, slot_mapping, kv_scale)
+    rotated_heads = rotate(k_rope.unsqueeze(1), cos, sin, interleaved).squeeze(1)
+    store_latents(kv_cache, latent, rotated_heads, slot_mapping, kv_scale)
     q = torch.cat((q_latent, rotate(q_rope, cos, sin, interleaved)), dim=-1)
     if out_dtype is None or out_dtype == q.dtype:
         return q
@@ -207,14 +209,14 @@ def _inputs(
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions; every fifth is padding. ``fused``: strided, as fused projections leave them."""
+    """Tokens at random positions; every fifth token is padding. ``fused``: tensors are strided, as after fused projections."""
 
     def make(draw: Draw) -> dict[str, Any]:
         pages = tokens // page_size + 2
         slots = draw.permutation(pages * page_size)[:tokens].clone()
         if padding:
             slots[4::5] = -1
-        nope = 32  # columns of a query head that are absorbed, beside which its rotary part lies
+        nope = 32  # columns of a query head before its rotary part
         latents = draw.normal(tokens, kv_lora_rank + rope_dim, dtype=dtype)
         arguments = {
             "q_latent": draw.normal(heads, tokens, kv_lora_rank, dtype=dtype).transpose(0, 1),
@@ -308,7 +310,7 @@ def _(
     out_dtype: torch.dtype | None,
 ) -> Cost:
     tokens, heads, rope_dim = q_rope.shape
-    # Four products and two sums a pair. Of the table, no more than a row for each token is read.
+    # Four multiplications and two additions for each pair. At most one row of the table is read for each token.
     flops = 3.0 * tokens * (heads + 1) * rope_dim
     read = nbytes(q_latent, q_rope, latent, k_rope, positions, slot_mapping, q_scale, kv_scale)
     read += min(4 * tokens * rope_dim, nbytes(cos_sin_cache))

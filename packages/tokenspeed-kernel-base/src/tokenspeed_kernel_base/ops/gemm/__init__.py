@@ -1,1 +1,1 @@
-"""Products of matrices."""
+"""GEMM operators."""

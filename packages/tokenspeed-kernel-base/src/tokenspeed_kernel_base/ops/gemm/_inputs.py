@@ -1,4 +1,4 @@
-"""Random operands of matrix products in each format, for cases."""
+"""Random GEMM operands in each format, for cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Make = Callable[[Draw], dict[str, Any]]
 
 @recipe
 def dense(m: int, k: int, n: int, *, batch: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16, **options: Any) -> Make:
-    """Activations of unit variance, and weights stored ``[n, k]`` as in models, passed transposed."""
+    """Draws activations of unit variance, and weights that are stored ``[n, k]`` as in models and passed transposed."""
 
     def make(draw: Draw) -> dict[str, Any]:
         a = draw.normal(*batch, m, k, dtype=dtype)
@@ -43,11 +43,13 @@ def fp8(
     scales: str = "float32",
     **options: Any,
 ) -> Make:
-    """a_scale: tensor, token or block; b_scale: tensor, channel, block or block1d; a dense a_dtype makes it weight-only. Scales of
-    blocks may be float32, e8m0 or packed."""
+    """Draws fp8 operands; with a dense a_dtype only b is fp8 (weight-only).
+
+    ``a_scale``: tensor, token or block. ``b_scale``: tensor, channel, block or block1d. ``scales``, for block scales: float32,
+    e8m0 or packed."""
     along = blocks(k, block) if scales != "packed" else blocks(blocks(k, block), 4)
     a_shapes = {"tensor": (1,), "token": (*batch, m, 1), "block": (*batch, m, along)}
-    # As stored beside a weight [n, k]; what has two axes is passed transposed.
+    # Shapes as stored with a weight [n, k]; scales with two axes are passed transposed.
     b_shapes = {
         "tensor": (1,),
         "channel": (*batch, n, 1),
@@ -74,7 +76,7 @@ def fp8(
 
 @recipe
 def micro(m: int, k: int, n: int, *, a: str, b: str, batch: tuple[int, ...] = (), layout: str = "linear", **options: Any) -> Make:
-    """Formats mxfp8, mxfp4 and nvfp4, whose scales lie as ``layout`` says; "dense" makes a bfloat16."""
+    """Draws operands in the formats mxfp8, mxfp4 and nvfp4, with scales in ``layout``; with ``a="dense"`` a is bfloat16."""
 
     def operand(draw: Draw, fmt: str, rows: int) -> tuple[Tensor, Tensor]:
         if fmt == "nvfp4":
@@ -100,7 +102,7 @@ def micro(m: int, k: int, n: int, *, a: str, b: str, batch: tuple[int, ...] = ()
 
 
 def _scales(draw: Draw, kind: str, shape: tuple[int, ...], about: float) -> Tensor:
-    """Positive, about as large as said: powers of two where they are e8m0."""
+    """Positive scales near ``about``; e8m0 scales are powers of two."""
     if kind == "float32":
         return draw.uniform(*shape, low=0.5, high=2.0) * about
     exponent = 127 + round(math.log2(about))
@@ -114,7 +116,7 @@ def _weight(draw: Draw, batch: tuple[int, ...], k: int, n: int) -> Tensor:
 
 
 def _drawn(draw: Draw, n: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, with a bias drawn in the dtype that is given for it."""
+    """The options, where ``bias``, given as a dtype, is replaced by a bias of that dtype."""
     if "bias" in options:
         return {**options, "bias": draw.normal(n, dtype=options["bias"])}
     return options

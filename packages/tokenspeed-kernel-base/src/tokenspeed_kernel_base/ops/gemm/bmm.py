@@ -1,4 +1,4 @@
-"""The products of a batch of pairs of matrices, dense or in scaled formats."""
+"""Batched GEMM of dense or scaled operands."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def bmm(
     alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``alpha * (a[i] @ b[i])`` for every i of the batch, of operands that are dense or quantised.
+    """Batched GEMM: ``alpha * (a[i] @ b[i])`` for every i of the batch, for dense or quantised operands.
 
-    Formats, scales, rounding and errors are those of `mm`, with the batch in front of every shape: a ``[batch, m, k]``, b
-    ``[batch, k, n]``, a_scale ``[batch, m, 1]``, b_scale ``[batch, 1, n]``, and so on. Scales per tensor, ``[]`` or ``[1]``, and
-    alpha are for the whole batch.
+    Formats, scales, rounding and errors are those of `mm`, with a leading batch axis in every shape: a ``[batch, m, k]``, b
+    ``[batch, k, n]``, a_scale ``[batch, m, 1]``, b_scale ``[batch, 1, n]``, and so on. Per-tensor scales, ``[]`` or ``[1]``, and
+    alpha apply to the whole batch.
 
     Args:
         a: ``[batch, m, k]``, or ``[batch, m, k/2]`` in mxfp4 and nvfp4.
@@ -56,14 +56,14 @@ def bmm(
         a_scale: see above.
         b_scale: see above.
         out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
-        alpha: float32 ``[]`` or ``[1]``, a factor of the products: given where an operand is nvfp4, and there only.
+        alpha: float32 ``[]`` or ``[1]``, multiplies the result. Required if an operand is nvfp4, otherwise not allowed.
         out: receives the result; must not share memory with an input.
 
     Returns:
         ``out_dtype [batch, m, n]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -87,7 +87,7 @@ def _(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> F
 
 @bmm.traits
 def _(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> dict[str, object]:
-    # k and n may be counts of tokens here, so only how they divide is stated: the largest power of two, up to 128.
+    # k and n may be token counts here, so the traits state only their largest power-of-two divisor, up to 128.
     return {
         "k_multiple": math.gcd(logical_k(a), 128),
         "n_multiple": math.gcd(b.shape[2], 128),

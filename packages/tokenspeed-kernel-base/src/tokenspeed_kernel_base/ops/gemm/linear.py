@@ -1,4 +1,4 @@
-"""A linear layer, whose weights are prepared once: its product with tokens in the way that is quickest here."""
+"""A linear layer whose weights are processed once for the fastest kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     formats=OPERAND_FORMATS,
     traits=PLAN_KINDS,
     reference_traits={"weight_layout": CANONICAL},
-    composed_traits={"weight_layout": CANONICAL},  # the parts know nothing of other layouts
+    composed_traits={"weight_layout": CANONICAL},  # the parts support no other layout
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),
     planned="plan",
@@ -48,29 +48,30 @@ from tokenspeed_kernel_base.variation import Variation, Want
     composed=True,
 )
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
-    """``x @ weight.t() + bias``, with weights that `linear_process_weights` arranged for the plan's kernel.
+    """Linear layer: ``x @ weight.t() + bias``, with weights that `linear_process_weights` arranged for the plan's kernel.
 
-    Composed of `mm` and, where the plan says that activations are rounded, of the operator that does it: `quantize_fp8`,
-    `quantize_fp8_with_scale`, `quantize_mxfp8`, `quantize_mxfp4` or `quantize_nvfp4`. Where no kernel serves a plan as a whole,
-    these do, with weights in the canonical layout.
+    Composed of `mm` and, if the plan quantises activations, of `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8`,
+    `quantize_mxfp4` or `quantize_nvfp4`. This composition is the fallback for plans that no fused kernel supports; its weights
+    are in the canonical layout.
 
-    Rounding is that of the parts. Weights are decoded exactly, activations are rounded where the plan says so and nowhere else.
-    Sums are in float32 (float64 for float64 tokens), and the result is rounded to x's dtype once, bias included.
+    Rounding is that of these operators. Weights are dequantised exactly. Activations are rounded only as the plan's
+    ``activation_dtype`` says. Accumulators are float32 (float64 for float64 tokens), and the result, bias included, is rounded to
+    x's dtype once.
 
     Args:
         x: the plan's dtype ``[tokens, in_features]``; at most ``plan.max_tokens`` tokens.
-        weights: `LinearWeights` or any object with its attributes, in the layout that the plan asks for: what
-            `linear_process_weights` returns. Where the plan asks for the canonical layout, weights that it has not seen will do as
-            well. Weights that are a `Resource` reach the kernel as they are, whatever else they hold.
-        plan: as `linear_plan` made it.
+        weights: `LinearWeights` or any object with its attributes, in the plan's ``weight_layout``: the result of
+            `linear_process_weights`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
+            `Resource` are passed to the kernel unchanged, with any further tensors that they hold.
+        plan: the result of `linear_plan`.
         out: receives the result; must not overlap x.
 
     Returns:
-        ``[tokens, out_features]`` of x's dtype.
+        ``[tokens, out_features]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
-        NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
+        NoKernelFoundError: no registered kernel supports the plan and the layout of the weights.
 
     Example:
         >>> import torch
@@ -83,9 +84,9 @@ def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | No
 
     Safe in CUDA graphs.
 
-    A kernel that wants weights in a layout of its own declares ``traits={"weight_layout": "its-name", "processed_weights":
-    True, ...}`` and a ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more
-    than these tensors, its preprocessor returns an object of a class derived from `LinearWeights` and `Resource` that has them.
+    A kernel with its own weight layout declares ``traits={"weight_layout": "its-name", "processed_weights": True, ...}`` and a
+    ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more than these tensors,
+    its preprocessor returns an object of a class derived from `LinearWeights` and `Resource` that holds them.
     """
     a, a_scale = x, None
     weight_scale = getattr(weights, "weight_scale", None)
@@ -122,7 +123,7 @@ def _(plan: LinearPlan) -> tuple[TensorFormat, ...]:
 
 @linear.traits
 def _(plan: LinearPlan) -> dict[str, object]:
-    return traits_of(plan)  # the ``check`` hook has made sure that the weights are in the plan's layout
+    return traits_of(plan)  # the ``check`` hook ensures that the weights are in the plan's layout
 
 
 @linear.check
@@ -170,7 +171,8 @@ def _(x: Tensor, plan: LinearPlan) -> Tensor:
 
 
 def _drawn(draw: Draw, tokens: int, plan: LinearPlan) -> tuple[Tensor, LinearWeights]:
-    """Tokens, and weights such that outputs come out about as large as inputs; those of `mm`, as they are stored."""
+    """Draws tokens, and weights such that outputs are about as large as inputs. The weights are `mm`'s b operands in their stored
+    orientation."""
     sizes = tokens, plan.in_features, plan.out_features
     if plan.weight_format == "dense":
         make = operands.dense(*sizes, dtype=plan.dtype)
@@ -180,7 +182,7 @@ def _drawn(draw: Draw, tokens: int, plan: LinearPlan) -> tuple[Tensor, LinearWei
         make = operands.micro(*sizes, a="dense", b=plan.weight_format)
     made = make(draw)
     scale = made.get("b_scale")
-    largest = {"fp8_static": 448.0, "nvfp4": 448.0 * 6}.get(plan.activation_dtype)  # of about 4
+    largest = {"fp8_static": 448.0, "nvfp4": 448.0 * 6}.get(plan.activation_dtype)  # tokens reach about 4
     weights = LinearWeights(
         made["b"].mT,
         None if scale is None else scale.mT,
@@ -195,15 +197,15 @@ def _drawn(draw: Draw, tokens: int, plan: LinearPlan) -> tuple[Tensor, LinearWei
 def _inputs(
     tokens: int, in_features: int, out_features: int, *, wide_bias: bool = False, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """A layer.
+    """Arguments of one layer.
 
     Args:
-        wide_bias: a bias in float32.
-        options: further facts of the plan.
+        wide_bias: give a float32 bias.
+        options: further fields of the plan.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # Every kernel is given these tensors: cases are canonical, and who runs them arranges the weights.
+        # All kernels get the same case: its weights are canonical, and the runner of the case processes them for the kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_linear"}
         plan = linear.plan(in_features, out_features, **{"bias": wide_bias, **options, **fixed})
         x, weights = _drawn(draw, tokens, plan)
@@ -268,7 +270,7 @@ def _(variation: Variation, x: Tensor, weights: LinearWeights, plan: LinearPlan)
     if variation.want is not Want.CAPTURED:
         return {}
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    for name in ("kernel", "weight_layout"):  # each kernel is given its own
+    for name in ("kernel", "weight_layout"):  # they depend on the kernel
         del options[name]
     bias = getattr(weights, "bias", None)
     return _inputs(len(x), wide_bias=bias is not None and bias.dtype != plan.dtype, **options)(variation.draw)

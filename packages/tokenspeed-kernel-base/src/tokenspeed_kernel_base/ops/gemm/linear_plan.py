@@ -1,4 +1,4 @@
-"""The plan of a linear layer: what it computes, and the kernel that its weights are prepared for."""
+"""The plan of a linear layer: its computation, and the kernel that its weights are processed for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.traits import TraitKind
 
 E4M3 = torch.float8_e4m3fn
-# What activations may be rounded to beside each format of weights, so that products are of the two formats.
+# The activation dtypes that each weight format can be combined with: the GEMM runs on this pair of formats.
 ACTIVATION_DTYPES = {
     "dense": ("none",),
     "fp8_channel": ("none", "fp8", "fp8_static"),
@@ -24,9 +24,9 @@ ACTIVATION_DTYPES = {
     "mxfp4": ("none", "mxfp8", "mxfp4"),
     "nvfp4": ("none", "nvfp4"),
 }
-# Activations that are rounded with a scale that the weights have.
+# Activation dtypes whose static scale is stored in the weights object.
 STATIC = ("fp8_static", "nvfp4")
-# Elements of k that share a scale, which a row has to have whole.
+# Elements along k that share a scale; the length of a row must be a multiple.
 BLOCKS = {"mxfp4": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 _WEIGHTS = {
@@ -47,22 +47,23 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What a linear layer computes, and for which kernel. Made by `linear_plan`, once a layer; immutable, hashable.
+    """The computation of a linear layer and its kernel. `linear_plan` makes it once for each layer; immutable, hashable.
 
     Attributes:
         in_features: features of a token.
         out_features: features of a result.
-        dtype: of the tokens and results, and of dense weights.
-        weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp4"`` or ``"nvfp4"``; see `LinearWeights`. All but
-            dense ones go with float16 and bfloat16 tokens.
-        activation_dtype: what tokens are rounded to: ``"none"``; beside fp8_channel ``"fp8"`` with a scale for each token, or
-            ``"fp8_static"`` with one that the weights have; beside fp8_block ``"fp8_block"`` with a scale for each 128 features of
-            a token; beside mxfp4 ``"mxfp8"`` or ``"mxfp4"``; beside nvfp4 ``"nvfp4"`` with a global scale that the weights have.
-        bias: whether there is one.
-        max_tokens: the most tokens of a call, as a worker knows them that only decodes; None: any number. Some kernels are for few
-            tokens alone, and want weights in a layout of their own, in which they are of no use to more.
-        kernel: the kernel that the weights are prepared for.
-        weight_layout: the layout that it wants them in.
+        dtype: dtype of the tokens, the results and dense weights.
+        weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp4"`` or ``"nvfp4"``; see `LinearWeights`. All
+            formats but dense require float16 or bfloat16 tokens.
+        activation_dtype: the format that tokens are rounded to. ``"none"`` is always possible. With fp8_channel weights:
+            ``"fp8"``, with a scale for each token, or ``"fp8_static"``, with the weights' ``input_scale``. With fp8_block
+            weights: ``"fp8_block"``, with a scale for each 128 features of a token. With mxfp4 weights: ``"mxfp8"`` or
+            ``"mxfp4"``. With nvfp4 weights: ``"nvfp4"``, with the weights' ``input_scale`` as global scale.
+        bias: whether the layer has a bias.
+        max_tokens: the largest number of tokens of a call, which a decode-only worker knows; None: any number. Some kernels are
+            specialised for few tokens, with a weight layout that no kernel for more tokens can read.
+        kernel: the kernel that the weights are processed for.
+        weight_layout: the weight layout of that kernel.
     """
 
     in_features: int
@@ -77,17 +78,17 @@ class LinearPlan:
 
 
 def signature_of(plan: LinearPlan) -> FormatSignature:
-    """The formats of tokens and weights; weights in a kernel's own layout keep the format that they came from."""
+    """The formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
     dense = dense_tensor_format(plan.dtype)
     return format_signature(x=dense, weight=_WEIGHTS.get(plan.weight_format, dense))
 
 
 def intermediates_of(plan: LinearPlan) -> tuple[TensorFormat, ...]:
-    """The format that tokens are rounded to, if to any."""
+    """The format that tokens are rounded to, if any."""
     return (_ACTIVATIONS[plan.activation_dtype],) if plan.activation_dtype in _ACTIVATIONS else ()
 
 
-# The flag of a plan's activations, and the dtype that each stands for.
+# Trait flags of a plan's activations, with the activation_dtype of each.
 _ROUNDED = {
     "fp8_activations": "fp8",
     "static_fp8_activations": "fp8_static",
@@ -111,8 +112,8 @@ PLAN_KINDS: dict[str, TraitKind] = {
 def traits_of(plan: LinearPlan) -> dict[str, Any]:
     """The traits of a plan.
 
-    Each thing that a plan adds to a plain product is a trait of its own. A kernel that does not declare it is not selected. A
-    kernel for few tokens declares ``max_tokens``. It is not selected for a plan without a bound, where ``max_tokens`` is None.
+    Each feature beyond a plain GEMM has its own trait. A kernel that does not declare the trait is not eligible. A kernel for few
+    tokens declares ``max_tokens``, so it is not eligible for a plan without a bound, where ``max_tokens`` is None.
     """
     return {
         "in_features": plan.in_features,
@@ -126,7 +127,7 @@ def traits_of(plan: LinearPlan) -> dict[str, Any]:
 
 
 def check_plan(check: Checker, plan: LinearPlan, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for a plan that makes no sense. ``prefix`` stands before the fields' names."""
+    """Raises TypeError or ValueError for an inconsistent plan. Messages put ``prefix`` before the fields' names."""
     check_fields(check, plan, prefix)
     for name in ("in_features", "out_features"):
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))

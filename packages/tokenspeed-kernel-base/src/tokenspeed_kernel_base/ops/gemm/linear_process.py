@@ -1,4 +1,4 @@
-"""The two steps before a layer's first call: `linear_plan` chooses a kernel, `linear_process_weights` arranges weights for it."""
+"""The two steps before a layer's first call: `linear_plan` selects a kernel, `linear_process_weights` arranges weights for it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ def linear_plan(
     override: str | None = None,
     solution: str | None = None,
 ) -> LinearPlan:
-    """Decides, before weights are loaded, which kernel shall serve `linear` and how it wants them arranged.
+    """Selects, before weights are loaded, the kernel of `linear` and its weight layout.
 
-    It is `linear.plan`. Kernels are compared as a call would compare them, each as if the weights were in the layout that it wants.
-    `linear` chooses again, among the kernels for the layout that was decided on here: as long as nothing was registered or
-    configured in between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
+    The same as `linear.plan`. Kernels are ranked as in a call, each as if the weights were in its own layout. `linear` selects
+    again, among the kernels for the plan's layout. It selects ``plan.kernel`` unless kernels were registered or settings changed
+    in between. To force that kernel, call `linear` with ``override=plan.kernel``.
 
     Args:
-        in_features to bias: see `LinearPlan`. float32 and float64 are dtypes of dense weights, the halves of all.
-        max_tokens: the most tokens of a call; None: any number. Say it where it is certain: a worker that only decodes knows it.
-            Then kernels are considered, too, that are for few tokens alone. A call with more raises ValueError.
-        device: where the tensors will be; by default what `current_platform` stands for.
-        platform: where the kernel shall run, in place of device.
-        override: only this kernel; the platform and format gates still hold.
-        solution: only kernels made with this.
+        in_features to bias: see `LinearPlan`. float16 and bfloat16 are possible with all weight formats, float32 and float64 with
+            dense weights only.
+        max_tokens: the largest number of tokens of a call; None: any number. Give it if it is certain, as in a decode-only
+            worker: it makes kernels for few tokens eligible. A call with more tokens raises ValueError.
+        device: device of the tensors; by default that of `current_platform`.
+        platform: platform that the kernel must support, instead of device.
+        override: select only this kernel; the platform and format gates still apply.
+        solution: select only kernels of this solution (backend).
 
     Returns:
-        The plan, for `linear_process_weights` and `linear`. Needs no device and launches nothing.
+        The plan, for `linear_process_weights` and `linear`. The call needs no device and launches nothing.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or tokens cannot be rounded so beside these weights; the message names it.
-        NoKernelFoundError: no kernel does this here; the message has each with its reason.
-    Warns:
-        ReferenceWarning: no kernel but the reference serves this on a GPU.
+        TypeError, ValueError: an argument is wrong, or the activation_dtype does not go with the weight_format; the message names
+            it.
+        NoKernelFoundError: no kernel is eligible; the message lists each kernel with its reason.
+    Warns: ReferenceWarning: only the reference is eligible on a GPU.
 
     Example:
         >>> from tokenspeed_kernel import linear_plan
@@ -75,24 +76,25 @@ def linear_plan(
 
 
 def linear_process_weights(weights: Any, plan: LinearPlan) -> LinearWeights:
-    """Checks a layer's weights against a plan and brings them into the layout that its kernel wants.
+    """Checks a layer's weights against a plan and converts them to the layout of the plan's kernel.
 
-    It is `linear.prepare`. The kernel's ``weight_preprocessor`` does the latter: a function ``(weights: LinearWeights, plan:
-    LinearPlan)`` that returns an object with the attributes of `LinearWeights`, and must not write to the tensors that it is given;
-    an object of a class derived from `LinearWeights` and `Resource` may hold more. The scale of inputs is added where it lacks one.
-    Without a preprocessor the tensors stay as they are. Weights that are in the plan's own layout already are returned as they are.
+    The same as `linear.prepare`. The kernel's ``weight_preprocessor`` does the conversion. It is a function
+    ``(weights: LinearWeights, plan: LinearPlan)`` that returns an object with the attributes of `LinearWeights`, and must not
+    write to its input tensors. An object of a class derived from `LinearWeights` and `Resource` may hold more. An input scale
+    that the object lacks is added. Without a preprocessor the tensors are unchanged. Weights that already are in the plan's
+    layout are returned unchanged.
 
     Args:
-        weights: any object with the attributes of `LinearWeights`, in the canonical layout. It is not changed.
-        plan: as `linear_plan` made it.
+        weights: any object with the attributes of `LinearWeights`, in the canonical layout. Not modified.
+        plan: the result of `linear_plan`.
 
     Returns:
-        New `LinearWeights`, whose ``layout`` is the plan's. Their tensors are those given where nothing had to be moved; the
-        originals may be dropped otherwise.
+        New `LinearWeights`, whose ``layout`` is the plan's. A tensor that needs no conversion is shared with the input; the
+        originals of converted tensors may be freed.
 
     Raises:
-        TypeError, ValueError: the weights do not fit the plan, the plan's kernel is not registered, or its preprocessor does not
-            deliver. The message names attribute, got and expected.
+        TypeError, ValueError: the weights do not match the plan, the plan's kernel is not registered, or its preprocessor returns
+            something invalid. The message names the attribute, the expected and the actual value.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The weights of a linear layer, and what makes them right for a plan."""
+"""The weights of a linear layer, and their check against a plan."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from tokenspeed_kernel_base.spec import CANONICAL
 class LinearWeights:
     """The weights of a linear layer.
 
-    Functions of this package take any object with these attributes in its place, `torch.nn.Linear` for one; what it lacks but for
-    ``weight`` counts as None, and one without ``layout`` as canonical. In the canonical layout the out-features come first; with
-    ``n`` of those and ``k`` in-features:
+    Functions of this package accept any object with these attributes instead, for example `torch.nn.Linear`. Only ``weight`` is
+    required: other missing attributes count as None, a missing ``layout`` as canonical. In the canonical layout the out-features
+    come first. With ``n`` out-features and ``k`` in-features:
 
     * dense: weight of the plan's dtype ``[n, k]``; no scales.
-    * fp8_channel: weight float8_e4m3fn ``[n, k]``; scales float32, to be multiplied, one for each out-feature: ``[n, 1]``.
-    * fp8_block: weight float8_e4m3fn ``[n, k]``; scales float32, one for each block of 128 x 128: ``[ceil(n/128), ceil(k/128)]``.
-    * mxfp4: weight uint8 ``[n, k/2]``, two e2m1 codes a byte, the lower nibble first; scales e8m0 (uint8 or float8_e8m0fnu)
+    * fp8_channel: weight float8_e4m3fn ``[n, k]``; float32 scales (multipliers), one for each out-feature: ``[n, 1]``.
+    * fp8_block: weight float8_e4m3fn ``[n, k]``; float32 scales, one for each 128 x 128 block: ``[ceil(n/128), ceil(k/128)]``.
+    * mxfp4: weight uint8 ``[n, k/2]``, two e2m1 values in a byte, the lower nibble first; e8m0 scales (uint8 or float8_e8m0fnu)
       ``[n, k/32]``.
-    * nvfp4: weight likewise; scales float8_e4m3fn ``[n, k/16]``, and a global scale.
+    * nvfp4: weight as in mxfp4; float8_e4m3fn scales ``[n, k/16]``, and a global scale.
 
     Attributes:
         weight: see above.
-        weight_scale: its scales, or None.
+        weight_scale: the scales of weight, or None.
         weight_global_scale: float32 ``[]`` or ``[1]``, a factor of all weights in nvfp4, or None.
         bias: of the plan's dtype or float32 ``[n]``, or None.
-        layout: ``"canonical"``, or the name of the layout that `linear_process_weights` brought the tensors into. What the shapes
-            and dtypes are then is between that function and the kernels that declare the layout.
-        input_scale: float32 ``[1]``, the scale of the tokens where a plan's ``activation_dtype`` is ``"fp8_static"``, and their
-            global scale where it is ``"nvfp4"``. None otherwise.
+        layout: ``"canonical"``, or the name of the layout that `linear_process_weights` converted the tensors to. The kernels
+            that declare a layout define its shapes and dtypes.
+        input_scale: float32 ``[1]``, the scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, their global
+            scale if it is ``"nvfp4"``, otherwise None.
     """
 
     weight: Tensor
@@ -50,7 +50,7 @@ class LinearWeights:
 
 
 def check_canonical(check: Checker, weights: Any, plan: LinearPlan) -> None:
-    """Raises ValueError or TypeError unless the weights are what the plan says, in the canonical layout."""
+    """Raises ValueError or TypeError unless the weights match the plan and are in the canonical layout."""
     check.bind("in_features", plan.in_features, "plan.in_features")
     check.bind("out_features", plan.out_features, "plan.out_features")
     fmt = plan.weight_format
@@ -86,7 +86,7 @@ def _wanted(check: Checker, argument: str, value: Any, wanted: bool, because: st
 
 
 def _divided(check: Checker, size: str, divisor: int) -> str:
-    """Binds and names a size divided, rounded up."""
+    """Binds ``ceil(size / divisor)`` and returns its name."""
     name = f"ceil({size}/{divisor})"
     check.bind(name, blocks(check[size], divisor), "the plan")
     return name

@@ -1,4 +1,4 @@
-"""The product of two matrices, dense or in scaled formats."""
+"""GEMM of dense or scaled operands."""
 
 from __future__ import annotations
 
@@ -44,38 +44,39 @@ def mm(
     alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``alpha * (a @ b) + bias``, of operands that are dense or quantised.
+    """GEMM: ``alpha * (a @ b) + bias`` for dense or quantised operands.
 
-    A weight that is stored ``[n, k]`` is passed as the view ``weight.t()``; its scales likewise. Formats are told by dtypes and
-    by scales' shapes:
+    A weight stored as ``[n, k]`` is passed as the view ``weight.t()``, and its scales likewise. Dtypes and the shapes of the
+    scales determine the formats:
 
-    - dense: a ``[m, k]`` and b ``[k, n]`` of one dtype (float16, bfloat16, float32, float64), no scales.
-    - fp8: both are 8-bit floats (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz), value = element * scale, scales float32. Per
+    - dense: a ``[m, k]`` and b ``[k, n]`` of the same dtype (float16, bfloat16, float32, float64), no scales.
+    - fp8: both are 8-bit floats (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz), value = element * scale, with float32 scales. Per
       tensor: ``[]`` or ``[1]``. Per token and channel: a_scale ``[m, 1]``, b_scale ``[1, n]``; either may be per tensor instead.
-      Per block, both or neither: a_scale ``[m, ceil(k/s)]``, b_scale ``[ceil(k/s), ceil(n/s)]`` or ``[ceil(k/s), n]``, where s is
-      128, 64 or 32, the same for both; the last block of an axis may be short.
-    - fp8 per block with e8m0 scales, for float8_e4m3fn and float8_e5m2: shapes as above, where s is 128 or 64. Where s is 128,
-      either may be packed, int32: a number holds the exponents of four consecutive blocks along k, the first in the lowest byte.
-      So a_scale is ``[m, ceil(k/512)]``, b_scale ``[ceil(k/512), ceil(n/128)]`` or ``[ceil(k/512), n]``, of any strides.
-    - mxfp8: both float8_e4m3fn or float8_e5m2; mxfp4: both uint8, two e2m1 codes a byte along k, a ``[m, k/2]``, b ``[k/2, n]``,
-      the lower index in the lower nibble. k is a multiple of 32, scales are e8m0: a_scale ``[m, k/32]``, b_scale ``[k/32, n]``.
-      One of each will do.
+      Per block, for both operands or neither: a_scale ``[m, ceil(k/s)]``, b_scale ``[ceil(k/s), ceil(n/s)]`` or
+      ``[ceil(k/s), n]``, where s is 128, 64 or 32, the same for both operands. The last block of an axis may be partial.
+    - fp8 per block with e8m0 scales, for float8_e4m3fn and float8_e5m2: shapes as above, where s is 128 or 64. With s = 128,
+      either scale may be packed into int32. One element then holds the exponents of four consecutive blocks along k, the first in
+      the lowest byte. The shapes are a_scale ``[m, ceil(k/512)]``, b_scale ``[ceil(k/512), ceil(n/128)]`` or
+      ``[ceil(k/512), n]``, of any strides.
+    - mxfp8: both float8_e4m3fn or float8_e5m2; mxfp4: both uint8, two e2m1 values in a byte along k, a ``[m, k/2]``, b
+      ``[k/2, n]``, the lower index in the lower nibble. k is a multiple of 32, scales are e8m0: a_scale ``[m, k/32]``, b_scale
+      ``[k/32, n]``. One operand may be mxfp8 and the other mxfp4.
     - nvfp4: both uint8 as in mxfp4, k a multiple of 16, scales float8_e4m3fn: a_scale ``[m, k/16]``, b_scale ``[k/16, n]``; alpha
       is the product of both global scales of `quantize_nvfp4`.
     - weight-only: a dense float16 or bfloat16 without a scale, b in any scaled format. With nvfp4, alpha is b's global scale.
 
-    e8m0 scales are uint8 or float8_e8m0fnu. Scales of mxfp8, mxfp4 and nvfp4 may lie in tiles of 128x4, as `swizzle_scales` and
-    the quantising operators' ``scale_layout`` put them, each operand's for itself: with s = 32 (nvfp4: 16), a_scale is
-    ``[ceil(m/128), ceil(k/(4*s)), 32, 4, 4]`` and b_scale ``[ceil(n/128), ceil(k/(4*s)), 32, 4, 4]``, which is not transposed. What
-    completes the last tiles does not matter.
+    e8m0 scales are uint8 or float8_e8m0fnu. Scales of mxfp8, mxfp4 and nvfp4 may lie in 128x4 tiles, as written by
+    `swizzle_scales` and by the quantising operators with ``scale_layout="128x4"``. Each operand may choose its scale layout
+    independently. With s = 32 (nvfp4: 16), a_scale is ``[ceil(m/128), ceil(k/(4*s)), 32, 4, 4]`` and b_scale
+    ``[ceil(n/128), ceil(k/(4*s)), 32, 4, 4]``, which is not transposed. The padding of the last tiles is ignored.
 
-    A one-dimensional scale is per tensor, a two-dimensional one never is: with ``m = 1``, a_scale ``[1]`` is per tensor and
-    ``[1, 1]`` per token. Where a shape is that of several, all mean the same, and the call counts as the first of the list above
+    A one-dimensional scale is per tensor, a two-dimensional scale never is: with ``m = 1``, a_scale ``[1]`` is per tensor and
+    ``[1, 1]`` per token. If a shape matches several formats, they all mean the same, and the call counts as the first one above
     that goes with the other scale.
 
-    Operands are decoded to float32, products summed in float32, multiplied by alpha, and bias added before the result is rounded
-    once; with float64 operands all of that is float64. With ``k = 0`` the sums are 0. PyTorch's own settings for reduced precision
-    (``torch.backends.cuda.matmul``) are the user's, and hold in kernels that are made of PyTorch's functions.
+    Operands are dequantised to float32 and accumulated in float32. The accumulator is multiplied by alpha, bias is added, and the
+    result is rounded once. With float64 operands all arithmetic is float64. With ``k = 0`` the dot products are 0. Kernels that
+    call PyTorch functions obey PyTorch's settings for reduced precision (``torch.backends.cuda.matmul``).
 
     Args:
         a: ``[m, k]``, or ``[m, k/2]`` in mxfp4 and nvfp4.
@@ -84,14 +85,14 @@ def mm(
         b_scale: see above.
         bias: ``[n]``, of the result's dtype or float32.
         out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
-        alpha: float32 ``[]`` or ``[1]``, a factor of the product: given where an operand is nvfp4, and there only.
+        alpha: float32 ``[]`` or ``[1]``, multiplies the result. Required if an operand is nvfp4, otherwise not allowed.
         out: receives the result; must not share memory with an input.
 
     Returns:
         ``out_dtype [m, n]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

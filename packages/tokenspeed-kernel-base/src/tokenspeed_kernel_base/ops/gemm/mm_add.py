@@ -1,4 +1,4 @@
-"""A product, and what is added to it."""
+"""GEMM with a residual addition."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tokenspeed_kernel_base.ops.gemm.mm import mm
     composed=True,
 )
 def mm_add(a: Tensor, b: Tensor, residual: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """``a @ b + bias + residual``: a projection back into the residual stream.
+    """GEMM with residual: ``a @ b + bias + residual``, a projection back into the residual stream.
 
-    Composed of `mm` and a sum: the product with its bias is rounded to a's dtype, then the sum. A kernel that does it in one may
-    round once.
+    Composed of `mm` and an addition: ``a @ b + bias`` is rounded to a's dtype, then the sum is rounded. A fused kernel may round
+    once.
 
     Args:
         a: float16, bfloat16, float32 or float64 ``[m, k]``.
-        b: a's dtype ``[k, n]``. A weight that is stored ``[n, k]`` is passed as the view ``weight.t()``.
+        b: a's dtype ``[k, n]``. A weight stored as ``[n, k]`` is passed as the view ``weight.t()``.
         residual: a's dtype ``[m, n]``.
         bias: a's dtype ``[n]``.
         out: receives the result; may be the residual.
@@ -41,7 +41,7 @@ def mm_add(a: Tensor, b: Tensor, residual: Tensor, bias: Tensor | None = None, o
         a's dtype ``[m, n]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -1,7 +1,8 @@
-"""The operands of a matrix product: their formats, and their decoded values.
+"""GEMM operands: their formats and dequantised values.
 
-An operand's format follows from its dtype, its scale's dtype and its scale's shape; `recognise` says how, and which formats go
-together. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same leading sizes: none for `mm`, the batch for `bmm`.
+An operand's format follows from its dtype, its scale's dtype and its scale's shape. `recognise` defines this, and which formats
+go together. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same leading sizes: none for `mm`, the batch for
+`bmm`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from tokenspeed_kernel_base.signature import (
 from tokenspeed_kernel_base.variation import Variation, Want
 
 E4M3 = torch.float8_e4m3fn
-# Elements along k that share a scale of an 8-bit float. Blocks of 32 with e8m0 scales are mxfp8.
+# Elements along k that share a scale of an fp8 operand, by the scale's dtype. Blocks of 32 with e8m0 scales are mxfp8.
 FP8_BLOCKS = {torch.float32: (BLOCK_FP8, 64, 32), torch.uint8: (BLOCK_FP8, 64), torch.int32: (BLOCK_FP8,)}
 
 FORMAT_NAMES = ("dense", "fp8", "mxfp8", "mxfp4", "nvfp4")
@@ -81,8 +82,8 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
     nvfp4   uint8, packed along k   e4m3fn   as mxfp4, with 16 in place of 32 and 64 in place of 128 beside k
     ======  ======================  =======  ==================================================================================
 
-    e8m0 scales are uint8 or float8_e8m0fnu. Where a scale's shape fits more than one, they mean the same; the first that goes with
-    the other operand is its name.
+    e8m0 scales are uint8 or float8_e8m0fnu. If a scale's shape fits several formats, they mean the same; the first one that goes
+    with the other operand is returned.
 
     Raises:
         TypeError, ValueError: an operand fits no format, sizes disagree, or the formats do not go together.
@@ -101,7 +102,7 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
 
 
 def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None) -> None:
-    """Raises TypeError or ValueError unless alpha is there where an operand is nvfp4, whose scale it holds, and nowhere else."""
+    """Raises TypeError or ValueError unless alpha is given exactly if an operand is nvfp4; it holds the global scales."""
     wanted = any(fmt.format == "nvfp4" for _, fmt in signature.roles)
     if alpha is None:
         check.require(not wanted, "alpha", "given with an operand in nvfp4: the product of the operands' global scales", "None")
@@ -111,12 +112,12 @@ def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None
 
 
 def logical_k(a: Tensor) -> int:
-    """k of the product, for a valid ``a``."""
+    """k of the GEMM, for a valid ``a``."""
     return _k("a", a)
 
 
 def default_out_dtype(a: Tensor) -> torch.dtype:
-    """a's dtype where it is dense, else bfloat16."""
+    """a's dtype if it is dense, else bfloat16."""
     return a.dtype if a.dtype in FLOATS else torch.bfloat16
 
 
@@ -127,15 +128,17 @@ def check_out_dtype(check: Checker, a: Tensor, out_dtype: torch.dtype | None) ->
 
 
 def decode_operands(operator: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values of both operands, ``[..., m, k]`` and ``[..., k, n]``, in float32 (float64 where they are float64); those of nvfp4
-    without the scale of the whole tensor."""
+    """Dequantises both operands to ``[..., m, k]`` and ``[..., k, n]`` in float32 (float64 for float64 operands).
+
+    nvfp4 operands are not multiplied by their global scales."""
     signature = recognise(Checker(operator), a, b, a_scale, b_scale)
     return _decode("a", a, a_scale, signature.format_for("a")), _decode("b", b, b_scale, signature.format_for("b"))
 
 
 def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | None) -> dict[str, Tensor]:
-    """What the operators' ``vary`` hooks change in ``a_scale`` and ``b_scale``: packed scales of captured calls are drawn, and what
-    completes tiles and packed numbers is poisoned."""
+    """The changes that ``vary`` hooks make to ``a_scale`` and ``b_scale``.
+
+    Packed scales of captured calls are drawn. The padding of tiles and of packed int32 elements is poisoned."""
     changed = {}
     for (name, scale), role, operand in zip(scales.items(), "ab", (a, b), strict=True):
         if scale is None:
@@ -152,7 +155,7 @@ def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | N
 
 
 def _formats(check: Checker, role: str, operand: Tensor, scale: Tensor | None) -> list[TensorFormat]:
-    """The formats that the operand and its scale fit, the preferred one first."""
+    """The formats that match the operand and its scale, the preferred one first."""
     name = f"{role}_scale"
     if operand.dtype in FLOATS:
         if scale is not None:
@@ -198,7 +201,7 @@ def _fp8_formats(check: Checker, role: str, operand: Tensor, scale: Tensor) -> l
 
 
 def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) -> TensorFormat:
-    """Of two e2m1 codes a byte."""
+    """The format of an operand with two e2m1 values in a byte."""
     make, block = (nvfp4_format, BLOCK_NVFP4) if scale.dtype == E4M3 else (mxfp4_format, BLOCK_MX)
     k = _k(role, operand)
     if k % block:
@@ -217,7 +220,7 @@ def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) ->
 def _micro_shapes(
     role: str, operand: Tensor, make: Callable[[tuple[int, int], str], TensorFormat], block: int
 ) -> Iterator[tuple[TensorFormat, tuple[int, ...]]]:
-    """Formats and shapes of scales of one byte for ``block`` elements of a line: in rows, and in tiles."""
+    """Formats and shapes of 1-byte scales for ``block`` elements along k: linear, and in 128x4 tiles."""
     lead, lines, count = operand.shape[:-2], _lines(role, operand), _k(role, operand) // block
     block_shape, shape = ((1, block), (lines, count)) if role == "a" else ((block, 1), (count, lines))
     yield make(block_shape, "linear"), (*lead, *shape)
@@ -225,7 +228,7 @@ def _micro_shapes(
 
 
 def _shapes(known: list[tuple[TensorFormat, tuple[int, ...]]]) -> str:
-    """``shape [] or [1] (tensor), [2, 1] (token)``: every format once, with its shapes."""
+    """Describes formats with their shapes, each format once: ``shape [] or [1] (tensor), [2, 1] (token)``."""
     of: dict[str, list[str]] = {}
     for fmt, shape in known:
         assert fmt.scale is not None  # all are scaled
@@ -240,7 +243,7 @@ def _k(role: str, operand: Tensor) -> int:
 
 
 def _lines(role: str, operand: Tensor) -> int:
-    """Rows of a, columns of b."""
+    """The number of rows of a, or of columns of b."""
     return operand.shape[-2 if role == "a" else -1]
 
 
@@ -257,7 +260,7 @@ def _go_together(a: TensorFormat, b: TensorFormat) -> bool:
 
 
 def _along_k(scale: ScaleFormat | None, axis: int) -> tuple[int, bool] | None:
-    """How many elements along k have a scale of their own, and whether it is float32; None where all of k has one."""
+    """How many elements along k share a scale, and whether it is float32; None if all of k shares one."""
     if scale is None or scale.block_shape is None:
         return None
     return scale.block_shape[axis], scale.storage_dtype == torch.float32
@@ -268,7 +271,7 @@ def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat)
         return operand if operand.dtype == torch.float64 else operand.float()
     if fmt.format == "fp8":
         return decode_fp8(operand, _fp8_scale(role, operand, scale), fmt.scale.block_shape or ())
-    # Blocks run along the last axis there; in b they run along k, the one before it.
+    # The decoders expect blocks along the last axis; in b they lie along k, the axis before it.
     lines = operand if role == "a" else operand.mT
     if fmt.scale.layout == "128x4":
         scale = unswizzle(scale, lines.shape[-2], _k(role, operand) // max(fmt.scale.block_shape or ()))
@@ -282,7 +285,7 @@ def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat)
 
 
 def _fp8_scale(role: str, operand: Tensor, scale: Tensor) -> Tensor:
-    """In float32, one for each block."""
+    """The scales in float32, one for each block."""
     if scale.dtype == torch.float32:
         return scale
     if scale.dtype != torch.int32:

@@ -1,4 +1,4 @@
-"""Closing the gaps that rejected draft tokens leave in the paged cache."""
+"""Removes the gaps that rejected draft tokens leave in the paged cache."""
 
 from __future__ import annotations
 
@@ -32,34 +32,37 @@ _DTYPES = FLOATS | FP8 | {torch.uint8}
 def compact_kv_cache(
     k_cache: Tensor, v_cache: Tensor | None, page_table: Tensor, cache_seqlens: Tensor, path: Tensor, counts: Tensor
 ) -> None:
-    """Moves the cached tokens of accepted nodes together, behind those that were there before, in place.
+    """Compacts the cached tokens of accepted draft-tree nodes in place, directly after the earlier tokens.
 
     When a tree of draft tokens is verified, the cache holds all of its nodes as the last tokens of their sequence, node i at
-    position ``cache_seqlens - nodes + i``. Of these the path has been accepted: what lies at node ``path[i]`` moves to the
-    place of node i, for all i below the count, as if all were read before any is written. The sequence then has ``cache_seqlens
-    - nodes + counts`` tokens; what lies behind them means nothing. Everything else in the cache stays as it is; of a chain
-    nothing moves.
+    position ``cache_seqlens - nodes + i``. The path lists the accepted nodes. For all i below counts, the token of node
+    ``path[i]`` moves to the position of node i, as if all tokens were read before any is written. The sequence then has
+    ``cache_seqlens - nodes + counts`` tokens; positions after them hold nothing meaningful. Everything else in the cache is
+    unchanged. If the draft is a chain, nothing moves.
 
-    One call for each layer. Keys were rotated for the depth of their node, which is its position now.
+    Call it once for each layer. Keys stay valid without a new rotation: RoPE used the depth of the node, which is its position
+    after the move.
 
     Args:
         k_cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8, whose bits are copied. Written to. May be strided.
-        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for values; None where there are none.
+        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for values; None if there are no values.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that do not hold one of the last ``nodes`` positions are not read. No two sequences share a
-            page that does.
+            ``j % page_size``. Entries that cover none of the last ``nodes`` positions are not read. Sequences must not share
+            pages that hold their last ``nodes`` positions.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, all nodes included, at most
-            ``max_pages * page_size``. Of a sequence with fewer tokens than nodes, as one that pads a batch, nothing moves.
-        path: int32 ``[batch, nodes]``, as `verify_draft_tokens` gives it: rising. A node outside 0 to ``nodes - 1`` does not move.
-        counts: int32 ``[batch]``: how many entries of the path count.
+            ``max_pages * page_size``. Nothing moves in a sequence with fewer tokens than nodes, for example one that pads the
+            batch.
+        path: int32 ``[batch, nodes]``, as returned by `verify_draft_tokens`, in ascending order. Entries outside 0 to
+            ``nodes - 1`` are ignored.
+        counts: int32 ``[batch]``: the number of valid entries of each path.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of page_table and
-            cache_seqlens are looked at only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of page_table and
+            cache_seqlens are checked only if they lie in host memory.
 
     Example:
-        Three tokens, then four nodes, of which 0, 2 and 3 were accepted; in one page of eight.
+        Three tokens, then four nodes, in one page of eight; nodes 0, 2 and 3 were accepted.
 
         >>> import torch
         >>> from tokenspeed_kernel import compact_kv_cache
@@ -69,7 +72,7 @@ def compact_kv_cache(
         >>> kv_cache.flatten()
         tensor([ 1.,  2.,  3., 10., 12., 13., 13.,  0.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the lengths on the host.
     """
     nodes, page_size = path.shape[1], k_cache.shape[1]
     at = torch.arange(nodes, device=path.device)
@@ -79,11 +82,11 @@ def compact_kv_cache(
     if not page_table.numel() or not used.any():
         return
     pages = page_table[used].long()
-    old, new = ((first + places)[used] for places in (source, at))  # what does not move writes what is there
+    old, new = ((first + places)[used] for places in (source, at))  # tokens that do not move are rewritten in place
     from_page, to_page = pages.gather(1, old // page_size), pages.gather(1, new // page_size)
     for cache in (k_cache, v_cache):
         if cache is not None:
-            stored = cache.view(torch.uint8) if cache.dtype in FP8 else cache  # not every backend can index these but as bytes
+            stored = cache.view(torch.uint8) if cache.dtype in FP8 else cache  # some backends index fp8 only as bytes
             stored[to_page, new % page_size] = stored[from_page, old % page_size]
 
 
@@ -122,7 +125,7 @@ def _(
 
 
 def _unread(k_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, path: Tensor) -> Tensor:
-    """Which entries of the page table lie before the last nodes."""
+    """Which entries of the page table cover only positions before the last ``nodes`` ones."""
     return hidden_pages(cache_seqlens, path.shape[1], 0, page_table.shape[1], k_cache.shape[1])
 
 
@@ -142,7 +145,7 @@ def _() -> None:
 
 
 def _draw_paths(draw: Draw, batch: int, nodes: int) -> dict[str, Tensor]:
-    """Random rising paths from node 0, of random lengths."""
+    """Random ascending paths from node 0, of random lengths."""
     kept = draw.uniform(batch, nodes) < draw.uniform(batch, 1)
     kept[:, 0] = True
     at = torch.arange(nodes, device=draw.device)
@@ -161,7 +164,7 @@ def _inputs(
     dtype: torch.dtype = torch.bfloat16,
     freed: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``token``: the shape of a token's keys; ``freed``: pages before those of the nodes are -1."""
+    """Arguments. ``token``: the shape of a token's keys; ``freed``: page table entries before those of the nodes are -1."""
 
     def make(draw: Draw) -> dict[str, Any]:
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, None)
@@ -211,7 +214,7 @@ def _(
     (batch, nodes), draw, page_size = path.shape, variation.draw, k_cache.shape[1]
     if variation.want is Want.OTHER:
         return _draw_paths(draw, batch, nodes)
-    if variation.want is Want.UNUSED:  # what the path does not name, but its own places, which are written to
+    if variation.want is Want.UNUSED:  # path entries that are not counted, and page table entries that are not read
         unnamed = torch.arange(nodes, device=path.device) >= counts.unsqueeze(1)
         unread = _unread(k_cache, page_table, cache_seqlens, path)
         return {

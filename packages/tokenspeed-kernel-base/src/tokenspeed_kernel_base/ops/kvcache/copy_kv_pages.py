@@ -1,4 +1,4 @@
-"""Copies of whole pages, within a cache or between two."""
+"""Copies whole pages within a cache or between two caches."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from tokenspeed_kernel_base.variation import Variation, Want
     capacity=("pages", "source_pages_in_all"),
 )
 def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None = None) -> None:
-    """Copies whole pages into a cache, in place: from itself, or from another cache of pages of the same size.
+    """Copies whole pages into a cache in place, from the same cache or from another one with pages of the same size.
 
-    Page ``source_pages[i]`` of source is copied to page ``target_pages[i]`` of the cache; where either is negative nothing is
-    copied. Sequences that have shared a prefix part this way (copy on write). With a staging tensor as one of the two it gathers
-    pages, or spreads them: `tokenspeed_kernel.HostPages` moves pages to host memory and back this way.
+    Page ``source_pages[i]`` of source is copied to page ``target_pages[i]`` of the cache. If either index is negative, nothing is
+    copied for i. One use is copy on write, when sequences stop sharing a prefix. With a staging tensor as source or target, the
+    operator scatters or gathers pages: `tokenspeed_kernel.HostPages` uses this to move pages to host memory and back.
 
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8, whose bits are copied. Written to. May be strided.
-        source_pages: int32 or int64 ``[count]``, pages of source, below their number.
-        target_pages: int32 or int64 ``[count]``, pages of cache, below their number, distinct where both pages are not negative.
-            Without ``source`` none of them is among the source pages: a page that is read and written by one call holds anything
-            after it.
-        source: cache's dtype, like it but for the number of pages, and not overlapping it; None: the cache itself.
+        source_pages: int32 or int64 ``[count]``, page indices of source, below its number of pages.
+        target_pages: int32 or int64 ``[count]``, page indices of cache, below its number of pages. Targets of pairs that are
+            copied must be distinct. Without ``source`` no target may be a source page: the content of a page that one call reads
+            and writes is undefined afterwards.
+        source: cache's dtype and page shape, ``[source_pages_in_all, ...]``; must not overlap cache. None: the cache itself.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of pages are looked at
-            only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked
+            only if they lie in host memory.
 
     Example:
         >>> import torch
@@ -59,8 +59,8 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
     if not source_pages.numel() or not cache.numel() or not origin.numel():
         return
     copied = (source_pages >= 0) & (target_pages >= 0)
-    # Selecting the pages that are copied would wait for their number. Instead every other pair repeats the first one that is; if
-    # there is none, page 0 is written back to itself.
+    # Selecting the copied pairs by a mask would synchronise with the device. Instead each skipped pair repeats the first copied
+    # pair. If there is none, page 0 is written back to itself.
     first = copied.int().argmax()
     pair = torch.where(copied, torch.arange(len(copied), device=copied.device), first)
     target = target_pages.long()[pair].clamp(min=0)
@@ -104,7 +104,7 @@ def _() -> None:
 
 
 def _draw_pairs(draw: Draw, count: int, pages: int, source_pages: int | None) -> dict[str, Tensor]:
-    """Distinct targets, of which every fifth is left out; sources that are none of them, unless those are of another cache."""
+    """Distinct targets, where every fifth is -1. Sources are not among the targets, unless they belong to another cache."""
     order = draw.permutation(pages)
     count_of_targets = min(count, pages if source_pages is not None else pages - 1)
     target = torch.full((count,), -1, dtype=torch.int64, device=draw.device)
@@ -119,7 +119,7 @@ def _draw_pairs(draw: Draw, count: int, pages: int, source_pages: int | None) ->
 def _inputs(
     count: int, pages: int, page: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, source_pages: int | None = None
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``page``: the shape of a page; ``source_pages``: of another cache, where that is the source."""
+    """Arguments. ``page``: the shape of a page; ``source_pages``: the number of pages of a separate source cache."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = {"cache": draw.normal(pages, *page, dtype=dtype), **_draw_pairs(draw, count, pages, source_pages)}

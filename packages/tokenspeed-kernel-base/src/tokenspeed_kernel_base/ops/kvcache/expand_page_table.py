@@ -1,4 +1,4 @@
-"""Page tables of large pages as those of small ones."""
+"""Converts page tables of large pages to page tables of small pages."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from tokenspeed_kernel_base.variation import Variation, Want
     capacity=("max_pages",),
 )
 def expand_page_table(page_table: Tensor, factor: int, out: Tensor | None = None) -> Tensor:
-    """The page table of the same cache with every page cut into ``factor`` equal ones.
+    """Computes the page table of a cache whose pages are each split into ``factor`` equal smaller pages.
 
     ``out[b, j * factor + i] = page_table[b, j] * factor + i``, and -1 where ``page_table[b, j]`` is negative. An engine that
-    manages memory in pages of 256 tokens calls a kernel for pages of 64 with ``factor=4``, and a view of its cache:
-    ``cache.view(-1, 64, kv_heads, head_dim)``.
+    manages pages of 256 tokens can call a kernel for pages of 64 tokens: it uses ``factor=4`` and the view
+    ``cache.view(-1, 64, kv_heads, head_dim)`` of its cache.
 
     Args:
-        page_table: int32 ``[batch, max_pages]``, pages below ``2^31 / factor``; others give unspecified entries. May be strided.
-        factor: small pages of a large one, at least 1.
+        page_table: int32 ``[batch, max_pages]``, page indices below ``2^31 / factor``; larger ones give unspecified entries. May
+            be strided.
+        factor: small pages in a large page, from 1 to 2^20.
         out: receives the result.
 
     Returns:
         int32 ``[batch, max_pages * factor]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

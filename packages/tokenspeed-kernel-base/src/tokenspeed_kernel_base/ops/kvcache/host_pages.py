@@ -1,4 +1,4 @@
-"""Pages of a KV cache in host memory: on their way there and back, the device goes on with other work."""
+"""Offloads pages of a KV cache to host memory and back, asynchronously."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tokenspeed_kernel_base.ops.kvcache.pages import check_cache
 
 
 class HostPages:
-    """Room for pages of a KV cache in host memory, pinned where the cache is on a GPU.
+    """A pool of KV-cache pages in host memory, which is pinned if the cache is on a GPU.
 
-    One page number stands for a page of every cache that is given: those of keys and values of all layers, say. Pages are gathered
-    on the device (`tokenspeed_kernel.copy_kv_pages`) into a small buffer, and copied between that and the host on a stream of this
-    object, in as few copies as there are runs of neighbouring host pages.
+    A page index stands for that page in each of the given caches, for example the key and value caches of all layers.
+    `tokenspeed_kernel.copy_kv_pages` gathers pages on the device into a small staging buffer. The object's own stream copies
+    between this buffer and the host, with one copy for each run of neighbouring host pages.
 
-    `store` and `load` only launch work, and order it by the stream that is current when they are called: what was launched there
-    before is done before, and what is launched after sees their effect. A store keeps that stream until the device has gathered the
-    pages, a load until the pages have come. Call ``load`` on a stream of its own to go on with other work meanwhile. Both belong
-    outside of CUDA graphs.
+    `store` and `load` only launch work, in the order of the current stream: they run after earlier work of that stream, and later
+    work of that stream sees their effect. A store blocks the current stream until the device has gathered the pages, a load until
+    the pages have arrived. Call ``load`` on a separate stream to overlap it with other work. Neither may be captured in a CUDA
+    graph.
 
     Attributes:
         caches: the device's caches, in the order given.
-        tensors: for each cache ``[pages, ...]`` of its dtype and page shape, in host memory. Call `synchronize` before
+        tensors: for each cache a tensor ``[pages, ...]`` of its dtype and page shape, in host memory. Call `synchronize` before
             reading them.
-        pages: how many pages there is room for.
+        pages: the number of pages in host memory.
 
     Example:
         >>> import torch
@@ -48,10 +48,10 @@ class HostPages:
         """Allocates host memory for ``pages`` pages, and twice ``staging_pages`` pages of the largest cache on the device.
 
         Args:
-            caches: each ``[pages, page_size, kv_heads, head_dim]`` or ``[pages, page_size, width]``, any float dtype, 8-bit floats
-                or uint8; all of as many pages, on one device. May be strided.
+            caches: each ``[pages, page_size, kv_heads, head_dim]`` or ``[pages, page_size, width]``, any float dtype, 8-bit
+                floats or uint8; all with the same number of pages, on one device. May be strided.
             pages: at least 1.
-            staging_pages: how many pages are moved at a time, at least 1.
+            staging_pages: how many pages are copied at a time, at least 1.
 
         Raises:
             TypeError, ValueError: an argument is not as stated above.
@@ -71,7 +71,7 @@ class HostPages:
         pinned = self._stream is not None
         self.tensors = tuple(torch.empty(pages, *cache.shape[1:], dtype=cache.dtype, pin_memory=pinned) for cache in caches)
         page_bytes = max(cache.shape[1:].numel() * cache.element_size() for cache in caches)
-        # Two of them: while the pages in one are on their way, the other one is filled or emptied.
+        # Double buffering: while one buffer is copied to or from the host, the other one is filled or emptied.
         self._buffers = [_Buffer(staging_pages * page_bytes, device, self._stream) for _ in range(2)]
 
     def store(self, pages: Sequence[int], host_pages: Sequence[int]) -> None:
@@ -80,11 +80,11 @@ class HostPages:
         Work that is launched afterwards on the current stream may overwrite the caches' pages.
 
         Args:
-            pages: of the caches; one may occur several times.
-            host_pages: distinct, below the object's ``pages``.
+            pages: page indices of the caches; an index may occur several times.
+            host_pages: distinct page indices in host memory, below the object's ``pages``.
 
         Raises:
-            ValueError: an argument is not as stated above; nothing has been launched then.
+            ValueError: an argument is not as stated above. Raised before anything is launched.
         """
         self._check_pages(pages, host_pages, distinct="host_pages")
         for chunk in self._chunks(pages, host_pages):
@@ -95,7 +95,7 @@ class HostPages:
                 copy_kv_pages(staging, chunk.pages, chunk.staged, cache)
                 if self._stream is not None:
                     self._stream.wait_stream(self._current_stream())
-                with self._beside():
+                with self._on_own_stream():
                     for run in chunk.runs:
                         host[run.host].copy_(staging[run.staged], non_blocking=True)
                 buffer.used_by(self._stream)
@@ -104,11 +104,12 @@ class HostPages:
         """Copies page ``host_pages[i]`` of host memory to page ``pages[i]`` of every cache.
 
         Args:
-            host_pages: below the object's ``pages``, stored before; one may occur several times.
-            pages: of the caches, distinct.
+            host_pages: page indices in host memory that were stored before, below the object's ``pages``; an index may occur
+                several times.
+            pages: distinct page indices of the caches.
 
         Raises:
-            ValueError: an argument is not as stated above; nothing has been launched then.
+            ValueError: an argument is not as stated above. Raised before anything is launched.
         """
         self._check_pages(pages, host_pages, distinct="pages")
         for chunk in self._chunks(pages, host_pages):
@@ -116,7 +117,7 @@ class HostPages:
                 buffer = self._next_buffer()
                 staging = buffer.pages(chunk.size, cache)
                 buffer.wait(self._stream)
-                with self._beside():
+                with self._on_own_stream():
                     for run in chunk.runs:
                         staging[run.staged].copy_(host[run.host], non_blocking=True)
                 if self._stream is not None:
@@ -125,11 +126,11 @@ class HostPages:
                 buffer.used_by(self._current_stream())
 
     def synchronize(self) -> None:
-        """Waits until all pages that were stored are in host memory."""
+        """Waits until all stored pages are in host memory."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    # -- how it is done ----------------------------------------------------------------------------------------------------------
+    # -- implementation ----------------------------------------------------------------------------------------------------------
 
     def _check_pages(self, pages: Sequence[int], host_pages: Sequence[int], distinct: str) -> None:
         check = Checker(type(self).__name__)
@@ -154,29 +155,29 @@ class HostPages:
         return self._buffers[0]
 
     def _current_stream(self) -> Any:
-        """The stream that callers launch on; None without a GPU."""
+        """The caller's current stream; None without a GPU."""
         return None if self._stream is None else torch.cuda.current_stream(self._stream.device)
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _on_own_stream(self) -> AbstractContextManager[object]:
         """Makes this object's stream the current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class _Run(NamedTuple):
-    """Neighbouring pages in host memory, and where they are staged."""
+    """A run of neighbouring pages in host memory, and its slice of the staging buffer."""
 
     host: slice
     staged: slice
 
 
 class _Chunk(NamedTuple):
-    """Pages that are moved together.
+    """Pages that are staged together.
 
     Attributes:
-        size: how many.
-        pages: int32 ``[count]``, where they are in the caches.
-        staged: int32 ``[count]``, where they are staged: 0, 1...
-        runs: where they are in host memory.
+        size: the number of pages.
+        pages: int32 ``[count]``, their indices in the caches.
+        staged: int32 ``[count]``, their indices in the staging buffer: 0, 1...
+        runs: their positions in host memory.
     """
 
     size: int
@@ -186,7 +187,7 @@ class _Chunk(NamedTuple):
 
 
 def _runs(host_pages: Sequence[int]) -> Iterator[_Run]:
-    """The longest runs of page numbers that follow one another."""
+    """Splits page indices into maximal runs of consecutive indices."""
     first = 0
     for index in range(1, len(host_pages) + 1):
         if index == len(host_pages) or host_pages[index] != host_pages[index - 1] + 1:
@@ -195,25 +196,25 @@ def _runs(host_pages: Sequence[int]) -> Iterator[_Run]:
 
 
 class _Buffer:
-    """Device memory that pages of any cache pass through, and when it is free again."""
+    """Staging memory on the device for pages of any cache, with the event after which it is free again."""
 
     def __init__(self, size: int, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._free: torch.cuda.Event | None = None
-        if stream is not None:  # so that it is not given to others while the stream still copies, when this object is gone
+        if stream is not None:  # the allocator must not reuse it while the stream still copies
             self._memory.record_stream(stream)
 
     def pages(self, count: int, cache: Tensor) -> Tensor:
-        """Its first bytes as pages like the cache's."""
+        """The first bytes of the buffer, viewed as pages of the cache's shape and dtype."""
         size = count * cache.shape[1:].numel() * cache.element_size()
         return self._memory[:size].view(cache.dtype).view(count, *cache.shape[1:])
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        """Lets a stream wait until the pages that are in it have arrived."""
+        """Makes a stream wait until the buffer is free."""
         if stream is not None and self._free is not None:
             stream.wait_event(self._free)
 
     def used_by(self, stream: torch.cuda.Stream | None) -> None:
-        """Says that it is free when what the stream has been given so far is done."""
+        """Marks the buffer as free once the work launched on the stream so far is done."""
         if stream is not None:
             self._free = stream.record_event()

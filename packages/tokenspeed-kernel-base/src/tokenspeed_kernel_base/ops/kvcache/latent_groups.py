@@ -1,7 +1,7 @@
-"""A paged cache of latents in e4m3 with a float32 scale for each 128 of them, and rotary parts that are not quantised.
+"""A paged cache of e4m3 latents with a float32 scale for each 128 elements, and unquantised rotary parts.
 
-DeepSeek-V3.2 is served with this format: 656 bytes a token. Here is what operators share that read or write such a cache, and its
-three tensors as views of pages of bytes.
+This is DeepSeek-V3.2's cache format, with 656 bytes for each token. The module holds the code that operators on such caches
+share, and `mla_cache_views`, which views pages of bytes as the three tensors of the cache.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, SMALLEST_
 
 E4M3 = torch.float8_e4m3fn
 GROUP = 128
-"""Numbers of a latent that share a scale."""
+"""Elements of a latent that share a scale."""
 
-_ALIGNMENT = 4  # bytes of the widest number
+_ALIGNMENT = 4  # bytes of the widest element, float32
 
 
 class MlaCacheViews(NamedTuple):
-    """The tensors of a paged cache of latents with a scale for each 128, see `mla_cache_views`.
+    """The tensors of a paged cache of latents with a scale for each 128 elements, see `mla_cache_views`.
 
     Attributes:
         kv_cache: float8_e4m3fn ``[pages, page_size, kv_lora_rank]``.
         kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``.
-        rope_cache: ``[pages, page_size, rope_dim]``, 16 bits each.
+        rope_cache: bfloat16 or float16 ``[pages, page_size, rope_dim]``.
     """
 
     kv_cache: Tensor
@@ -38,19 +38,19 @@ class MlaCacheViews(NamedTuple):
 def mla_cache_views(
     packed: Tensor, kv_lora_rank: int = 512, rope_dim: int = 64, rope_dtype: torch.dtype = torch.bfloat16
 ) -> MlaCacheViews:
-    """The three tensors of a cache of latents that lies in pages of bytes, as DeepSeek-V3.2 is served with: 656 bytes a token.
+    """Views pages of bytes as the three tensors of DeepSeek-V3.2's latent cache (656 bytes for each token).
 
-    A token is ``kv_lora_rank`` latents in e4m3, then a float32 scale for each 128 of them, then ``rope_dim`` numbers of 16 bits.
-    vLLM calls it ``fp8_ds_mla``, and FlashMLA's sparse decoding reads it. `store_mla_kv_cache` writes such a cache;
-    `mla_sparse_with_kvcache` and `mla_decode_with_kvcache` read it.
+    A token is a latent of ``kv_lora_rank`` e4m3 elements, then a float32 scale for each 128 of them, then ``rope_dim`` 16-bit
+    elements. vLLM calls this layout ``fp8_ds_mla``, and FlashMLA's sparse decoding reads it. `store_mla_kv_cache` writes such a
+    cache; `mla_sparse_with_kvcache` and `mla_decode_with_kvcache` read it.
 
     Args:
-        packed: uint8 ``[pages, page_size, kv_lora_rank + kv_lora_rank / 128 * 4 + rope_dim * 2]``, of 656 columns by default. Its
-            last axis has stride 1; pages, and the tokens of a page, may be apart. Every token lies at a multiple of 4 bytes; they
-            are read fastest where these are multiples of 16.
+        packed: uint8 ``[pages, page_size, kv_lora_rank + kv_lora_rank / 128 * 4 + rope_dim * 2]``, 656 columns by default. The
+            last axis must have stride 1; the page and token axes may have any strides. Every token must start at a multiple of 4
+            bytes; multiples of 16 are read fastest.
         kv_lora_rank: a positive multiple of 128.
-        rope_dim: even; 0 where there is no rotary part.
-        rope_dtype: bfloat16 or float16: that of queries.
+        rope_dim: even; 0 if there is no rotary part.
+        rope_dtype: bfloat16 or float16, the dtype of the queries.
 
     Returns:
         Views of packed; nothing is copied.
@@ -75,7 +75,7 @@ def mla_cache_views(
     check.tensor("packed", packed, f"pages page_size {rope_at + rope_dim * 2}", torch.uint8)
     page, slot, column = packed.stride()
     check.require(column == 1, "packed", "of stride 1 in its last axis", f"strides {page}, {slot}, {column}")
-    # Tensors that only describe others have no address.
+    # Fake and meta tensors have no address.
     offset = packed.data_ptr() if type(packed) is Tensor and not packed.is_meta else packed.storage_offset()
     aligned = not any(place % _ALIGNMENT for place in (offset, packed.storage_offset(), page, slot))
     got = f"strides {page}, {slot} and an offset of {offset % _ALIGNMENT or packed.storage_offset() % _ALIGNMENT}"
@@ -95,8 +95,9 @@ def check_latent_groups(
     rope_cache: Tensor | None,
     like: Tensor,
 ) -> None:
-    """Checks a cache with a scale for each 128 latents, and rotary parts of the dtype of ``like``. Call it when ``kv_lora_rank``
-    and ``rope_dim`` are bound, and one of the tensors is given that no other cache has."""
+    """Checks a cache with a scale for each 128 elements of a latent, and rotary parts in the dtype of ``like``.
+
+    Call it when ``kv_lora_rank`` and ``rope_dim`` are bound, and kv_scale_cache or rope_cache is given."""
     check.require(kv_scale_cache is not None, "kv_scale_cache", "a tensor, as rope_cache is given", None)
     check.require(rope_cache is not None, "rope_cache", "a tensor, as kv_scale_cache is given", None)
     check.require(kv_scale is None, "kv_scale", "None, as kv_scale_cache is given", kv_scale)
@@ -109,14 +110,15 @@ def check_latent_groups(
 
 
 def quantize_groups(latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents ``[tokens, kv_lora_rank]`` in e4m3, and their scales, float32 ``[tokens, kv_lora_rank / 128]``. All operations are in
-    float32 and correctly rounded."""
+    """Quantises latents ``[tokens, kv_lora_rank]`` to e4m3, with scales float32 ``[tokens, kv_lora_rank / 128]``.
+
+    All operations are float32 and correctly rounded."""
     groups = latent.float().reshape(*latent.shape[:-1], latent.shape[-1] // GROUP, GROUP)
     scale = divide(groups.abs().amax(-1), FP8_MAX[E4M3]).clamp(min=SMALLEST_NORMAL)
     return encode_fp8(groups / scale.unsqueeze(-1), E4M3).flatten(-2), scale
 
 
 def whole_tokens(latents: Tensor, scales: Tensor, rope: Tensor) -> Tensor:
-    """Latents that have their scales, float32 ``[..., kv_lora_rank]``, and the rotary parts behind them."""
+    """Dequantises latents and appends their rotary parts: float32 ``[..., kv_lora_rank + rope_dim]``."""
     scaled = latents.float().view(*scales.shape, GROUP) * scales.unsqueeze(-1)
     return torch.cat((scaled.flatten(-2), rope.float()), dim=-1)

@@ -1,4 +1,4 @@
-"""What operators on whole pages of a cache share."""
+"""Code shared by operators on whole pages of a cache."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker
 
 PAGE_DTYPES = FLOATS | FP8 | {torch.uint8}
-"""Dtypes of caches whose pages are moved: bits are copied, whatever they mean."""
+"""Dtypes of caches whose pages are moved; the bits are copied unchanged."""
 
 
 def draw_table(draw: Draw, batch: int, max_pages: int) -> Tensor:
-    """A page table int32 ``[batch, max_pages]``, with -1 in about one of five entries."""
+    """Draws a page table int32 ``[batch, max_pages]``, in which about one of five entries is -1."""
     return draw.integers(-250, 1000, batch, max_pages, dtype=torch.int32).clamp(min=-1)
 
 
 def as_bits(cache: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every backend can index; others as they are."""
+    """Views 8-bit floats as bytes, which every backend can index; other dtypes are unchanged."""
     return cache.view(torch.uint8) if cache.dtype in FP8 else cache
 
 
 def check_cache(check: Checker, name: str, cache: Tensor, count: str) -> None:
-    """Checks a cache ``[pages, page_size, width]`` or ``[pages, page_size, kv_heads, head_dim]``; ``count`` names its pages."""
+    """Checks a cache ``[pages, page_size, width]`` or ``[pages, page_size, kv_heads, head_dim]``.
+
+    ``count`` names the number of pages."""
     check.tensor(name, cache, f"{count} page_size {'width' if cache.dim() == 3 else 'kv_heads head_dim'}", PAGE_DTYPES)
 
 
 def check_page_numbers(check: Checker, name: str, numbers: Tensor) -> None:
-    """Checks a list of pages: int32 or int64 ``[count]``."""
+    """Checks the dtype and shape of page indices: int32 or int64 ``[count]``."""
     check.tensor(name, numbers, "count", INTS)
 
 
 def check_numbers(check: Checker, name: str, numbers: Tensor | None, cache: Tensor, distinct: bool) -> None:
-    """Checks pages that lie in host memory: each is one of the cache's, or negative; none twice if ``distinct``."""
+    """Checks page indices in host memory.
+
+    Each must be negative or below the cache's number of pages, and with ``distinct`` it must occur once."""
     if numbers is None or not numbers.numel():
         return
     largest = int(numbers.max())

@@ -1,4 +1,4 @@
-"""Positions in sequences as slots of the paged cache that holds them."""
+"""Converts positions in sequences to slots of a paged cache."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def positions_to_slots(
     positions: Tensor, page_table: Tensor, page_size: int, cu_seqlens_q: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The slots of a paged cache that hold some positions of each token's sequence.
+    """Maps positions of each token's sequence to slots of the paged cache.
 
-    ``slot = page_table[b, position // page_size] * page_size + position % page_size`` for a token of sequence b. A negative
-    position gives -1, and so does one that the page table has no page for: beyond its end, or where it names a negative one. What
-    `top_k_indices` chooses becomes what `mla_sparse_with_kvcache` takes.
+    ``slot = page_table[b, position // page_size] * page_size + position % page_size`` for a token of sequence b. The slot is -1
+    if the position is negative, lies past the end of the page table, or its page table entry is negative. This converts the
+    result of `top_k_indices` to the ``indices`` of `mla_sparse_with_kvcache`.
 
     Args:
         positions: int32 ``[tokens, top_k]``, tokens sequence by sequence. May be strided.
-        page_table: int32 ``[batch, max_pages]``, pages below ``2^31 / page_size``.
+        page_table: int32 ``[batch, max_pages]``, page indices below ``2^31 / page_size``.
         page_size: tokens of a page, from 1 to ``2^31 - 1``.
-        cu_seqlens_q: int32 ``[batch + 1]``, where the tokens of each sequence begin. None means that all have as many,
-            ``tokens / batch``.
+        cu_seqlens_q: int32 ``[batch + 1]``, where the tokens of each sequence begin. None means that every sequence has
+            ``tokens / batch`` tokens.
         out: receives the result; may be positions.
 
     Returns:
         int32 ``[tokens, top_k]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values of cu_seqlens_q are looked
-            at only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values of cu_seqlens_q are
+            checked only if they lie in host memory.
 
     Example:
         >>> import torch
@@ -99,7 +99,7 @@ def _(positions: Tensor) -> Tensor:
 def _inputs(
     tokens: int, top_k: int, batch: int, max_pages: int, page_size: int, q_lens: Sequence[int] | None = None
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Positions from -1 to somewhat beyond the last page."""
+    """Arguments with positions from -1 to one page past the last page."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments: dict[str, Any] = {

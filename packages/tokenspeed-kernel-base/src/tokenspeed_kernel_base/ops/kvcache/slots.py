@@ -1,4 +1,4 @@
-"""What operators that write to the paged cache share. Slot ``page * page_size + offset`` is position ``offset`` of a page."""
+"""Code shared by operators that write to the paged cache. Slot ``page * page_size + offset`` is entry ``offset`` of a page."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.variation import Variation
 
-# A cache that stands for a captured one has as many pages, or as many as fit into this.
+# Limits the bytes of each cache drawn for a captured call, unless its tokens need more pages.
 _REPLAYED_BYTES = 1 << 30
 
 
 def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
-    """Writes tokens to their slots, and leaves out those of negative slots. Does not synchronise with the device.
+    """Writes tokens to their slots, and skips tokens with negative slots. Does not synchronise with the device.
 
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, written in place.
-        values: ``[tokens, kv_heads, head_dim]``, cast to an 8-bit float where the cache has another dtype.
+        values: ``[tokens, kv_heads, head_dim]``, quantised to the cache's 8-bit float if the cache has another dtype.
         slot_mapping: int32 or int64 ``[tokens]``.
-        scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``: what values are divided by before that cast.
+        scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``: divisor of the values before the quantisation.
     """
     if not values.numel() or not cache.numel():
         return
     if cache.dtype != values.dtype:
         wide = values.double() if values.dtype == torch.float64 else values.float()
         values = encode_fp8(wide if scale is None else wide / scale.reshape(-1, 1), cache.dtype)
-    if cache.dtype in FP8:  # not every backend can index these but as bytes
+    if cache.dtype in FP8:  # some backends index fp8 only as bytes
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
-    # Selecting the written tokens would wait for their number. Instead every other token repeats the write of the first written
-    # one; if there is none, all write back what slot 0 holds.
+    # Selecting the written tokens by a mask would synchronise with the device. Instead each skipped token repeats the write of
+    # the first written token. If there is none, all write back the content of slot 0.
     written = slot_mapping >= 0
     source = torch.where(written, torch.arange(len(written), device=written.device), written.int().argmax())
     slots = slot_mapping.long()[source].clamp(min=0)
@@ -40,13 +40,15 @@ def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tens
 
 
 def store_latents(kv_cache: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
-    """Writes tokens' latents ``[tokens, kv_lora_rank]``, and rotary parts ``[tokens, rope_dim]`` behind them, to a cache
-    ``[pages, page_size, kv_lora_rank + rope_dim]``, as `store_slots` does."""
+    """Writes latents and rotary parts to a cache, as `store_slots` does.
+
+    latent is ``[tokens, kv_lora_rank]``, k_rope ``[tokens, rope_dim]``, kv_cache
+    ``[pages, page_size, kv_lora_rank + rope_dim]``."""
     store_slots(kv_cache.unsqueeze(2), torch.cat((latent, k_rope), dim=-1).unsqueeze(1), slot_mapping, scale)
 
 
 def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
-    """How many tokens are not written, for a capture."""
+    """For ``work`` hooks: how many tokens are not written."""
     return {"padding": [int((slot_mapping < 0).sum())]}
 
 
@@ -57,8 +59,9 @@ def unwritten(slot_mapping: Tensor, **values: Tensor) -> dict[str, Tensor]:
 
 
 def captured_slots(variation: Variation, slot_mapping: Tensor, **caches: Tensor) -> dict[str, Tensor]:
-    """A slot or padding for each token of a captured call, and caches like its own, of fewer pages where those would take too
-    much memory."""
+    """Draws slots, padding and caches for a captured call.
+
+    The caches have the captured page shape and dtype, but fewer pages if they would take too much memory."""
     draw, tokens = variation.draw, len(slot_mapping)
     pages, page_size = next(iter(caches.values())).shape[:2]
     largest = max(nbytes(cache) for cache in caches.values())
@@ -79,7 +82,7 @@ def check_write(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Checks shapes and dtypes of keys and values and where they are written to. k's own shape has been checked."""
+    """Checks shapes and dtypes of v, the caches, slots and scales. k's own shape has been checked."""
     check.tensor("v", v, "tokens kv_heads v_head_dim", k.dtype)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", {k.dtype} | (FP8 if k.dtype not in FP8 else set()))
     check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
@@ -90,7 +93,7 @@ def check_write(
 
 
 def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
-    """Checks where latents and rotary parts are written to, one behind the other. Their own shapes have been checked."""
+    """Checks the cache, slots and scale for latents followed by rotary parts, whose own shapes have been checked."""
     check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
     check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))
@@ -100,7 +103,7 @@ def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_ma
 
 
 def check_scale(check: Checker, name: str, scale: Tensor | None, source: str, x: Tensor, target: str, cache: Tensor) -> None:
-    """Checks the scale by which values are divided before they are stored: one number, or one for each head if there are heads."""
+    """Checks the scale that values are divided by before they are stored: one, or one for each KV head if there are heads."""
     if scale is None:
         return
     check.require(cache.dtype != x.dtype, name, f"None, because {target} has {source}'s dtype", scale)
@@ -112,14 +115,14 @@ def check_scale(check: Checker, name: str, scale: Tensor | None, source: str, x:
 
 
 def check_scale_values(check: Checker, **scales: Tensor | None) -> None:
-    """Checks scales that lie in host memory: values are divided by them."""
+    """Checks scales in host memory: they are divisors, so they must be finite and positive."""
     for name, scale in scales.items():
         if scale is not None and not ((scale > 0) & scale.isfinite()).all():
             check.fail(name, "finite and more than 0", str(scale.tolist()))
 
 
 def check_slots(check: Checker, slot_mapping: Tensor | None, cache: Tensor | None) -> None:
-    """Checks slots that lie in host memory: each within the cache, none twice."""
+    """Checks slots in host memory: each within the cache, none twice."""
     if slot_mapping is None or cache is None or not slot_mapping.numel():
         return
     slots = cache.shape[0] * cache.shape[1]

@@ -1,4 +1,4 @@
-"""Writing the keys of a sparse attention's indexer into their paged cache, in fp8 with a scale each."""
+"""Stores index keys of sparse attention in a paged cache, in fp8 with a scale for each token."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ SCALE_FORMATS = ("float32", "e8m0")
 def store_index_k_cache(
     k: Tensor, k_cache: Tensor, k_scale_cache: Tensor, slot_mapping: Tensor, scale_format: str = "float32"
 ) -> None:
-    """Quantises each token's index key to float8_e4m3fn with a scale of its own, and writes both to the token's slot, in place.
+    """Quantises each token's index key to float8_e4m3fn with one scale, and writes both to the token's cache slot in place.
 
-    This is what `dsa_indexer_scores_with_kvcache` reads. Token t goes to ``k_cache[slot // page_size, slot % page_size]``, and its
-    scale to the same place of k_scale_cache, with ``slot = slot_mapping[t]``; a negative slot means that the token is not written
-    (padding of a CUDA graph, say). Everything else in both caches stays as it is. Bit for bit what `quantize_fp8` makes of each
-    token, with all operations in float32 and correctly rounded::
+    `dsa_indexer_scores_with_kvcache` reads this cache. Token t goes to ``k_cache[slot // page_size, slot % page_size]``, and its
+    scale to the same index of k_scale_cache, with ``slot = slot_mapping[t]``; a token with a negative slot is not written, for
+    example the padding of a CUDA graph. Everything else in both caches is unchanged. The result is bitwise that of `quantize_fp8`
+    for each token, with all operations in float32 and correctly rounded::
 
         scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the token; in format e8m0 rounded up to a power of two
         key   = e4m3(k / scale)           # to nearest, ties to even, saturating
 
-    Keys of a cache in bfloat16 are stored by `store_mla_kv_cache`, as latents without a rotary part.
+    For a bfloat16 cache of index keys, use `store_mla_kv_cache` without a rotary part (rope_dim 0).
 
     Args:
-        k: float16, bfloat16 or float32 ``[tokens, head_dim]``, rotated as the model has it. May be strided.
-        k_cache: float8_e4m3fn ``[pages, page_size, head_dim]``. Written to. May be strided: a view of pages in which scales follow
-            the keys, say. Must not overlap k.
+        k: float16, bfloat16 or float32 ``[tokens, head_dim]``, after the model's rotation (RoPE). May be strided.
+        k_cache: float8_e4m3fn ``[pages, page_size, head_dim]``. Written to. May be strided, for example a view of pages in which
+            the scales follow the keys. Must not overlap k.
         k_scale_cache: float32 ``[pages, page_size]``. Written to. May be strided.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
-            tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
-        scale_format: ``"float32"``, or ``"e8m0"`` for scales that are powers of two, as DeepSeek-V3.2 has them. They are stored in
-            float32 either way.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct:
+            which of two tokens with the same slot remains is undefined. Both conditions are checked if slot_mapping lies in host
+            memory.
+        scale_format: ``"float32"``, or ``"e8m0"`` for power-of-two scales, as in DeepSeek-V3.2. Both are stored as float32.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written.
 
     Example:
         >>> import torch
@@ -81,8 +81,8 @@ def store_index_k_cache(
 
 
 def _rounded_up(scale: Tensor) -> Tensor:
-    """The least power of two that is at least the scale, of normal numbers; infinities and NaN stay what they are. From 2^127 on
-    that is infinity."""
+    """The smallest power of two that is at least the scale. Scales must be normal numbers; infinities and NaN are unchanged, and
+    scales above 2^127 become infinity."""
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.where(scale.isnan(), scale, bits.view(torch.float32))
 
@@ -124,7 +124,7 @@ def _inputs(
     padding: int = 0,
     slot_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens of very different sizes at distinct random slots of a cache that is not empty; the last ``padding`` ones are not
+    """Tokens of very different magnitudes at distinct random slots of a filled cache; the last ``padding`` tokens are not
     written."""
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged cache."""
+"""Stores new keys and values in the paged cache."""
 
 from __future__ import annotations
 
@@ -44,28 +44,29 @@ def store_kv_cache(
 ) -> None:
     """Writes each token's key and value to its slot of the paged cache, in place.
 
-    Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``, and v alike; a negative slot
-    means that the token is not written (padding of a CUDA graph, say). Everything else in the caches stays as it is.
+    Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``, and likewise for v; a token
+    with a negative slot is not written, for example the padding of a CUDA graph. Everything else in the caches is unchanged.
 
-    Where the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``: divided in float32
-    (float64 for float64 inputs), rounded to nearest even, what is out of range becomes the largest finite number, NaN stays
-    NaN. Attention multiplies by the same scale again.
+    If the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``. The division is in float32
+    (float64 for float64 inputs) and the result is rounded to nearest even. Out-of-range values become the largest finite value
+    with their sign; NaN stays NaN. Attention multiplies by the same scale again.
 
     Args:
         k: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_heads, head_dim]``. May be a strided slice of a
             fused qkv.
-        v: k's dtype ``[tokens, kv_heads, v_head_dim]``. May be strided, too.
+        v: k's dtype ``[tokens, kv_heads, v_head_dim]``. May be strided.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of k's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz). Written to.
             May be strided: a cache ``[pages, kv_heads, page_size, head_dim]`` (HND) is passed as ``k_cache.transpose(1, 2)``.
-            May be strided. Must not overlap k or v.
+            Must not overlap k or v.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
-            tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
-        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is converted to an 8-bit float.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct:
+            which of two tokens with the same slot remains is undefined. Both conditions are checked if slot_mapping lies in host
+            memory.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None means 1. Only if k is converted to an 8-bit float.
         v_scale: the same for v.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written.
 
     Example:
         >>> import torch
@@ -138,9 +139,9 @@ def _inputs(
     slot_dtype: torch.dtype = torch.int64,
     fused: bool = True,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at distinct random slots of a cache that is not empty; the last ``padding`` ones are not written.
+    """Tokens at distinct random slots of a filled cache; the last ``padding`` tokens are not written.
 
-    ``fused``: k and v are slices of one tensor, as a fused projection yields them.
+    ``fused``: k and v are slices of one tensor, as after a fused projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

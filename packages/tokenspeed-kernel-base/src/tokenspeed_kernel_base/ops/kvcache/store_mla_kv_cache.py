@@ -1,4 +1,4 @@
-"""Writing latents and their rotary parts into the paged cache that latent attention reads."""
+"""Stores latents and their rotary parts in the paged cache of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -44,43 +44,44 @@ def store_mla_kv_cache(
     kv_scale_cache: Tensor | None = None,
     rope_cache: Tensor | None = None,
 ) -> None:
-    """Writes each token's latent, and its rotary part behind it, to its slot of the paged cache, in place.
+    """Writes each token's latent, followed by its rotary part, to its slot of the paged cache, in place.
 
-    This is what `mla_decode_with_kvcache` and `mla_extend_with_kvcache` read (DeepSeek-AI, 2024, arXiv:2405.04434). Token t goes to
-    ``kv_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``; a negative slot means that the token is not
-    written (padding of a CUDA graph, say). Everything else in the cache stays as it is.
+    `mla_decode_with_kvcache` and `mla_extend_with_kvcache` read this cache (DeepSeek-AI, 2024, arXiv:2405.04434). Token t goes to
+    ``kv_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``; a token with a negative slot is not
+    written, for example the padding of a CUDA graph. Everything else in the cache is unchanged.
 
-    Where the cache has the latent's dtype, bits are copied. An 8-bit float cache receives ``saturate(x / kv_scale)`` of both parts:
-    divided in float32 (float64 for float64 inputs), rounded to nearest even, what is out of range becomes the largest finite
-    number, NaN stays NaN. Attention multiplies by the same scale again.
+    If the cache has the latent's dtype, bits are copied. An 8-bit float cache receives ``saturate(x / kv_scale)`` of both parts.
+    The division is in float32 (float64 for float64 inputs) and the result is rounded to nearest even. Out-of-range values become
+    the largest finite value with their sign; NaN stays NaN. Attention multiplies by the same scale again.
 
-    With kv_scale_cache and rope_cache the cache is as DeepSeek-V3.2 is served, 656 bytes a token (`mla_cache_views` makes the three
-    of pages of bytes): rotary parts are copied, and each 128 numbers of a latent get a scale of their own, bit for bit as
-    `quantize_fp8` makes them, with all operations in float32 and correctly rounded::
+    With kv_scale_cache and rope_cache the cache has DeepSeek-V3.2's layout, with 656 bytes for each token; `mla_cache_views`
+    returns the three tensors as views of pages of bytes. Rotary parts are copied. Each 128 elements of a latent get one scale.
+    The result is bitwise that of `quantize_fp8`, with all operations in float32 and correctly rounded::
 
-        scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the 128
-        code  = e4m3(latent / scale)      # to nearest, ties to even, saturating
+        scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the 128 elements
+        q     = e4m3(latent / scale)      # to nearest, ties to even, saturating
 
-    Where one of the 128 is NaN, the scale and all codes are NaN. Where one is infinite, the scale is infinite, codes of infinities
-    are NaN, and the other codes 0.
+    If one of the 128 elements is NaN, the scale and all quantised values are NaN. If one is infinite, the scale is infinite,
+    infinities become NaN, and the other quantised values are 0.
 
     Args:
-        latent: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_lora_rank]``, normalised as the model has it.
-            float16 or bfloat16 with kv_scale_cache, and kv_lora_rank a multiple of 128. May be a strided slice of a fused
+        latent: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_lora_rank]``, after the model's normalisation.
+            With kv_scale_cache float16 or bfloat16, and kv_lora_rank is a multiple of 128. May be a strided slice of a fused
             projection.
-        k_rope: latent's dtype ``[tokens, rope_dim]``, rotated. May be strided, too.
+        k_rope: latent's dtype ``[tokens, rope_dim]``, after rotation. May be strided.
         kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of latent's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz);
             with kv_scale_cache float8_e4m3fn ``[pages, page_size, kv_lora_rank]``. Written to. May be strided. Must not overlap
             latent or k_rope.
-        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
-            tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Slots that are not negative must be distinct:
+            which of two tokens with the same slot remains is undefined. Both conditions are checked if slot_mapping lies in host
+            memory.
         kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only if values are converted to an 8-bit float, and not with
             kv_scale_cache.
-        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``. Written to. May be strided. Together with rope_cache.
-        rope_cache: latent's dtype ``[pages, page_size, rope_dim]``. Written to. May be strided. Together with kv_scale_cache.
+        kv_scale_cache: float32 ``[pages, page_size, kv_lora_rank / 128]``. Written to. May be strided. Requires rope_cache.
+        rope_cache: latent's dtype ``[pages, page_size, rope_dim]``. Written to. May be strided. Requires kv_scale_cache.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written.
 
     Example:
         >>> import torch
@@ -161,7 +162,7 @@ def _tokens(
     slot_dtype: torch.dtype,
     fused: bool,
 ) -> dict[str, Any]:
-    """Latents, rotary parts, and distinct slots for all but the last ``padding``."""
+    """Draws latents, rotary parts, and distinct slots for all but the last ``padding`` tokens."""
     slot_mapping = draw.permutation(slots, slot_dtype)[:tokens].clone()
     slot_mapping[tokens - padding :] = -1
     both = draw.normal(tokens, rank + rope, dtype=dtype)
@@ -184,9 +185,9 @@ def _inputs(
     slot_dtype: torch.dtype = torch.int64,
     fused: bool = True,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at distinct random slots of a cache that is not empty; the last ``padding`` ones are not written.
+    """Tokens at distinct random slots of a filled cache; the last ``padding`` tokens are not written.
 
-    ``fused``: both parts are slices of one tensor, as the model's projection yields them.
+    ``fused``: both parts are slices of one tensor, as after the model's projection.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -212,9 +213,10 @@ def _groups(
     fused: bool = True,
     unusual: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Arguments for a cache in pages of bytes. Groups of 128 elements of a latent differ much in magnitude, and so in their scales.
+    """Arguments for a cache in pages of bytes. Groups of 128 elements of a latent differ strongly in magnitude, and so in their
+    scales.
 
-    ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and tiny numbers.
+    ``unusual``: the first four tokens hold a NaN, an infinity, zeros, and subnormal numbers.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Clearing whole pages of a cache."""
+"""Zeroes whole pages of a cache."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tokenspeed_kernel_base.variation import Variation, Want
     capacity=("pages",),
 )
 def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
-    """Writes zeros to whole pages of a cache, in place; everything else in it stays as it is.
+    """Writes zeros to whole pages of a cache in place; everything else in the cache is unchanged.
 
-    Attention never reads slots that hold no token, so pages need no clearing before they are used. It is for those who must not
-    find what another request has left there.
+    Pages need no clearing before they are used, because slots that hold no token never affect attention. Use this operator if
+    data of another request must not stay in a page.
 
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
             floats and uint8. Written to. May be strided.
-        pages: int32 or int64 ``[count]``, below the number of pages; a negative one is left out.
+        pages: int32 or int64 ``[count]``, below the number of pages; negative indices are skipped.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of pages are looked at
-            only where they lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of pages are checked
+            only if they lie in host memory.
 
     Example:
         >>> import torch
@@ -52,8 +52,8 @@ def zero_kv_pages(cache: Tensor, pages: Tensor) -> None:
     """
     if not pages.numel() or not cache.numel():
         return
-    # Selecting the pages that are named would wait for their number. Instead every other one repeats the first that is; if there is
-    # none, page 0 is written back.
+    # Selecting the valid indices by a mask would synchronise with the device. Instead each negative index repeats the first valid
+    # one. If there is none, page 0 is written back.
     named = pages >= 0
     target = pages.long()[torch.where(named, torch.arange(len(pages), device=pages.device), named.int().argmax())].clamp(min=0)
     stored = as_bits(cache)

@@ -1,1 +1,1 @@
-"""Linear attention with gates and the delta rule: gated delta networks (GDN) and Kimi Delta Attention (KDA)."""
+"""Linear attention with the gated delta rule: gated delta networks (GDN) and Kimi Delta Attention (KDA)."""

@@ -1,4 +1,4 @@
-"""What `gated_delta_rule_prefill` and `gated_delta_rule_decode` share: the recurrence, checks, traits, inputs and cost."""
+"""Code that `gated_delta_rule_prefill` and `gated_delta_rule_decode` share: recurrence, checks, traits, inputs and cost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_base.variation import Variation, Want
 
 L2NORM_EPS = 1e-6
-"""What is added to the sum of squares of a query or key before its root is taken."""
+"""Added to the sum of squares of a query or key before the square root."""
 
 
 def scale_of(scale: float | None, k_dim: int) -> float:
-    """The factor of the outputs that a call asks for."""
+    """The scale of the outputs: the given one, or by default ``1 / sqrt(k_dim)``."""
     return k_dim**-0.5 if scale is None else scale
 
 
@@ -39,13 +39,13 @@ def recur(
     """Runs the gated delta rule over the tokens of a batch, one after another, in float32 (float64 where q is).
 
     Args:
-        q, k, v, g, beta, A_log, dt_bias, qk_l2norm, scale: as `gated_delta_rule_decode` takes them.
-        states: ``[batch, v_heads, k_dim, v_dim]``, before the first token. Not changed.
-        keep: whether the states after every token are wanted, rather than those after the last.
+        q, k, v, g, beta, A_log, dt_bias, qk_l2norm, scale: as for `gated_delta_rule_decode`.
+        states: ``[batch, v_heads, k_dim, v_dim]``, before the first token. Not modified.
+        keep: whether to return the states after every token, rather than after the last one.
 
     Returns:
-        The outputs ``[batch, tokens, v_heads, v_dim]`` in q's dtype; and wide states ``[batch, v_heads, k_dim, v_dim]`` after the
-        last token, or ``[batch, tokens, v_heads, k_dim, v_dim]``.
+        The outputs ``[batch, tokens, v_heads, v_dim]`` in q's dtype; and the unrounded states after the last token,
+        ``[batch, v_heads, k_dim, v_dim]``, or with ``keep`` after every token, ``[batch, tokens, v_heads, k_dim, v_dim]``.
     """
     dtype, dtype_of_outputs = torch.float64 if q.dtype == torch.float64 else torch.float32, q.dtype
     group = v.shape[2] // max(k.shape[2], 1)
@@ -84,7 +84,7 @@ TRAIT_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool) -> dict[str, object]:
-    """What every call asks of a kernel."""
+    """The traits that every call requires of a kernel."""
     return {
         "k_dim": q.shape[-1],
         "v_dim": v.shape[-1],
@@ -96,12 +96,13 @@ def traits_of(q: Tensor, v: Tensor, g: Tensor, A_log: Tensor | None, dt_bias: Te
 
 
 def intermediates_of(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
-    """Returns the formats of the intermediate values that kernels in chunks round to q's dtype before matrix units multiply them.
+    """The formats of the intermediates that chunked kernels round to q's dtype for MMAs.
 
-    Six: the state, the values less what it recalls, the inverse of a chunk's system, the values that are written, the same with
-    their decays, and the weights of outputs. Where each channel has a gate, five more: keys and queries with their decays from the
-    chunk's beginning, keys with those to its end, and keys and queries with those to each other. None stands out: in bfloat16 the
-    inverse, the weights and both kinds of values leave 1.4e-3 to 1.7e-3 of the outputs each, as the outputs' own rounding does.
+    There are six: the state, the residual ``v - S.T @ k``, the inverse of a chunk's triangular system, the values written to the
+    state, these values times their decays, and the attention weights of the outputs. With a gate for each channel there are five
+    more: keys and queries times their decays from the chunk's start, keys times their decays to the chunk's end, and keys and
+    queries times their mutual decays. No intermediate dominates the error. In bfloat16 the inverse, the weights and both kinds of
+    values each cause an error of 1.4e-3 to 1.7e-3 of the outputs, like the rounding of the outputs themselves.
     """
     return (dense_tensor_format(q.dtype),) * (6 if g.dim() < q.dim() else 11)
 
@@ -118,7 +119,7 @@ def check_operands(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> None:
-    """Checks shapes and dtypes of all but slots. ``leading`` names the axes in front of heads."""
+    """Checks shapes and dtypes of all arguments but slots. ``leading`` names the axes before heads."""
     check.tensor("q", q, f"{leading} heads k_dim", FLOATS)
     check.tensor("k", k, f"{leading} heads k_dim", q.dtype)
     check.tensor("v", v, f"{leading} v_heads v_dim", q.dtype)
@@ -147,14 +148,14 @@ def draw_operands(
     fused: bool,
     unit: bool,
 ) -> dict[str, Any]:
-    """Draws all that describes tokens.
+    """Draws the operands of tokens.
 
     Args:
-        leading: the axes in front of heads.
+        leading: the axes before heads.
         gate: ``"head"`` or ``"channel"``.
-        raw_gates: with A_log and dt_bias, as a model has them; otherwise log decays and betas.
-        fused: q, k and v are slices of one tensor, as a fused projection leaves them.
-        unit: keys are of unit length, without which states grow.
+        raw_gates: draw A_log, dt_bias and raw gates, as in models; otherwise g holds log decays and beta final values.
+        fused: q, k and v are slices of one tensor, as after a fused projection.
+        unit: normalise keys to unit length, without which states grow.
     """
     sizes = [heads * k_dim, heads * k_dim, v_heads * v_dim]
     mixed = draw.normal(*leading, sum(sizes), dtype=dtype)
@@ -169,18 +170,18 @@ def draw_operands(
     if raw_gates:
         arguments["g"] = draw.normal(*leading, *shape, dtype=dtype)
         arguments["beta"] = draw.normal(*leading, v_heads, dtype=dtype)
-        # As layers are initialised: rates of 1 to 16, and steps of 0.001 to 0.1.
+        # As in the initialisation of layers: rates of 1 to 16, and steps of 0.001 to 0.1.
         steps = draw.uniform(*shape, low=-6.9, high=-2.3).exp()
         arguments |= {"A_log": draw.uniform(v_heads, low=1, high=16).log(), "dt_bias": steps.expm1().log()}
     else:
-        # From hardly any decay to one that forgets within a few tokens.
+        # From almost no decay to a decay within a few tokens.
         arguments["g"] = -draw.uniform(*leading, *shape, low=-8, high=1).exp()
         arguments["beta"] = draw.uniform(*leading, v_heads)
     return arguments
 
 
 def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None) -> dict[str, Tensor]:
-    """Gates and keys for a captured call with which states stay bounded; with normally distributed ones they grow."""
+    """Gates and keys for a captured call that keep states bounded; with normally distributed ones, states grow."""
     if variation.want is not Want.CAPTURED:
         return {}
     draw = variation.draw
@@ -192,7 +193,8 @@ def captured_operands(variation: Variation, k: Tensor, g: Tensor, beta: Tensor, 
 
 
 def cost_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, moved: int) -> Cost:
-    """The work of a call: bytes of all operands and of states that are ``moved``. Each token decays the state, multiplies it with k
-    and q, and adds an outer product to it."""
+    """The cost of a call. ``moved``: bytes of states that are read and written.
+
+    For each token the state is decayed, multiplied by k and by q, and updated with an outer product."""
     flops = 7.0 * v.numel() * q.shape[-1]
     return Cost(flops=flops, bytes=nbytes(q, k, v, v, *others) + moved)

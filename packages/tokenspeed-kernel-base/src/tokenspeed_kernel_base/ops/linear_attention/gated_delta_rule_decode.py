@@ -1,4 +1,4 @@
-"""The gated delta rule for the newest tokens of every request."""
+"""The gated delta rule for the new tokens of every request (decode)."""
 
 from __future__ import annotations
 
@@ -49,52 +49,53 @@ def gated_delta_rule_decode(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The gated delta rule, token after token, for one or several new tokens of every request.
+    """Gated delta rule (GDN, KDA) for one or several new tokens of every request, on states in a cache.
 
-    Each value head has a state ``S``, ``[k_dim, v_dim]``. A token changes it and reads it::
+    Each value head has a state ``S``, ``[k_dim, v_dim]``. Each token updates and reads the state::
 
-        S = exp(g) * S                          the gate: what is forgotten
-        S = S + outer(k, beta * (v - S.T @ k))  the delta rule: what k recalls is replaced, to the part beta, by v
+        S = exp(g) * S                          gate: decay of the state
+        S = S + outer(k, beta * (v - S.T @ k))  delta rule: moves S.T @ k towards v by the fraction beta
         out = scale * S.T @ q
 
-    With one ``g`` a head and token this is a gated delta network (Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464; Qwen3-Next);
-    with one a key channel it is Kimi Delta Attention (Kimi Team, 2025, arXiv:2510.26692). Value head h has query and key head
-    ``h // (v_heads // heads)``. All is float32 (float64 where q is), the state too, from the first new token of a call to the
-    last; outputs are rounded to q's dtype once, and states to the cache's when they are written.
+    With one ``g`` for each head and token this is a gated delta network (Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464;
+    Qwen3-Next). With one ``g`` for each key channel it is Kimi Delta Attention (Kimi Team, 2025, arXiv:2510.26692). Value head h
+    uses query and key head ``h // (v_heads // heads)``. Arithmetic, state included, is float32 (float64 where q is) from the
+    first to the last new token of a call. Outputs are rounded to q's dtype once. States are rounded to the cache's dtype when
+    they are written.
 
-    Where requests find their states is said in docs/calling.md under "States of recurrent layers". With output_slots every
-    state of a draft is kept, and the next call's state_slots say which of them was accepted.
+    The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots the state after
+    every draft token is kept, and the next call's state_slots select the accepted one.
 
     Args:
-        q: float16, bfloat16, float32 or float64 ``[batch, tokens, heads, k_dim]``, one new token of each request or more.
-            May be strided, like k, v, g and beta.
-        k: like q. Of unit length, unless qk_l2norm makes it so.
+        q: float16, bfloat16, float32 or float64 ``[batch, tokens, heads, k_dim]``, at least one new token of each request. May be
+            strided, like k, v, g and beta.
+        k: like q. Must have unit length, unless qk_l2norm normalises it.
         v: q's dtype ``[batch, tokens, v_heads, v_dim]``; heads divides v_heads.
         g: any float dtype ``[batch, tokens, v_heads]``, or ``[batch, tokens, v_heads, k_dim]`` for a gate of each channel: the
-            natural logarithm of what is kept, <= 0. With A_log what the layer's projection gives, see there.
-        beta: any float dtype ``[batch, tokens, v_heads]``, 0 to 1 (to 2 where a model allows negative eigenvalues).
+            natural logarithm of the decay factor, <= 0. With A_log the raw output of the layer's projection, see there.
+        beta: any float dtype ``[batch, tokens, v_heads]``, 0 to 1 (up to 2 if a model allows negative eigenvalues).
         states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
-            ``[slots, v_heads, v_dim, k_dim]``, as vLLM and fla keep it, is passed as ``states.transpose(-1, -2)``. Where k_dim is
-            v_dim, one that is passed as it is cannot be told from states in the order stated here.
-        state_slots: int32 ``[batch]``, the slot that each request's state is read from. Negative: the state is zero and is
-            not written. Checked where it lies in host memory.
-        output_slots: int32 ``[batch, tokens]``, distinct slots that the state after each token is written to; negative: it is not
-            written. None: the state after the last token is written to state_slots. Checked where both lie in host memory.
-        A_log: any float dtype ``[v_heads]``. With it g and beta are given as the layer projects them, and become
+            ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
+            v_dim, a missing transpose cannot be detected.
+        state_slots: int32 ``[batch]``, the slot that each request's state is read from. Negative: the state is zero and is not
+            written. Checked if it lies in host memory.
+        output_slots: int32 ``[batch, tokens]``, distinct slots that the state after each token is written to; a negative slot is
+            not written. None: the state after the last token is written to state_slots. Checked if both lie in host memory.
+        A_log: any float dtype ``[v_heads]``. With it, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
-        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None is 0. Only with A_log.
+        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
         qk_l2norm: whether queries and keys are divided by ``sqrt(sum(x^2) + 1e-6)`` first.
-        scale: a factor of the outputs; None is ``1 / sqrt(k_dim)``.
+        scale: multiplies the outputs; None is ``1 / sqrt(k_dim)``.
         out: receives the outputs. It must not overlap an input.
 
     Returns:
         q's dtype ``[batch, tokens, v_heads, v_dim]``, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched or written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched or written.
 
     Example:
-        The first token stores 3 under the first key. The second one, half forgotten, reads it by the same key.
+        The first token stores 3 under a key. The second token decays the state by half and reads it with the same key.
 
         >>> import torch
         >>> from tokenspeed_kernel import gated_delta_rule_decode
@@ -176,7 +177,8 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """States at random slots. ``outputs``: with output_slots, and some requests read a slot that they do not write to."""
+    """Arguments with states at random slots. ``outputs``: with output_slots, where some requests read a slot that they do not
+    write."""
 
     def make(draw: Draw) -> dict[str, Any]:
         unit = not options.get("qk_l2norm", False)

@@ -1,4 +1,4 @@
-"""The gated delta rule for sequences that lie one after another."""
+"""The gated delta rule for packed sequences (prefill)."""
 
 from __future__ import annotations
 
@@ -53,45 +53,45 @@ def gated_delta_rule_prefill(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The gated delta rule over whole sequences, or over chunks of them that continue a state.
+    """Gated delta rule (GDN, KDA) over packed sequences, or over chunks of sequences that continue a state.
 
-    Computes what `gated_delta_rule_decode` does, whose recurrence and gates are stated there, for all tokens of each sequence in
-    order; the state after the last one goes to the request's slot. Kernels take chunks of tokens at once (Yang, Wang, Zhang, Shen
-    & Kim, 2024, arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464, and Kimi Team, 2025,
-    arXiv:2510.26692): within a chunk the values that are written to the state solve a unit triangular system. Factors of
-    products may be rounded to q's dtype.
+    Applies the recurrence of `gated_delta_rule_decode`, which documents its gates, to all tokens of each sequence in order. The
+    state after the last token is written to the request's slot. Kernels process chunks of tokens (Yang, Wang, Zhang, Shen & Kim,
+    2024, arXiv:2406.06484; with gates Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464, and Kimi Team, 2025, arXiv:2510.26692).
+    Within a chunk, the values that are written to the state solve a unit triangular system. MMA operands may be rounded to q's
+    dtype.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, k_dim]``. May be strided, like k, v, g and beta.
-        k: like q. Of unit length, unless qk_l2norm makes it so.
+        k: like q. Must have unit length, unless qk_l2norm normalises it.
         v: q's dtype ``[tokens, v_heads, v_dim]``; heads divides v_heads.
         g: any float dtype ``[tokens, v_heads]``, or ``[tokens, v_heads, k_dim]`` for a gate of each channel: the natural
-            logarithm of what is kept, <= 0 and finite. With A_log what the layer's projection gives.
-        beta: any float dtype ``[tokens, v_heads]``, 0 to 1 (to 2 where a model allows negative eigenvalues).
+            logarithm of the decay factor, <= 0 and finite. With A_log the raw output of the layer's projection.
+        beta: any float dtype ``[tokens, v_heads]``, 0 to 1 (up to 2 if a model allows negative eigenvalues).
         states: float32 or bfloat16 (float64 if q is) ``[slots, v_heads, k_dim, v_dim]``. Written to. May be strided: a cache
-            ``[slots, v_heads, v_dim, k_dim]``, as vLLM and fla keep it, is passed as ``states.transpose(-1, -2)``. Where k_dim is
-            v_dim, one that is passed as it is cannot be told from states in the order stated here.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens: ``[0, 3, 3, 8]`` is sequences of
-            3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Checked where it lies in host memory.
-        state_slots: int32 ``[batch]``, distinct slots: of the state that a request starts from, and of that after its last token.
-            Negative: it starts from zeros, and nothing is written. Checked where it lies in host memory.
-        has_initial_state: bool ``[batch]``, which requests start from the state in their slot. The others, and all where it is
-            None, start from zeros. A sequence of no tokens leaves in its slot what it starts from.
-        A_log: any float dtype ``[v_heads]``. With it g and beta are given as the layer projects them, and become
+            ``[slots, v_heads, v_dim, k_dim]``, as in vLLM and fla, is passed as ``states.transpose(-1, -2)``. If k_dim equals
+            v_dim, a missing transpose cannot be detected.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end: ``[0, 3, 3, 8]`` means
+            sequences of 3, 0 and 5 tokens. Non-decreasing, from 0 to tokens. Checked if it lies in host memory.
+        state_slots: int32 ``[batch]``, distinct slots, which hold a request's initial state and receive the state after its last
+            token. Negative: the request starts from zeros, and its state is not written. Checked if it lies in host memory.
+        has_initial_state: bool ``[batch]``, which requests start from the state in their slot. The others, or all requests if it
+            is None, start from zeros. A sequence without tokens writes its initial state to its slot.
+        A_log: any float dtype ``[v_heads]``. With it, g and beta are the raw outputs of the layer's projections, and become
             ``-exp(A_log) * softplus(g + dt_bias)`` and ``sigmoid(beta)``.
-        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None is 0. Only with A_log.
+        dt_bias: any float dtype ``[v_heads]``, or ``[v_heads, k_dim]`` for a gate of each channel; None means 0. Only with A_log.
         qk_l2norm: whether queries and keys are divided by ``sqrt(sum(x^2) + 1e-6)`` first.
-        scale: a factor of the outputs; None is ``1 / sqrt(k_dim)``.
+        scale: multiplies the outputs; None is ``1 / sqrt(k_dim)``.
         out: receives the outputs. It must not overlap an input.
 
     Returns:
         q's dtype ``[tokens, v_heads, v_dim]``, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched or written then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched or written.
 
     Example:
-        Sequences of 2 tokens and 1. The first token of each stores 3 under the first key; the second reads half of it.
+        Sequences of 2 tokens and 1 token. The first token of each stores 3 under a key; the second token reads half of it.
 
         >>> import torch
         >>> from tokenspeed_kernel import gated_delta_rule_prefill
@@ -104,7 +104,7 @@ def gated_delta_rule_prefill(
         >>> states[:, 0, 0, 0]
         tensor([0.0000, 3.0000, 0.0000, 1.5000])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads cu_seqlens on the host.
     """
     initial = read_initial_states(states, state_slots, has_initial_state)
     outputs, after = [v[:0]], []
@@ -185,7 +185,7 @@ def _inputs(
     fused: bool = False,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """States at random slots. ``initial``: some requests start from their own."""
+    """Arguments with states at random slots. ``initial``: some requests start from their state."""
 
     def make(draw: Draw) -> dict[str, Any]:
         unit = not options.get("qk_l2norm", False)

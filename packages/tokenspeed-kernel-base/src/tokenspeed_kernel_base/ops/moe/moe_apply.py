@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: each token through the experts that were chosen for it."""
+"""A mixture-of-experts layer for given expert ids and routing weights."""
 
 from __future__ import annotations
 
@@ -61,54 +61,58 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``sum over slots of topk_weights * (w2 act(w13 x + b13) + b2)``, with the weights of the slot's expert.
+    """Applies a mixture-of-experts layer to routed tokens: gate/up projection, gated activation, down projection, weighted sum.
 
-    w13 x holds a gate and an up for each intermediate feature, and ``act`` is
-    ``(up + beta) * gate * sigmoid(alpha * gate)``, after gate was cut to at most ``limit`` and up to between ``-limit`` and
-    ``limit`` where there is one (Shazeer, 2020, arXiv:2002.05202, for the gate; `MoEPlan` for where the options stand).
+    ``sum over slots of topk_weights * (w2 act(w13 x + b13) + b2)``, with the weights of the slot's expert. A slot is one of the
+    top_k (token, expert) pairs of a token.
 
-    Rounding. Weights are decoded exactly (to float32). With ``activation_dtype`` ``"fp8"`` x and the result of ``act`` are
-    rounded to float8_e4m3fn with a scale per token, as `quantize_fp8` does; with ``"fp8_static"`` likewise with the scales that
-    the weights have, saturating; with ``"mxfp4"`` to mxfp4, as `quantize_mxfp4` does;
-    with ``"none"`` not at all, but see below. All else is float32 (float64 for float64 tokens), the sum over slots included, and is
-    rounded to x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's precision as
-    well: that is one more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest
-    output covers it. A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring
-    code: the tolerance is then that of the narrow format.
+    ``w13 x`` has a gate and an up value for each intermediate feature. ``act`` is ``(up + beta) * gate * sigmoid(alpha * gate)``
+    (Shazeer, 2020, arXiv:2002.05202). With a ``limit``, gate is first clamped to at most ``limit`` and up to ``[-limit, limit]``.
+    The options are fields of `MoEPlan`.
 
-    Range. The result of ``act`` and the outputs of slots may exceed float16's 65,504 where tokens are float16. Kernels keep such
-    numbers: in float32, or as float16 with a power-of-two scale for each row, whose error is at most 2^-40 of the row's largest
-    magnitude where it is more than eps. The trait ``wide_activations`` says that no limit of the plan keeps ``act`` within float16.
-    A kernel that stores ``act`` as float16 does not declare it, and is not chosen then.
+    Rounding. Weights are dequantised exactly (to float32). ``activation_dtype`` says how x and the result of ``act`` are rounded.
+    ``"fp8"`` rounds them to float8_e4m3fn with a scale for each token, as `quantize_fp8` does. ``"fp8_static"`` rounds them to
+    float8_e4m3fn with the static input scales of the weights object, saturating. ``"mxfp4"`` rounds them to mxfp4, as
+    `quantize_mxfp4` does. ``"none"`` does not round them, but see Exactness below. Everything else is float32 (float64 for
+    float64 tokens), including the sum over slots; the result is rounded to x's dtype once, at the end. Kernels may also round the
+    result of ``act`` and each slot's output to x's dtype. Each is one more rounding of relative size eps on terms of a sum, so a
+    tolerance of a few eps of the largest output covers it. If a kernel quantises an activation that was rounded differently
+    before, the result may be the neighbouring quantised value. The tolerance is then that of the narrow format.
 
-    Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. A number then has an error of at
-    most 2^-21 of the largest magnitude in its row: x of a token, or ``act`` of a slot. Numbers of at least 2^-13 of that magnitude
-    have none. So small numbers may vanish beside an outlier that is 2^21 times larger. Float8 MMAs may cut the terms of a dot
-    product of 32 neighbours after 14 bits, counted from the largest term. `explain` names the bound of such kernels. A plan with
-    ``exact_activations`` is for kernels without it: 16-bit and wider numbers enter their MMAs as they are.
+    Range. With float16 tokens, the result of ``act`` and the outputs of slots may exceed float16's maximum, 65,504. Kernels keep
+    such values, either in float32 or as float16 with a power-of-two scale for each row. The relative error of the latter is at
+    most eps, or its absolute error is at most 2^-40 of the row's largest magnitude. The trait ``wide_activations`` means that the
+    plan's ``limit`` does not keep ``act`` within float16. A kernel that stores ``act`` as plain float16 does not declare this
+    trait, and is then not eligible.
 
-    Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Numbers
-    within it are as good far from 1 as near it. Sums are in any order. With ``"fp8"`` and ``"fp8_static"`` a kernel may accumulate
-    codes, which are up to 448, times weights, and multiply by the activation's scale afterwards. Outputs may then be infinite or
-    NaN where this accumulator overflows.
+    Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. An element then has an error of at
+    most 2^-21 of the largest magnitude in its row, where a row is a token of x or a slot of ``act``. Elements of at least 2^-13
+    of that magnitude are exact. So small elements may vanish next to an outlier that is 2^21 times larger. In a dot product,
+    float8 MMAs may truncate the terms of 32 neighbours to 14 bits, counted from the largest term. `explain` states the error
+    bound of such kernels. A plan with ``exact_activations`` excludes them: 16-bit and wider elements enter the MMAs unchanged.
+
+    Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Within
+    that range, precision does not depend on magnitude. The order of summation is unspecified. With ``"fp8"`` and ``"fp8_static"``
+    a kernel may accumulate unscaled e4m3 activations (up to 448) times weights, and multiply by the activation's scale
+    afterwards. Outputs may then be infinite or NaN where this accumulator overflows.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
-        weights: `MoEWeights` or any object with its attributes, in the layout that the plan asks for: what `moe_process_weights`
-            returns. Where the plan asks for the canonical layout, weights that it has not seen will do as well. Weights that are a
-            `Resource` reach the kernel as they are, whatever else they hold.
+        weights: `MoEWeights` or any object with its attributes, in the plan's ``weight_layout``: the result of
+            `moe_process_weights`. If that layout is canonical, unprocessed weights are accepted too. Weights that are a
+            `Resource` are passed to the kernel unchanged, with any further tensors that they hold.
         topk_weights: float32 ``[tokens, top_k]``.
-        topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; that is checked for CPU tensors only. A negative id
-            skips the slot: under expert parallelism that is an expert of another rank. An expert named twice counts twice.
-        plan: as `moe_plan` made it.
+        topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; this is checked for CPU tensors only. A negative id skips
+            the slot: under expert parallelism it stands for an expert of another rank. An expert that occurs twice counts twice.
+        plan: the result of `moe_plan`.
         out: receives the result; must not overlap x.
 
     Returns:
-        ``[tokens, hidden]`` of x's dtype; zeros for tokens all of whose slots are skipped.
+        ``[tokens, hidden]`` in x's dtype; zero for tokens whose slots are all skipped.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
-        NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
+        NoKernelFoundError: no registered kernel supports the plan and the layout of the weights.
 
     Example:
         >>> import torch
@@ -120,11 +124,11 @@ def moe_apply(
         >>> moe_apply(torch.randn(3, 8), weights, topk_weights, topk_ids, plan).shape
         torch.Size([3, 8])
 
-    Kernels are safe in CUDA graphs; the reference is not, because it reads topk_ids on the host.
+    Safe in CUDA graphs, except with the reference, which reads topk_ids on the host.
 
-    A kernel that wants weights in a layout of its own declares ``traits={"weight_layout": "its-name", "processed_weights":
-    True, ...}`` and a ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more
-    than the six tensors, its preprocessor returns an object of a class derived from `MoEWeights` and `Resource` that has them.
+    A kernel with its own weight layout declares ``traits={"weight_layout": "its-name", "processed_weights": True, ...}`` and a
+    ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more than the six
+    tensors, its preprocessor returns an object of a class derived from `MoEWeights` and `Resource` that holds them.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     result = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -148,7 +152,7 @@ def moe_apply(
 
 
 def _decoded(weights: MoEWeights, name: str, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
-    """One expert's weight ``[out, in]`` of the projection ``name``."""
+    """One expert's dequantised weight ``[out, in]`` of the projection ``name``."""
     weight: Tensor = getattr(weights, f"{name}_weight")[expert]
     scales: Tensor | None = getattr(weights, f"{name}_weight_scale")
     if scales is None:
@@ -166,7 +170,7 @@ def _decoded(weights: MoEWeights, name: str, expert: int, weight_format: str, dt
 
 
 def _rounded(values: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
-    """The values that an activation has after it was quantised. ``scale``: of ``"fp8_static"``."""
+    """Quantises and dequantises an activation. ``scale``: the static input scale of ``"fp8_static"``."""
     if activation_dtype == "fp8":
         q, scale = quantize_fp8.operator.body(values.float(), "token")
         return decode_fp8(q, scale, (), values.dtype)
@@ -190,7 +194,7 @@ def _(plan: MoEPlan) -> tuple[TensorFormat, ...]:
 
 @moe_apply.traits
 def _(plan: MoEPlan) -> dict[str, object]:
-    return traits_of(plan)  # the ``check`` hook has made sure that the weights are in the plan's layout
+    return traits_of(plan)  # the ``check`` hook ensures that the weights are in the plan's layout
 
 
 @moe_apply.check
@@ -267,7 +271,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Random weights of one projection with scales and global scales, such that outputs come out about as large as inputs."""
+    """Random weights, scales and global scales of one projection, such that outputs are about as large as inputs."""
     experts, spread = plan.num_experts, columns**-0.5
     if plan.weight_format == "dense":
         return draw.normal(experts, rows, columns, dtype=plan.dtype, scale=spread), None, None
@@ -279,7 +283,7 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
     if plan.weight_format == "mxfp8":
         codes, deviation = draw.normal(experts, rows, columns, dtype=torch.float8_e4m3fn), 1.0
     else:
-        # e2m1 codes, all equally likely, have a standard deviation of about 3.
+        # Uniformly distributed e2m1 bit patterns have a standard deviation of about 3.
         codes, deviation = draw.integers(0, 256, experts, rows, columns // 2, dtype=torch.uint8), 3.0
     scales = (experts, rows, columns // BLOCKS[plan.weight_format])
     if plan.weight_format == "nvfp4":
@@ -290,7 +294,7 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
 
 
 def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
-    """A static scale of inputs, if the plan wants one. It saturates magnitudes above about 4."""
+    """A static input scale, if the plan needs one. It saturates magnitudes above about 4."""
     return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
@@ -308,18 +312,18 @@ def _inputs(
     outlier: float | None = None,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """A layer.
+    """Arguments of one layer.
 
     Args:
-        of: experts of all ranks together; ids of those beyond this rank's are negative.
-        rows: tokens of each expert, all others' are elsewhere; by chance if not given.
-        gain: multiplies x. The result of ``act`` grows with its square, by which the weights of slots are divided.
-        outlier: the first feature of all tokens, by which w13 multiplies nothing; the others are 1.25.
-        options: further facts of the plan.
+        of: experts of all ranks together; experts beyond this rank's get negative ids.
+        rows: tokens of each expert of this rank; the other slots get negative ids. By default routing is random.
+        gain: multiplies x. The result of ``act`` grows with the square of the gain, so topk_weights are divided by that square.
+        outlier: value of the first feature of all tokens, whose column of w13 is zero; all other features are 1.25.
+        options: further fields of the plan.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        # Every kernel is given these tensors: cases are canonical, and who runs them arranges the weights.
+        # All kernels get the same case: its weights are canonical, and the runner of the case processes them for the kernel.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
         plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
         w13, w13_scale, w13_global_scale = _weight(draw, plan, 2 * intermediate, hidden)
@@ -328,7 +332,8 @@ def _inputs(
         if rows is None:
             chosen = draw.uniform(tokens, max(experts, of)).topk(top_k, dim=-1).indices.int()
         else:
-            # Expert by expert into column after column: no expert is twice in a row, because none has more tokens than there are.
+            # Ids are filled expert by expert, column by column. No expert occurs twice for a token, because no expert has more
+            # rows than there are tokens.
             ids = [expert for expert, count in enumerate(rows) for _ in range(count)]
             ids += [experts] * (tokens * top_k - len(ids))
             chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
@@ -458,7 +463,7 @@ def _(topk_ids: Tensor, plan: MoEPlan) -> dict[str, list[int]]:
 def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> dict[str, Any]:
     if variation.want is Want.UNUSED:
         return {"topk_weights": poisoned(topk_weights, topk_ids < 0), "topk_ids": absent_ids(topk_ids, topk_ids < 0)}
-    if variation.want is Want.OTHER:  # what went to the last expert goes to the first
+    if variation.want is Want.OTHER:  # reverse the order of the experts
         return {"topk_ids": torch.where(topk_ids >= 0, topk_ids.max() - topk_ids, topk_ids)} if topk_ids.numel() else {}
     rows = list(variation.work.get("rows", ()))
     sizes, options = drawn_as(plan)
@@ -466,10 +471,10 @@ def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, p
 
 
 def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
-    """What `_inputs` takes behind the number of tokens, so that its plan is this one: sizes, and options by name."""
+    """The sizes and options with which `_inputs` draws a layer of this plan."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
-    for name in ("kernel", "weight_layout"):  # each kernel is given its own
+    for name in ("kernel", "weight_layout"):  # they depend on the kernel
         del options[name]
     return sizes, options
 

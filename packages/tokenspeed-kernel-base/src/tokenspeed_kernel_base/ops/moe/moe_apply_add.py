@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer, and the residual stream that it adds to."""
+"""A mixture-of-experts layer with a residual addition."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def moe_apply_add(
     residual: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What `moe_apply` gives, plus a residual.
+    """Applies a mixture-of-experts layer and adds a residual: ``moe_apply(...) + residual``.
 
-    Composed of `moe_apply`, whose result is rounded to x's dtype, and a sum. A kernel that does it in one may round once.
+    Composed of `moe_apply`, whose result is rounded to x's dtype, and an addition. A fused kernel may round only once.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
-        weights: as for `moe_apply`: what `moe_process_weights` returns for the plan.
+        weights: as for `moe_apply`: the result of `moe_process_weights` for the plan.
         topk_weights: float32 ``[tokens, top_k]``.
-        topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; negative ones skip the slot.
-        plan: as `moe_plan` made it. A kernel that serves this as a whole takes weights in the layout that the plan asks for.
+        topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; a negative id skips the slot.
+        plan: the result of `moe_plan`. A fused kernel must support the plan's ``weight_layout``.
         residual: x's dtype ``[tokens, hidden]``.
         out: receives the result; may be the residual.
 
@@ -56,8 +56,8 @@ def moe_apply_add(
         x's dtype ``[tokens, hidden]``.
 
     Raises:
-        TypeError, ValueError: see `moe_apply`; nothing has been launched then.
-        NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
+        TypeError, ValueError: see `moe_apply`. Raised before anything is launched.
+        NoKernelFoundError: no registered kernel supports the plan and the layout of the weights.
 
     Example:
         >>> import torch
@@ -69,7 +69,7 @@ def moe_apply_add(
         >>> moe_apply_add(torch.randn(3, 8), weights, topk_weights, topk_ids, plan, residual=torch.ones(3, 8)).shape
         torch.Size([3, 8])
 
-    Safe in CUDA graphs where the kernels that serve it are; the reference is not, because it reads topk_ids on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads topk_ids on the host.
     """
     return torch.add(moe_apply(x, weights, topk_weights, topk_ids, plan), residual, out=out)
 
@@ -109,7 +109,7 @@ def _(x: Tensor) -> Tensor:
 def _inputs_and_residual(
     tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """As for `moe_apply`."""
+    """As for `moe_apply`, with a residual."""
     layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Routing: which experts see a token, and with what weight."""
+"""Router top-k: expert ids and routing weights of each token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
-# Keeps the weights finite where all chosen scores are zero; far below any sum that matters.
+# Keeps the weights finite if all selected scores are zero; negligible next to any other sum.
 _SMALLEST_SUM = 1e-20
 
 
@@ -49,30 +49,31 @@ def moe_topk(
     weights_out: Tensor | None = None,
     ids_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token, best first, and their weights.
+    """Selects the ``top_k`` experts of each token, best first, and computes their routing weights.
 
-    Choosing goes by a rank value per expert: the logit itself without a correction bias (scores grow with logits, so they would
-    choose the same, but for rounding), and ``score + bias``, rounded to float32, with one (Wang et al., 2024, arXiv:2408.15664).
-    Of equal rank values the lower expert id comes first; the choice is thus reproducible exactly.
+    Experts are ranked by a rank value. Without a correction bias it is the logit itself; scores increase with logits, so they
+    would select the same experts except for rounding. With a correction bias it is ``score + bias``, rounded to float32 (Wang et
+    al., 2024, arXiv:2408.15664). Among equal rank values the lower expert id comes first, so the selection is exactly
+    reproducible.
 
     With ``num_groups`` above 1, experts ``0 .. experts/num_groups - 1`` are group 0 and so on, and only experts of the
-    ``top_groups`` best groups can be chosen. A group is worth its highest rank value, or with a correction bias the sum of its
-    two highest; of equal groups the lower comes first (DeepSeek-AI, 2024, arXiv:2405.04434 and arXiv:2412.19437).
+    ``top_groups`` best groups can be selected. The value of a group is its highest rank value, or with a correction bias the sum
+    of its two highest. Among equal groups the lower index comes first (DeepSeek-AI, 2024, arXiv:2405.04434 and arXiv:2412.19437).
 
-    The bias and the groups bear on the choice only. The weight of a chosen expert is its score: the softmax over all experts, the
-    sigmoid, or ``sqrt(softplus(logit))`` with ``softplus(z) = log(1 + exp(z))``, as DeepSeek-V4 has it. With ``renormalize`` the
-    weights of a token are divided by their sum: under softmax that is the softmax over the chosen logits alone, and is computed so;
-    under the others 1e-20 is added to the sum. ``scaling_factor`` multiplies at the end. All in float32 (float64 for float64
-    logits).
+    The bias and the groups affect the selection only. The weight of a selected expert is its score: the softmax over all experts,
+    the sigmoid, or ``sqrt(softplus(logit))`` with ``softplus(z) = log(1 + exp(z))``, as in DeepSeek-V4. With ``renormalize`` the
+    weights of a token are divided by their sum. For softmax this equals the softmax over the selected logits, and is computed
+    that way; for the other scorings 1e-20 is added to the sum. Finally the weights are multiplied by ``scaling_factor``.
+    Arithmetic is float32 (float64 for float64 logits).
 
     Args:
-        logits: float16, bfloat16, float32 or float64 ``[tokens, experts]``. A NaN ranks above everything.
-        top_k: experts to choose, from 1 to those that the chosen groups have.
+        logits: float16, bfloat16, float32 or float64 ``[tokens, experts]``. NaN ranks above every number.
+        top_k: experts to select, from 1 to the number of experts in ``top_groups`` groups.
         scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         renormalize: see above.
         correction_bias: ``[experts]``, any float dtype.
-        num_groups: divides experts; 1 for no groups.
-        top_groups: groups to choose from, 1 to num_groups.
+        num_groups: number of equal groups of experts; 1 for no groups.
+        top_groups: number of groups that experts may come from, 1 to num_groups.
         scaling_factor: finite.
         weights_out: receives the weights.
         ids_out: receives the ids.
@@ -81,7 +82,7 @@ def moe_topk(
         weights: float32 ``[tokens, top_k]``; ids: int32 ``[tokens, top_k]``, by descending rank value.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -103,8 +104,9 @@ def moe_topk(
             worth = grouped.amax(-1)
         else:
             worth = grouped.topk(min(2, size), dim=-1).values.sum(-1)
-        # Only experts of the best groups are ranked: a value of -inf in the place of others would tie with experts at -inf.
-        eligible = _best(worth, top_groups).sort(-1).values  # groups; ascending, so that of equal experts the lower comes first
+        # Rank only the experts of the best groups. Masking the others with -inf would make them tie with eligible experts at
+        # -inf.
+        eligible = _best(worth, top_groups).sort(-1).values  # ascending, so that among equals the lower expert id comes first
         place = _best(grouped.gather(1, eligible.unsqueeze(-1).expand(-1, -1, size)).flatten(-2), top_k)
         ids = eligible.gather(-1, place // size) * size + place % size
     if not renormalize:
@@ -126,7 +128,8 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    # topk leaves the order of equal values open; a stable sort does not. On a GPU it goes by the bits of a NaN, its sign included.
+    # torch.topk does not define the order of equal values; a stable sort does. On a GPU, sort orders NaNs by their bits, so all
+    # NaNs are made alike.
     alike = values.where(~values.isnan(), math.nan)
     return alike.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer from its router's logits on."""
+"""A mixture-of-experts layer that starts from the router's logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dens
 from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.variation import Variation, Want
 
-_PLAN_TRAITS = ("num_experts", "top_k")  # both parts have them
+_PLAN_TRAITS = ("num_experts", "top_k")  # traits of both moe_topk and moe_apply
 
 
 @operator(
@@ -48,31 +48,31 @@ def moe_topk_apply(
     scaling_factor: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Each token through its best experts: `moe_topk` of the router's logits, and `moe_apply`.
+    """Routes each token by the router's logits and applies the mixture-of-experts layer: `moe_topk`, then `moe_apply`.
 
-    Composed of these two. A kernel that does both chooses the same experts, because the choice is exact.
+    Composed of these two operators. A fused kernel selects the same experts, because the selection is exact.
 
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
-        logits: float16, bfloat16, float32 or float64 ``[tokens, plan.num_experts]``, the router's, of all experts that there are:
-            under expert parallelism call `moe_topk` and `moe_apply`.
-        weights: as for `moe_apply`: what `moe_process_weights` returns for the plan.
-        plan: as `moe_plan` made it; ``plan.top_k`` experts are chosen. A kernel that serves this as a whole takes weights in the
-            layout that the plan asks for.
-        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and what follows as in `moe_topk`.
+        logits: float16, bfloat16, float32 or float64 ``[tokens, plan.num_experts]``, the router's logits of all experts. Under
+            expert parallelism call `moe_topk` and `moe_apply` instead.
+        weights: as for `moe_apply`: the result of `moe_process_weights` for the plan.
+        plan: the result of `moe_plan`; ``plan.top_k`` experts are selected. A fused kernel must support the plan's
+            ``weight_layout``.
+        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and the following parameters are as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
-        correction_bias: any float dtype ``[experts]``, added to scores for the choice only.
-        num_groups: divides experts; 1 for no groups.
-        top_groups: groups to choose from.
+        correction_bias: any float dtype ``[experts]``, added to scores for the selection only.
+        num_groups: number of equal groups of experts; 1 for no groups.
+        top_groups: number of groups that experts may come from.
         scaling_factor: multiplies the weights.
         out: receives the result; must not overlap x.
 
     Returns:
-        ``[tokens, hidden]`` of x's dtype.
+        ``[tokens, hidden]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: see `moe_topk` and `moe_apply`; nothing has been launched then.
-        NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
+        TypeError, ValueError: see `moe_topk` and `moe_apply`. Raised before anything is launched.
+        NoKernelFoundError: no registered kernel supports the plan and the layout of the weights.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def moe_topk_apply(
         >>> moe_topk_apply(torch.randn(3, 8), torch.randn(3, 4), weights, plan).shape
         torch.Size([3, 8])
 
-    Safe in CUDA graphs where the kernels that serve it are; the reference is not, because it reads the chosen ids on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads the selected ids on the host.
     """
     topk_weights, topk_ids = moe_topk(
         logits,
@@ -155,7 +155,8 @@ def _inputs_and_logits(
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = {name: value for name, value in layer(draw).items() if not name.startswith("topk_")}
-        # Weights are spread as in the cases of `moe_apply`: the errors of narrow activations average over slots.
+        # Routing weights are as spread out as in the cases of `moe_apply`, so that errors of narrow activations average over
+        # slots.
         return {**arguments, "logits": draw.normal(tokens, experts, dtype=logits_dtype), **(routing or {})}
 
     return make
@@ -196,7 +197,7 @@ def _(variation: Variation, x: Tensor, logits: Tensor, plan: MoEPlan) -> dict[st
 
 @moe_topk_apply.cost
 def _(x: Tensor, logits: Tensor, weights: MoEWeights, plan: MoEPlan) -> Cost:
-    # Uniform routing: what the values of logits choose is not looked up.
+    # Assumes uniform routing: the logits are not evaluated.
     hit = plan.num_experts * (1 - (1 - plan.top_k / plan.num_experts) ** len(x))
     tensors = (getattr(weights, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
     flops = 6.0 * len(x) * plan.top_k * plan.hidden_size * plan.intermediate_size

@@ -1,4 +1,4 @@
-"""The plan of a mixture-of-experts layer: what it computes, and the kernel that its weights are prepared for."""
+"""The plan of a mixture-of-experts layer: its computation, and the kernel that its weights are processed for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.spec import CANONICAL
 from tokenspeed_kernel_base.traits import TraitKind
 
 WEIGHT_FORMATS = ("dense", "fp8_channel", "fp8_block", "mxfp8", "mxfp4", "nvfp4")
-# Elements of k that share a scale, which a row has to have whole.
+# Elements along k that share a scale; the length of a row must be a multiple.
 BLOCKS = {"mxfp8": BLOCK_MX, "mxfp4": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 ACTIVATION_DTYPES = ("none", "fp8", "fp8_static", "mxfp4")
 ACTIVATIONS = ("swiglu",)
@@ -33,25 +33,25 @@ _SCALED_FORMATS = {
 
 @dataclass(frozen=True)
 class MoEPlan:
-    """What a mixture-of-experts layer computes, and for which kernel. Made by `moe_plan`, once a layer; immutable, hashable.
+    """The computation of a mixture-of-experts layer and its kernel. `moe_plan` makes it once for each layer; immutable, hashable.
 
     Attributes:
-        num_experts: experts whose weights there are; under expert parallelism those of this rank.
-        top_k: experts a token, those of other ranks included.
+        num_experts: experts in the weights; under expert parallelism those of this rank.
+        top_k: experts of each token, including experts of other ranks.
         hidden_size: features of a token.
-        intermediate_size: features between an expert's two projections.
-        dtype: of the tokens, and of dense weights.
+        intermediate_size: features between the gate/up and the down projection of an expert.
+        dtype: dtype of the tokens and of dense weights.
         weight_format: ``"dense"``, ``"fp8_channel"``, ``"fp8_block"``, ``"mxfp8"``, ``"mxfp4"`` or ``"nvfp4"``; see `MoEWeights`.
-        activation_dtype: what the inputs of both projections are rounded to: ``"none"``, ``"fp8"`` with a scale for each token,
-            ``"fp8_static"`` with one scale for each projection, which the weights have, or ``"mxfp4"``.
+        activation_dtype: the format that the inputs of both projections are rounded to: ``"none"``, ``"fp8"`` with a scale for
+            each token, ``"fp8_static"`` with one scale for each projection, stored in the weights object, or ``"mxfp4"``.
         w13_interleaved: whether rows of w13 alternate between gate and up.
         bias: whether both projections have a bias.
         activation: ``"swiglu"``: ``(up + beta) * gate * sigmoid(alpha * gate)``.
-        alpha, beta: see activation; 1 and 0 make the usual SiLU-gated unit.
-        limit: gate is cut to at most this and up to between minus this and this, before the activation; None leaves them.
-        exact_activations: whether activations that are not rounded must enter the MMAs exactly; see `moe_apply`.
-        kernel: the kernel that the weights are prepared for.
-        weight_layout: the layout that it wants them in.
+        alpha, beta: see activation; 1 and 0 give SwiGLU (SiLU gate).
+        limit: before the activation, gate is clamped to at most ``limit`` and up to ``[-limit, limit]``; None does not clamp.
+        exact_activations: whether activations must enter the MMAs exactly if ``activation_dtype`` is ``"none"``; see `moe_apply`.
+        kernel: the kernel that the weights are processed for.
+        weight_layout: the weight layout of that kernel.
     """
 
     num_experts: int
@@ -76,7 +76,7 @@ class MoEPlan:
         """Whether the result of ``act`` may exceed the range of the tokens' dtype. Only float16 has less range than float32."""
         if self.dtype != torch.float16:
             return False
-        if self.limit is None or self.alpha <= 0:  # gate, or -gate, is unbounded
+        if self.limit is None or self.alpha <= 0:  # gate or -gate is unbounded
             return True
         # The minimum of gate * sigmoid(alpha * gate) is -0.2785 / alpha.
         gate = max(self.limit, 0.2785 / self.alpha)
@@ -84,14 +84,14 @@ class MoEPlan:
 
 
 def signature_of(plan: MoEPlan) -> FormatSignature:
-    """The formats of tokens and weights; weights in a kernel's own layout keep the format that they came from."""
+    """The formats of tokens and weights; weights in a kernel's own layout keep the name of their original format."""
     dense = dense_tensor_format(plan.dtype)
     weight = _SCALED_FORMATS.get(plan.weight_format, dense)
     return format_signature(x=dense, w13=weight, w2=weight)
 
 
 def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
-    """The format that the inputs of both projections are rounded to, if to any."""
+    """The format that the inputs of both projections are rounded to, if any."""
     formats = {
         "fp8": fp8_format(torch.float8_e4m3fn, "token"),
         "fp8_static": fp8_format(torch.float8_e4m3fn, "tensor"),
@@ -113,8 +113,9 @@ PLAN_KINDS: dict[str, TraitKind] = {
 
 
 def traits_of(plan: MoEPlan) -> dict[str, Any]:
-    """What a plan asks of a kernel. Each departure from the plain layer is a flag of its own, so that
-    a kernel that does not declare it is refused."""
+    """The traits that a plan requires of a kernel.
+
+    Each deviation from the plain layer has its own flag, so that a kernel that does not declare it is rejected."""
     return {
         "num_experts": plan.num_experts,
         "top_k": plan.top_k,
@@ -136,7 +137,7 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
 
 
 def check_plan(check: Checker, plan: MoEPlan, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for a plan that makes no sense. ``prefix`` stands before the fields' names."""
+    """Raises TypeError or ValueError for an inconsistent plan. Messages put ``prefix`` before the fields' names."""
     check_fields(check, plan, prefix)
     for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
         check.require(getattr(plan, name) >= 1, prefix + name, "at least 1", getattr(plan, name))

@@ -1,4 +1,4 @@
-"""The two steps before a layer's first call: `moe_plan` chooses a kernel, `moe_process_weights` arranges weights for it."""
+"""The two steps before a layer's first call: `moe_plan` selects a kernel, `moe_process_weights` arranges weights for it."""
 
 from __future__ import annotations
 
@@ -34,27 +34,26 @@ def moe_plan(
     override: str | None = None,
     solution: str | None = None,
 ) -> MoEPlan:
-    """Decides, before weights are loaded, which kernel shall serve `moe_apply` and how it wants them arranged.
+    """Selects, before weights are loaded, the kernel of `moe_apply` and its weight layout.
 
-    It is `moe_apply.plan`. Kernels are compared as a call would compare them, each as if the weights were in the layout that it
-    wants. `moe_apply` chooses again, among the kernels for the layout that was decided on here: as long as nothing was registered
-    or configured in between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
+    The same as `moe_apply.plan`. Kernels are ranked as in a call, each as if the weights were in its own layout. `moe_apply`
+    selects again, among the kernels for the plan's layout. It selects ``plan.kernel`` unless kernels were registered or settings
+    changed in between. To force that kernel, call `moe_apply` with ``override=plan.kernel``.
 
     Args:
-        num_experts to exact_activations: see `MoEPlan`. float32, float64 and the halves are dtypes.
-        device: where the tensors will be; by default what `current_platform` stands for.
-        platform: where the kernel shall run, in place of device.
-        override: only this kernel; the platform and format gates still hold.
-        solution: only kernels made with this.
+        num_experts to exact_activations: see `MoEPlan`. dtype is float16, bfloat16, float32 or float64.
+        device: device of the tensors; by default that of `current_platform`.
+        platform: platform that the kernel must support, instead of device.
+        override: select only this kernel; the platform and format gates still apply.
+        solution: select only kernels of this solution (backend).
 
     Returns:
-        The plan, for `moe_process_weights` and `moe_apply`. Needs no device and launches nothing.
+        The plan, for `moe_process_weights` and `moe_apply`. The call needs no device and launches nothing.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it.
-        NoKernelFoundError: no kernel does this here; the message has each with its reason.
-    Warns:
-        ReferenceWarning: no kernel but the reference serves this on a GPU.
+        NoKernelFoundError: no kernel is eligible; the message lists each kernel with its reason.
+    Warns: ReferenceWarning: only the reference is eligible on a GPU.
 
     Example:
         >>> import torch
@@ -88,25 +87,25 @@ def moe_plan(
 
 
 def moe_process_weights(weights: Any, plan: MoEPlan) -> MoEWeights:
-    """Checks a layer's weights against a plan and brings them into the layout that its kernel wants.
+    """Checks a layer's weights against a plan and converts them to the layout of the plan's kernel.
 
-    It is `moe_apply.prepare`. The kernel's ``weight_preprocessor`` does the latter: a function ``(weights: MoEWeights, plan:
-    MoEPlan)`` that returns an object with the six attributes of `MoEWeights`, and must not write to the tensors that it is given;
-    an object of a class derived from `MoEWeights` and `Resource` may hold more. Scales of inputs that it lacks are added. e8m0
-    scales are uint8 for it. Without a preprocessor the other tensors stay as they are. Weights that are in the plan's own layout
-    already are returned as they are.
+    The same as `moe_apply.prepare`. The kernel's ``weight_preprocessor`` does the conversion. It is a function
+    ``(weights: MoEWeights, plan: MoEPlan)`` that returns an object with the six attributes of `MoEWeights`, and must not write to
+    its input tensors. An object of a class derived from `MoEWeights` and `Resource` may hold more. Input scales that the object
+    lacks are added. The preprocessor gets e8m0 scales as uint8. Without a preprocessor the other tensors are unchanged. Weights
+    that already are in the plan's layout are returned unchanged.
 
     Args:
-        weights: any object with the six attributes of `MoEWeights`, in the canonical layout. It is not changed.
-        plan: as `moe_plan` made it.
+        weights: any object with the six attributes of `MoEWeights`, in the canonical layout. Not modified.
+        plan: the result of `moe_plan`.
 
     Returns:
-        New `MoEWeights`, whose ``layout`` is the plan's. Their tensors are those given where nothing had to be moved; the
-        originals may be dropped otherwise.
+        New `MoEWeights`, whose ``layout`` is the plan's. A tensor that needs no conversion is shared with the input; the
+        originals of converted tensors may be freed.
 
     Raises:
-        TypeError, ValueError: the weights do not fit the plan, the plan's kernel is not registered, or its preprocessor does not
-            deliver. The message names attribute, got and expected.
+        TypeError, ValueError: the weights do not match the plan, the plan's kernel is not registered, or its preprocessor returns
+            something invalid. The message names the attribute, the expected and the actual value.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""From the residual stream to the experts that see each token."""
+"""Fused RMSNorm, router GEMM and top-k selection of experts."""
 
 from __future__ import annotations
 
@@ -47,37 +47,38 @@ def rmsnorm_moe_topk(
     ids_out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The normalised tokens, which experts see them, and with what weights.
+    """RMSNorm, router GEMM and top-k selection: returns the normalised tokens, routing weights and expert ids.
 
-    Composed of `rmsnorm`, which adds the residual first if there is one; `mm` with the router's weight and bias, whose result is
-    rounded to x's dtype; and `moe_topk` of that. A kernel that does it all in one rounds at the same places, so that it chooses the
-    same experts but where a sum's order decides a rounding, and that a choice.
+    Composed of three operators. `rmsnorm` first adds the residual, if there is one. `mm` applies the router's weight and bias,
+    and rounds the logits to x's dtype. `moe_topk` selects the experts. A fused kernel rounds at the same points. It selects the
+    same experts, unless another order of summation changes a rounding that decides the selection.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
         norm_weight: any float dtype ``[hidden]``.
-        router_weight: x's dtype ``[hidden, experts]``. One that is stored ``[experts, hidden]`` is passed as ``weight.t()``.
-        top_k: experts to choose.
+        router_weight: x's dtype ``[hidden, experts]``. A weight stored as ``[experts, hidden]`` is passed as ``weight.t()``.
+        top_k: experts to select.
         eps: added to the mean square, > 0.
-        residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to it before the normalisation.
-        router_bias: x's dtype ``[experts]``, added to the product.
-        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and what follows as in `moe_topk`.
+        residual: x's shape and dtype, or float32 if x is float16 or bfloat16; ``[tokens, hidden]``. Added to x before the
+            normalisation.
+        router_bias: x's dtype ``[experts]``, added to the GEMM's result.
+        scoring: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; this and the following parameters are as in `moe_topk`.
         renormalize: whether the weights of a token are divided by their sum.
-        correction_bias: any float dtype ``[experts]``, added to scores for the choice only.
-        num_groups: divides experts; 1 for no groups.
-        top_groups: groups to choose from.
+        correction_bias: any float dtype ``[experts]``, added to scores for the selection only.
+        num_groups: number of equal groups of experts; 1 for no groups.
+        top_groups: number of groups that experts may come from.
         scaling_factor: multiplies the weights.
         out: receives the normalised tokens.
         weights_out: receives the weights.
         ids_out: receives the ids.
-        residual_out: receives the sum; may be the residual or x. Only with a residual.
+        residual_out: receives ``x + residual``; may be residual or x. Only with a residual.
 
     Returns:
         The normalised tokens, like x; weights: float32 ``[tokens, top_k]``; ids: int32 ``[tokens, top_k]``, best first; with a
-        residual also ``x + residual``, like x.
+        residual also ``x + residual``, in the residual's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -124,7 +125,7 @@ def _(x: Tensor, residual: Tensor | None, router_weight: Tensor, router_bias: Te
 
 @rmsnorm_moe_topk.intermediates
 def _(x: Tensor) -> tuple[TensorFormat, ...]:
-    return (dense_tensor_format(x.dtype),)  # the logits that weights come from
+    return (dense_tensor_format(x.dtype),)  # the logits
 
 
 @rmsnorm_moe_topk.check

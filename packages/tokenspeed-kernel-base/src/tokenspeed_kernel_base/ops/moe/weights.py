@@ -1,4 +1,4 @@
-"""The weights of a mixture-of-experts layer, and what makes them right for a plan."""
+"""The weights of a mixture-of-experts layer, and their check against a plan."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from tokenspeed_kernel_base.spec import CANONICAL
 class MoEWeights:
     """The weights of all experts of a layer.
 
-    Functions of this package take any object with the first six attributes in its place; one without ``layout`` counts as
-    canonical, one without the last two has no scales of inputs. In the canonical layout the out-features come first, as in
-    ``torch.nn.Linear``; with ``H`` the hidden and ``I`` the intermediate size:
+    Functions of this package accept any object with the first six attributes instead. Without ``layout`` it counts as canonical;
+    the other attributes count as None if they are missing. In the canonical layout the out-features come first, as in
+    ``torch.nn.Linear``. With ``H`` the hidden and ``I`` the intermediate size:
 
     * dense: weights of the plan's dtype, w13 ``[experts, 2I, H]`` and w2 ``[experts, H, I]``; no scales.
-    * fp8_channel: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each out-feature: w13
+    * fp8_channel: weights float8_e4m3fn of the same shapes; float32 scales (multipliers), one for each out-feature: w13
       ``[experts, 2I, 1]`` and w2 ``[experts, H, 1]``.
-    * fp8_block: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each block of 128 x 128: w13
+    * fp8_block: weights float8_e4m3fn of the same shapes; float32 scales (multipliers), one for each 128 x 128 block: w13
       ``[experts, ceil(2I/128), ceil(H/128)]`` and w2 ``[experts, ceil(H/128), ceil(I/128)]``.
-    * mxfp8: weights float8_e4m3fn of the same shapes; scales e8m0 (uint8 or float8_e8m0fnu), w13 ``[experts, 2I, H/32]`` and w2
+    * mxfp8: weights float8_e4m3fn of the same shapes; e8m0 scales (uint8 or float8_e8m0fnu), w13 ``[experts, 2I, H/32]`` and w2
       ``[experts, H, I/32]``.
-    * mxfp4: weights uint8, two e2m1 codes a byte, the lower nibble first, w13 ``[experts, 2I, H/2]`` and w2 ``[experts, H, I/2]``;
-      scales as in mxfp8.
+    * mxfp4: weights uint8, two e2m1 values in a byte, the lower nibble first, w13 ``[experts, 2I, H/2]`` and w2
+      ``[experts, H, I/2]``; scales as in mxfp8.
     * nvfp4: weights as in mxfp4; scales float8_e4m3fn, w13 ``[experts, 2I, H/16]`` and w2 ``[experts, H, I/16]``; and a global
-      scale of each projection.
+      scale for each projection.
 
-    The rows of w13 (of its scales but those of fp8_block, and of its bias) are gate 0, up 0, gate 1, up 1, ... if the plan says
-    ``w13_interleaved``, else all gates and then all ups. The blocks of fp8_block count the rows as they lie.
+    With the plan's ``w13_interleaved`` the rows of w13 are gate 0, up 0, gate 1, up 1, ...; otherwise all gate rows come before
+    all up rows. The rows of its bias and of its scales have the same order, except that the scale blocks of fp8_block cover 128
+    stored rows each.
 
     Attributes:
-        w13_weight: gate and up projections in one.
-        w13_weight_scale: its scales, or None.
+        w13_weight: the fused gate and up projections.
+        w13_weight_scale: the scales of w13_weight, or None.
         w13_weight_bias: float ``[experts, 2I]``, or None.
         w2_weight: the down projection.
-        w2_weight_scale: its scales, or None.
+        w2_weight_scale: the scales of w2_weight, or None.
         w2_weight_bias: float ``[experts, H]``, or None.
-        layout: ``"canonical"``, or the name of the layout that `moe_process_weights` brought the tensors into. What the shapes
-            and dtypes are then is between that function and the kernels that declare the layout.
-        w13_input_scale: float32 ``[1]``, the scale of the tokens where a plan's ``activation_dtype`` is ``"fp8_static"``; where a
-            checkpoint has one for each expert, their largest. None otherwise.
-        w2_input_scale: the same for what w2 multiplies.
-        w13_weight_global_scale: float32 ``[experts]``, a factor of an expert's weights in nvfp4, or None. A checkpoint that has one
-            for gates and one for ups with other values must be requantised.
+        layout: ``"canonical"``, or the name of the layout that `moe_process_weights` converted the tensors to. The kernels that
+            declare a layout define its shapes and dtypes.
+        w13_input_scale: float32 ``[1]``, the scale of the tokens if the plan's ``activation_dtype`` is ``"fp8_static"``, else
+            None. If a checkpoint has one scale for each expert, use the largest.
+        w2_input_scale: the same for the input of the down projection.
+        w13_weight_global_scale: float32 ``[experts]``, a factor of each expert's weights in nvfp4, or None. If a checkpoint has
+            different global scales for gate and up, its weights must be requantised.
         w2_weight_global_scale: the same for w2.
     """
 
@@ -69,7 +70,7 @@ class MoEWeights:
 
 
 def with_byte_scales(weights: MoEWeights) -> MoEWeights:
-    """The same weights, whose e8m0 scales are uint8: what preprocessors of kernels take."""
+    """The same weights with e8m0 scales viewed as uint8, as weight preprocessors expect them."""
     return replace(
         weights, w13_weight_scale=_byte_scales(weights.w13_weight_scale), w2_weight_scale=_byte_scales(weights.w2_weight_scale)
     )
@@ -80,7 +81,7 @@ def _byte_scales(scale: Tensor | None) -> Tensor | None:
 
 
 def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
-    """Raises ValueError or TypeError unless the weights are what the plan says, in the canonical layout."""
+    """Raises ValueError or TypeError unless the weights match the plan and are in the canonical layout."""
     check.bind("experts", plan.num_experts, "plan.num_experts")
     check.bind("hidden", plan.hidden_size, "plan.hidden_size")
     check.bind("intermediate", plan.intermediate_size, "plan.intermediate_size")
@@ -111,7 +112,8 @@ def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
 
 
 def _check_scaled(check: Checker, argument: str, weight: Any, scale: Any, rows: str, columns: str, weight_format: str) -> None:
-    """Raises ValueError or TypeError unless a projection is what its format says. ``rows``, ``columns``: names of its sizes."""
+    """Raises ValueError or TypeError unless a quantised projection matches its format. ``rows``, ``columns``: names of its
+    sizes."""
     packed = weight_format in ("mxfp4", "nvfp4")
     shape = f"experts {rows} {_divided(check, columns, 2) if packed else columns}"
     check.tensor(argument, weight, shape, torch.uint8 if packed else torch.float8_e4m3fn)
@@ -135,7 +137,7 @@ def _check_input_scale(check: Checker, argument: str, scale: Any, plan: MoEPlan)
 
 
 def _divided(check: Checker, size: str, divisor: int) -> str:
-    """Binds and names a size divided, rounded up."""
+    """Binds ``ceil(size / divisor)`` and returns its name."""
     name = f"ceil({size}/{divisor})"
     check.bind(name, blocks(check[size], divisor), "the plan")
     return name

@@ -1,1 +1,1 @@
-"""Normalisation."""
+"""Normalisation operators."""

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of the queries and keys of attention, head by head."""
+"""RMSNorm of each head of queries and keys (QK norm)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def qk_rmsnorm(
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rmsnorm` of every head of q and of k: ``x / sqrt(mean(x^2) + eps) * weight`` over head_dim, one weight for all heads.
+    """QK norm: `rmsnorm` of every head of q and k over head_dim, with one weight for all heads.
 
-    Keeps attention's logits bounded (Henry et al., 2020, arXiv:2010.04245; in this form Dehghani et al., 2023,
-    arXiv:2302.05442). Squares, mean and product are float32 (float64 for float64 inputs); the product is rounded to q's dtype
-    once, after the weight.
+    Computes ``x / sqrt(mean(x^2) + eps) * weight`` for each head. This keeps attention's logits bounded (Henry et al., 2020,
+    arXiv:2010.04245; in this form Dehghani et al., 2023, arXiv:2302.05442). Arithmetic is float32 (float64 for float64 inputs);
+    the result is rounded to q's dtype once, after the multiplication by weight.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
-        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided, too.
+        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided.
         q_weight: float16, bfloat16, float32 or float64 ``[head_dim]``.
         k_weight: the same for k.
         eps: added to the mean square, > 0.
@@ -51,7 +51,7 @@ def qk_rmsnorm(
         ``(q, k)`` normalised, in the shapes and dtype of the inputs, contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def _inputs(
     tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, fused: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        # A fused projection yields q, k and v of a token side by side; q and k are then strided slices of it.
+        # A fused projection stores q, k and v of a token contiguously; q and k are then strided slices.
         qkv = draw.normal(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
         return {

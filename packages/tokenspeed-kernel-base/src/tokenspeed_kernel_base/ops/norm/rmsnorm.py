@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with an optional residual add in front of it."""
+"""RMSNorm, with an optional preceding residual addition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.traits import TraitKind
 
 
 def rms_normalise(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """The arithmetic that the operators of this family share: float32 (float64 for float64), rounded to ``dtype`` once."""
+    """RMSNorm in float32 (float64 for float64), rounded to ``dtype`` once; the operators of this family share it."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     return normed.to(dtype).contiguous()
@@ -25,13 +25,14 @@ RESIDUAL_KINDS: dict[str, TraitKind] = {"residual": bool, "wide_residual": bool}
 
 
 def residual_traits(x: Tensor, residual: Tensor | None) -> dict[str, object]:
-    """The traits of operators that add a residual before they normalise. One in float32 beside 16-bit floats is a feature of its
-    own."""
+    """The traits of operators that add a residual before they normalise.
+
+    A float32 residual for 16-bit x is a separate feature, ``wide_residual``."""
     return {"residual": residual is not None, "wide_residual": residual is not None and residual.dtype != x.dtype}
 
 
 def check_residual(check: Checker, residual: Tensor | None, x: Tensor) -> None:
-    """Raises TypeError or ValueError unless the residual has x's shape, and x's dtype or float32 beside 16-bit floats."""
+    """Raises TypeError or ValueError unless the residual has x's shape, and x's dtype or, for 16-bit x, float32."""
     wide = {torch.float32} if x.dtype in HALVES else set()
     check.same_shape("residual", residual, "x", x, {x.dtype, *wide})
 
@@ -53,25 +54,25 @@ def rmsnorm(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019, arXiv:1910.07467).
+    """RMSNorm: ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
-    With a residual, ``s = x + residual`` is normalised instead and returned too, as the next layer's residual. The sum is
-    rounded to the residual's dtype first, and the rounded value is what is normalised, so that both results agree about it.
-    Squares, mean and product are float32 (float64 for float64 inputs); the product is rounded to x's dtype once, after the weight.
+    With a residual, ``s = x + residual`` is normalised instead, and s is returned too, as the next layer's residual. s is first
+    rounded to the residual's dtype, and the rounded s is normalised, so that both results are consistent. Arithmetic is float32
+    (float64 for float64 inputs); the result is rounded to x's dtype once, after the multiplication by weight.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
-        residual: x's dtype ``[..., hidden]``, or float32 beside float16 and bfloat16.
-        out: receives the result; may be x, or the residual unless ``residual_out`` is that.
-        residual_out: receives the sum; may be the residual, or x unless ``out`` is that. Only with a residual.
+        residual: x's shape ``[..., hidden]`` and dtype, or float32 if x is float16 or bfloat16.
+        out: receives the result; may be x or residual, but not the same tensor as ``residual_out``.
+        residual_out: receives the sum; may be residual or x, but not the same tensor as ``out``. Only with a residual.
 
     Returns:
-        The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``, the sum of the residual's dtype.
+        The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``, the sum in the residual's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

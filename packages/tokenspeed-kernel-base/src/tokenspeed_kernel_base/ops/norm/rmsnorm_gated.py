@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with a gate, as it follows linear attention and state-space layers."""
+"""Gated RMSNorm, which follows linear attention and state-space layers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def rmsnorm_gated(
     norm_before_gate: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``rmsnorm(x, weight, eps) * activation(gate)`` over the last axis, or ``rmsnorm(x * activation(gate), weight, eps)``.
+    """Gated RMSNorm: ``rmsnorm(x, weight, eps) * activation(gate)``, or ``rmsnorm(x * activation(gate), weight, eps)``.
 
-    The former is what gated delta networks have behind each head (Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464; Qwen3-Next
-    with ``silu``, Kimi Linear with ``sigmoid``), the latter what Mamba-2 has (Dao & Gu, 2024, arXiv:2405.21060). All is float32
-    (float64 for float64 inputs); the result is rounded to x's dtype once.
+    The norm runs over the last axis. Gated delta networks apply the first form to each head (Yang, Kautz & Hatamizadeh, 2024,
+    arXiv:2412.06464; Qwen3-Next with ``silu``, Kimi Linear with ``sigmoid``). Mamba-2 uses the second form (Dao & Gu, 2024,
+    arXiv:2405.21060). Arithmetic is float32 (float64 for float64 inputs); the result is rounded to x's dtype once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
@@ -44,14 +44,14 @@ def rmsnorm_gated(
         weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
         activation: ``"silu"``, which is ``gate * sigmoid(gate)``, or ``"sigmoid"``.
-        norm_before_gate: whether x is normalised before it is multiplied with the activation, or the product is normalised.
+        norm_before_gate: True for the first form, which normalises x before the gate; False for the second form.
         out: receives the result; may be x or the gate.
 
     Returns:
         Like x and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -94,7 +94,7 @@ def _(x: Tensor) -> Tensor:
 def _inputs(
     *shape: int, dtype: torch.dtype = torch.bfloat16, fused: bool = False, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``fused``: the gate is a slice of a longer row of all heads."""
+    """Arguments. ``fused``: the gate is a strided slice of a wider tensor."""
 
     def make(draw: Draw) -> dict[str, Any]:
         gate = draw.normal(shape[0], 2, *shape[1:], dtype=dtype)[:, 1] if fused else draw.normal(*shape, dtype=dtype)

@@ -1,1 +1,1 @@
-"""Quantisation to narrow formats, and back."""
+"""Quantisation to narrow formats and dequantisation."""

@@ -1,4 +1,4 @@
-"""Hooks of operators that quantise what another operator makes, composed of those of the two."""
+"""Hooks of operators that quantise the result of another operator, composed of the hooks of both operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenspeed_kernel_base.traits import TraitKind
 def draw_given(
     draw: Draw, scale_shape: tuple[int, ...] | None, global_scale: float | None, to: torch.dtype | None, high: float
 ) -> dict[str, Any]:
-    """Arguments of a quantizer, of those that are wanted: scales up to ``high``, a global scale, the dtype that is quantised to."""
+    """Draws the requested arguments of a quantising operator: scales up to ``high``, a global scale, the target dtype."""
     arguments: dict[str, Any] = {} if to is None else {"dtype": to}
     if scale_shape is not None:
         arguments["scale"] = draw.uniform(*scale_shape, low=0.005, high=high)
@@ -37,32 +37,33 @@ def draw_given(
 
 
 def kinds_of_both(first: Any, second: Any) -> dict[str, TraitKind]:
-    """The traits of an operator that has the hooks `Quantised` of these two."""
+    """The traits of an operator that uses the hooks of `Quantised` for these two operators."""
     return {**second.operator.trait_kinds, **first.operator.trait_kinds}
 
 
 class Quantised:
-    """The hooks of such an operator. Its first output but one or two are what ``second`` makes; the others are those that ``first``
-    makes besides what is quantised.
+    """The hooks of an operator that quantises the first output of another operator.
+
+    Its first outputs are those of ``second``. The further outputs of ``first`` follow.
 
     Args:
         first: the operator whose first output is quantised; its input is x.
         second: the operator that quantises its own x.
-        block: elements that share a scale, where ``first`` is a gated activation, whose result must consist of whole blocks.
+        block: elements that share a scale, if ``first`` is a gated activation, whose result must consist of complete blocks.
 
     Attributes:
-        coded: whether another last bit of what is quantised may change all codes of a block, so that the operator has `decoded`: it
-            does where scales are rounded.
+        coded: whether a difference in the last bit of the intermediate result may change all quantised values of a block. This is
+            so if scales are rounded; the operator then has the hook `decoded`.
     """
 
     def __init__(self, first: Any, second: Any, block: int = 1) -> None:
         self._first, self._second, self._block = first.operator, second.operator, block
-        # For options that the operator does not offer.
+        # Defaults for options of ``second`` that the operator does not have.
         self._defaults = {parameter.name: parameter.default for parameter in self._second.parameters if not parameter.required}
         self.coded = self._second.mode in ("quantize_fp8", "quantize_mxfp8", "quantize_nvfp4")
 
     def traits(self, **arguments: Any) -> dict[str, object]:
-        """Those of both."""
+        """The traits of both operators."""
         made = self._on_meta(arguments)
         return {
             **self._second.run_hook("traits", self._for_second(arguments, made)),
@@ -70,7 +71,7 @@ class Quantised:
         }
 
     def check(self, check: Checker, **arguments: Any) -> None:
-        """Checks what ``first`` is given, then what ``second`` is."""
+        """Checks the arguments of ``first``, then those of ``second``."""
         check.dtype("x", arguments["x"], SOURCE_DTYPES)
         self._first.run_hook("check", arguments, check)
         x, made = arguments["x"], self._on_meta(arguments)
@@ -79,18 +80,20 @@ class Quantised:
         self._second.run_hook("check", self._for_second(arguments, made), check)
 
     def fake(self, **arguments: Any) -> Any:
-        """What ``second`` makes, then what else ``first`` does."""
+        """The outputs of ``second``, then the further outputs of ``first``."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
         quantised = self._second.run_hook("fake", self._for_second(arguments, made))
         return lowering.from_list([*lowering.as_list(quantised), *others])
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
-        """What is quantised is rounded to x's dtype before."""
+        """The intermediate result is rounded to x's dtype before it is quantised."""
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
-        """What ``second``'s codes and scales stand for, then what else ``first`` makes. float32 scales and their codes are left as
-        they are: another last bit changes the ones by as much, and few of the others."""
+        """The dequantised outputs of ``second``, then the further outputs of ``first``.
+
+        With float32 scales the quantised values and scales are returned unchanged: a last-bit difference of the intermediate
+        result changes a scale equally little, and few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         codes, scale = arguments["out"], arguments["scale_out"]
         if "granularity" in arguments:
@@ -105,7 +108,7 @@ class Quantised:
         return Decoded(decode_mxfp8(codes, scale), mxfp8_format()), *others
 
     def cost(self, **arguments: Any) -> Cost:
-        """The work of both, without the write of what is quantised, and without reading it again."""
+        """The cost of both operators, minus writing and reading the intermediate result."""
         made = self._on_meta(arguments)
         one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", self._for_second(arguments, made))
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(made))
@@ -115,6 +118,6 @@ class Quantised:
         return {**self._defaults, **arguments, "x": made}
 
     def _on_meta(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """What is quantised, described without being allocated."""
+        """The intermediate result as a meta tensor."""
         described = {**arguments, "x": arguments["x"].to("meta")}
         return lowering.as_list(self._first.run_hook("fake", described))[0]

@@ -1,7 +1,7 @@
-"""The formats of quantised tensors as kernels declare them, and how scales are recognised by their shapes.
+"""Formats of quantised tensors for kernel declarations, and recognition of scale layouts by shape.
 
-A block's shape is stated along the axes of the tensor as it is passed: blocks along the last axis are ``(1, 32)``, those of a
-matrix that is passed transposed ``(32, 1)``.
+A block's shape refers to the axes of the tensor as it is passed: blocks along the last axis are ``(1, 32)``, blocks of a matrix
+that is passed transposed ``(32, 1)``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NV
 from tokenspeed_kernel_base.signature import SCALE_LAYOUTS, ScaleFormat, TensorFormat, dtype_names, tensor_format
 
 E8M0 = frozenset({torch.uint8}) | {dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None}
-"""Dtypes of e8m0 scales: a byte each, under two names. PyTorch 2.6 has the one."""
+"""Dtypes of e8m0 scales, 1 byte each: uint8 and float8_e8m0fnu. PyTorch 2.6 has uint8 only."""
 
 SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 """Names of the dtypes that operators dequantise to."""
@@ -25,7 +25,7 @@ SOURCE_DTYPE_NAMES = dtype_names(SOURCE_DTYPES)
 def fp8_format(
     dtype: torch.dtype, granularity: str, block_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype = torch.float32
 ) -> TensorFormat:
-    """An 8-bit float; granularity and dtype of its scales as in `ScaleFormat`."""
+    """The format of an 8-bit float; granularity and dtype of its scales as in `ScaleFormat`."""
     return tensor_format("fp8", dtype, scale=ScaleFormat(scale_dtype, granularity, block_shape))
 
 
@@ -36,48 +36,49 @@ def mxfp8_format(
 
 
 def mxfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_MX), layout: str = "linear") -> TensorFormat:
-    """Two e2m1 codes a byte; ``block_shape`` counts elements, not bytes."""
+    """The format with two e2m1 values in a byte; ``block_shape`` counts elements, not bytes."""
     return tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", block_shape, layout=layout))
 
 
 def nvfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_NVFP4), layout: str = "linear") -> TensorFormat:
-    """Like `mxfp4_format`, with e4m3 scales. The float32 scale of the whole tensor is no part of the format."""
+    """Like `mxfp4_format`, with e4m3 scales. The float32 global scale is not part of the format."""
     return tensor_format("nvfp4", torch.uint8, scale=ScaleFormat(torch.float8_e4m3fn, "block", block_shape, layout=layout))
 
 
 def check_scalar(check: Checker, argument: str, scale: Tensor) -> None:
-    """Raises TypeError or ValueError unless it is one float32."""
+    """Raises TypeError or ValueError unless scale is one float32 element."""
     check.dtype(argument, scale, torch.float32)
     check.require(tuple(scale.shape) in ((), (1,)), argument, "of shape [] or [1]", scale)
 
 
 def check_scale_layout(check: Checker, x: Tensor, scale_layout: str) -> None:
-    """Raises ValueError unless x's scales can lie so."""
+    """Raises ValueError unless x's scales can have this layout."""
     check.one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
     check.require(scale_layout == "linear" or x.ndim >= 2, "x", f"of at least two axes with scale_layout={scale_layout!r}", x)
 
 
 def block_scales_shape(x: Tensor, block: int, scale_layout: str) -> tuple[int, ...]:
-    """The shape of the scales of blocks of x's last axis."""
+    """The shape of block scales along x's last axis."""
     *lead, k = x.shape
     return (*lead[:-1], *swizzled_shape(lead[-1], k // block)) if scale_layout == "128x4" else (*lead, k // block)
 
 
 def swizzled_shape(rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of scales ``[rows, columns]`` in tiles of 128x4, see `swizzle_scales`."""
+    """The shape of scales ``[rows, columns]`` in 128x4 tiles, see `swizzle_scales`."""
     return blocks(rows, TILE_ROWS), blocks(columns, TILE_SCALES), 32, 4, 4
 
 
 def blocks(size: int, block_size: int) -> int:
-    """How many blocks cover an axis; the last may be short."""
+    """How many blocks cover an axis; the last one may be partial."""
     return (size + block_size - 1) // block_size
 
 
 def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32) -> dict[str, list[tuple[int, ...]]]:
-    """The shapes that scales of a tensor ``[..., m, k]`` may have, by layout. ``dtype``: float32; or, of blocks alone, one
-    of e8m0, or int32 for four of these in a number.
+    """The shapes that scales of a tensor ``[..., m, k]`` may have, by layout.
 
-    Where a shape fits several layouts they mean the same, and the first is its name.
+    ``dtype``: float32; for block scales also e8m0, or int32 for four packed e8m0.
+
+    If a shape fits several layouts, they mean the same, and the first one is its name.
     """
     *lead, k = shape
     if dtype != torch.float32:
@@ -99,5 +100,5 @@ def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = to
 
 
 def scale_layout(layouts: dict[str, list[tuple[int, ...]]], scale_shape: Sequence[int]) -> str | None:
-    """The layout that a scale's shape has, or None."""
+    """The layout that matches a scale's shape, or None."""
     return next((name for name, shapes in layouts.items() if tuple(scale_shape) in shapes), None)

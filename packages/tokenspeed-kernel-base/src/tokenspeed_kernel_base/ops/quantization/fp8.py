@@ -1,4 +1,4 @@
-"""Values to 8-bit floats with float32 scales, and back."""
+"""Quantisation to 8-bit floats with float32 or e8m0 scales, and dequantisation."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dtyp
 from tokenspeed_kernel_base.variation import Variation, Want
 
 GRANULARITIES = ("tensor", "token", "block", "block2d")
-STATIC_GRANULARITIES = ("tensor", "token", "channel")  # of scales that are given
-E8M0_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # whose scales may be e8m0
+STATIC_GRANULARITIES = ("tensor", "token", "channel")  # for static scales
+E8M0_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # dtypes that may have e8m0 scales
 SCALE_DTYPES = (torch.float32, torch.uint8, torch.int32)
 
 
@@ -71,45 +71,48 @@ def quantize_fp8(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """An 8-bit float and scales made from x's largest magnitudes, such that ``x ~= q * scale``.
+    """Quantises x to an 8-bit float with dynamic scales from its largest magnitudes, such that ``x ~= q * scale``.
 
-    Exactly, with all operations in float32 and correctly rounded (a division is a division, not a product with a reciprocal)::
+    The exact definition, with all operations in float32 and correctly rounded (a true division, no multiplication by a
+    reciprocal)::
 
         scale = max(amax / largest, 2^-126)   # largest finite value of dtype: 448, 57344 or 240
         q     = dtype(x / scale)              # to nearest, ties to even, saturating
 
-    where ``amax`` is the largest magnitude of a group. The lower bound is float32's smallest normal number: it keeps scales of
-    zeros and of tiny values usable as divisors. In a group with a NaN the scale and all of q are NaN; in one with an infinity
-    the scale is infinite, q is NaN at the infinities and 0 elsewhere. A NaN of q is ``0x7f`` (e4m3fnuz: ``0x80``). A group
-    without elements has ``amax = 0``.
+    where ``amax`` is the largest magnitude of a group. The lower bound is float32's smallest normal number: it keeps the scales
+    of zeros and of tiny values usable as divisors. In a group with a NaN the scale and all of q are NaN. In a group with an
+    infinity the scale is infinite, q is NaN at the infinities and 0 elsewhere. A NaN of q is ``0x7f`` (e4m3fnuz: ``0x80``). A
+    group without elements has ``amax = 0``.
 
-    Scales of blocks and tiles may be powers of two (e8m0, as `mm` reads them), the smallest at which nothing saturates::
+    Block scales (``"block"`` and ``"block2d"``) may be powers of two (e8m0, as `mm` reads them), the smallest at which nothing
+    saturates::
 
         exponent = max(ceil(log2(amax / largest)), -127)
         scale    = exponent + 127
         q        = dtype(x / 2^exponent)
 
-    Then a group that holds a NaN or an infinity gets ``scale = 255``, which is NaN, and all of q 0; one of zeros gets the scale 0.
+    With e8m0 scales, a group with a NaN or an infinity gets ``scale = 255``, which is NaN, and q = 0. A group of zeros gets the
+    scale byte 0.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``.
-        granularity: what a group is. ``"tensor"``: all of x; ``"token"``: a row; ``"block"``: ``block_size`` consecutive elements
-            of a row; ``"block2d"``: a tile of ``block_size`` rows by ``block_size`` columns of the last two axes, as weights have.
-            Blocks at the end of an axis may be short.
-        block_size: elements of a block along an axis, >= 1; without meaning for the other granularities.
+        granularity: the group that shares a scale. ``"tensor"``: all of x; ``"token"``: a row; ``"block"``: ``block_size``
+            consecutive elements of a row; ``"block2d"``: ``block_size`` rows by ``block_size`` columns of the last two axes, as
+            for weights. The last block of an axis may be partial.
+        block_size: elements of a block along an axis, >= 1; ignored for the other granularities.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
-        scale_dtype: float32; or, for blocks and tiles in float8_e4m3fn or float8_e5m2, uint8 (e8m0), or int32: e8m0 of four
-            consecutive blocks of a row, or tiles of a row of tiles, the first in the lowest byte, with zeros behind the last.
+        scale_dtype: float32; for block scales of float8_e4m3fn or float8_e5m2 also uint8 (e8m0) or int32. An int32 packs the e8m0
+            scales of four consecutive blocks along the last axis, the first in the lowest byte, padded with zeros.
         out: receives q.
         scale_out: receives the scales.
 
     Returns:
         q: ``dtype [..., k]``; scale: ``scale_dtype [1]``, ``[..., 1]``, ``[..., ceil(k/block_size)]`` or
-        ``[..., ceil(m/block_size), ceil(k/block_size)]`` for x ``[..., m, k]``; in int32 a quarter as many along the last axis,
+        ``[..., ceil(m/block_size), ceil(k/block_size)]`` for x ``[..., m, k]``; in int32 the last axis is a quarter as long,
         rounded up.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -135,7 +138,7 @@ def quantize_fp8(
 
 
 def _within(block_size: int, shape: Sequence[int]) -> int:
-    """A block that is longer than every axis holds as much as one of the longest axis, and takes less memory to pad to."""
+    """Limits block_size to the longest axis: the groups are the same, and padding takes less memory."""
     return min(block_size, max(1, *shape[-2:]))
 
 
@@ -144,7 +147,7 @@ def _block_shape(granularity: str, block_size: int) -> tuple[int, ...]:
 
 
 def _largest(magnitude: Tensor, granularity: str, block_size: int) -> Tensor:
-    """The largest element of each group, 0 for a group without any."""
+    """The largest element of each group, 0 for an empty group."""
     if not magnitude.numel():
         return magnitude.new_zeros(_scale_shape(tuple(magnitude.shape), granularity, block_size))
     if granularity == "tensor":
@@ -171,7 +174,7 @@ def _scale_shape(shape: tuple[int, ...], granularity: str, block_size: int) -> t
 
 
 def quantised_scale_shape(shape: tuple[int, ...], granularity: str, block_size: int, scale_dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of the scales of a tensor of this shape, as `quantize_fp8` makes them."""
+    """The shape of the scales that `quantize_fp8` returns for a tensor of this shape."""
     *lead, columns = _scale_shape(shape, granularity, block_size)
     return (*lead, blocks(columns, 4) if scale_dtype == torch.int32 else columns)
 
@@ -210,7 +213,7 @@ def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dt
 
 
 def _uneven(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Rows of very different size, among them a row of zeros."""
+    """Rows of very different magnitudes, among them a row of zeros."""
     rows = draw.normal(*shape[:-1], 1, scale=3.0).exp()
     values = draw.normal(*shape) * rows
     if values.numel():
@@ -293,14 +296,15 @@ def _(x: Tensor, granularity: str, block_size: int, scale_dtype: torch.dtype) ->
 def quantize_fp8_with_scale(
     x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, out: Tensor | None = None
 ) -> Tensor:
-    """An 8-bit float with scales that are known beforehand, such that ``x ~= q * scale``.
+    """Quantises x to an 8-bit float with given (static) scales, such that ``x ~= q * scale``.
 
-    ``q = dtype(x / scale)``: a correctly rounded float32 division, then to nearest, ties to even, saturating. A NaN quotient
-    (NaN in x or scale, 0/0, inf/inf) gives the NaN ``0x7f`` (e4m3fnuz: ``0x80``), an infinite one the largest finite value.
+    ``q = dtype(x / scale)``: a correctly rounded float32 division, then rounding to nearest, ties to even, saturating. A NaN
+    quotient (NaN in x or scale, 0/0, inf/inf) gives the NaN ``0x7f`` (e4m3fnuz: ``0x80``), an infinite quotient the largest
+    finite value with its sign.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``.
-        scale: float32; for all of x ``[]`` or ``[1]``, per token ``[..., 1]``, per channel ``[k]``. Values should be positive; that
+        scale: float32; per tensor ``[]`` or ``[1]``, per token ``[..., 1]``, per channel ``[k]``. Values should be positive; this
             is not checked.
         dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
         out: receives the result.
@@ -309,7 +313,7 @@ def quantize_fp8_with_scale(
         ``dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -400,23 +404,25 @@ def _(x: Tensor, scale: Tensor) -> Cost:
 def dequantize_fp8(
     q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, block_size: int = 128, out: Tensor | None = None
 ) -> Tensor:
-    """``q * scale`` in float32, rounded to ``out_dtype``: the reverse of `quantize_fp8` and `quantize_fp8_with_scale`.
+    """Dequantises an 8-bit float: ``q * scale`` in float32, rounded to ``out_dtype``.
+
+    It is the inverse of `quantize_fp8` and `quantize_fp8_with_scale`.
 
     Args:
         q: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz ``[..., k]``.
-        scale: float32; the first of these whose shape it has: for all of q ``[]`` or ``[1]``; per token ``[..., 1]``; per block
-            ``[..., ceil(k/block_size)]``; per channel ``[k]``; per tile ``[..., ceil(m/block_size), ceil(k/block_size)]`` for q
-            ``[..., m, k]``. Per block or tile it may be e8m0 (uint8 or float8_e8m0fnu), or four e8m0 in an int32, as `quantize_fp8`
-            makes them, for float8_e4m3fn and float8_e5m2.
+        scale: float32. Its shape selects the first match of: per tensor ``[]`` or ``[1]``; per token ``[..., 1]``; per block
+            ``[..., ceil(k/block_size)]``; per channel ``[k]``; per 2-D block ``[..., ceil(m/block_size), ceil(k/block_size)]``
+            for q ``[..., m, k]``. Scales of blocks and 2-D blocks of float8_e4m3fn and float8_e5m2 may be e8m0 (uint8 or
+            float8_e8m0fnu), or four e8m0 packed in an int32, as `quantize_fp8` returns them.
         out_dtype: float16, bfloat16 or float32.
-        block_size: elements of a block or tile along an axis, >= 1.
+        block_size: elements of a block along an axis, >= 1.
         out: receives the result.
 
     Returns:
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -434,7 +440,7 @@ def dequantize_fp8(
 
 
 def _as_float(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
-    """Scales in float32, one for each group."""
+    """The scales in float32, one for each group."""
     if scale.dtype == torch.float32:
         return scale
     exponents = scale.view(torch.uint8) if scale.dtype in E8M0 else unpack_e8m0(scale, blocks(q.shape[-1], block_size))
@@ -442,7 +448,7 @@ def _as_float(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
 
 
 def decode_quantised(q: Tensor, scale: Tensor, granularity: str, block_size: int) -> tuple[Tensor, TensorFormat]:
-    """The values, in float32, of what `quantize_fp8` made with scales of blocks or tiles, and their format."""
+    """Dequantises a result of `quantize_fp8` with block scales to float32; also returns its format."""
     stored = torch.uint8 if scale.dtype in E8M0 else scale.dtype
     values = decode_fp8(q, _as_float(q, scale, block_size), _block_shape(granularity, block_size), torch.float32)
     return values, fp8_format(q.dtype, "block", _block_shape(granularity, block_size), stored)
@@ -504,7 +510,7 @@ def _powers(
     scale_dtype: torch.dtype = torch.int32,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Scales that are e8m0, of blocks of 32: a byte each, or four in a number."""
+    """Arguments with e8m0 scales for blocks of 32: a byte each, or four packed in an int32."""
 
     def make(draw: Draw) -> dict[str, Any]:
         each = 1 if scale_dtype == torch.uint8 else 4

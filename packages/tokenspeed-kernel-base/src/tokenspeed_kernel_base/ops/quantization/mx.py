@@ -1,7 +1,7 @@
-"""Values to the OCP Microscaling formats mxfp8 and mxfp4, and back.
+"""Quantisation to the OCP Microscaling formats mxfp8 and mxfp4, and dequantisation.
 
-"OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 6.3. What it leaves open (NaN, infinities, zeros) is
-settled in `tokenspeed_kernel_base.ops.quantization.encodings`, and told in the operators' docstrings.
+"OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 6.3. It leaves the treatment of NaN, infinities and
+zeros open. `tokenspeed_kernel_base.ops.quantization.encodings` defines it, and the operators' docstrings state it.
 """
 
 from __future__ import annotations
@@ -53,32 +53,35 @@ def quantize_mxfp8(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """mxfp8: e4m3 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
+    """Quantises to mxfp8: e4m3 elements, each 32 with one e8m0 scale, such that ``x ~= q * 2^(scale - 127)``.
 
-    Exactly, for each 32 consecutive elements of the last axis (OCP MX v1.0, section 6.3)::
+    The exact definition, for each 32 consecutive elements of the last axis with largest magnitude ``amax`` (OCP MX v1.0, section
+    6.3)::
 
         exponent = max(floor(log2(amax)) - 8, -127)      # 8: e4m3's largest power of two is 2^8; amax = 0 gives -127
         scale    = exponent + 127                        # e8m0
         q        = e4m3fn(x / 2^exponent)                # to nearest, ties to even, saturating at 448
 
-    So magnitudes from 448 to 512 times the scale saturate. With ``scale_rounding="up"`` the exponent is the smallest at which none
-    does, ``max(ceil(log2(amax / 448)), -127)``.
+    Magnitudes from 448 to 512 times ``2^exponent`` saturate. With ``scale_rounding="up"`` the exponent is the smallest at which
+    nothing saturates, ``max(ceil(log2(amax / 448)), -127)``.
 
-    where ``amax`` is the largest magnitude. Subnormal numbers count as they are. A block that holds a NaN or an infinity gets
-    ``scale = 255``, which is NaN, and all of q 0. Zeros keep their sign.
+    Subnormal numbers are not flushed to zero. A block with a NaN or an infinity gets ``scale = 255``, which is NaN, and q = 0.
+    Zeros keep their sign.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 32.
-        scale_rounding: ``"down"``, as the OCP says, or ``"up"``.
-        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
+        scale_rounding: ``"down"``, as in the OCP specification, or ``"up"``, see above.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in 128x4 tiles, as `swizzle_scales` writes them; x must then be
+            ``[..., m, k]``.
         out: receives q.
         scale_out: receives the scales.
 
     Returns:
-        q: float8_e4m3fn ``[..., k]``; scale: uint8 (e8m0) ``[..., k/32]``, in tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
+        q: float8_e4m3fn ``[..., k]``; scale: uint8 (e8m0) ``[..., k/32]``, in 128x4 tiles
+            ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -105,29 +108,31 @@ def quantize_mxfp8(
 def quantize_mxfp4(
     x: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """mxfp4: e2m1 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
+    """Quantises to mxfp4: e2m1 elements, each 32 with one e8m0 scale, such that ``x ~= q * 2^(scale - 127)``.
 
-    Exactly, for each 32 consecutive elements of the last axis (OCP MX v1.0, section 6.3)::
+    The exact definition, for each 32 consecutive elements of the last axis with largest magnitude ``amax`` (OCP MX v1.0, section
+    6.3)::
 
         exponent = max(floor(log2(amax)) - 2, -127)      # 2: e2m1's largest power of two is 2^2; amax = 0 gives -127
         scale    = exponent + 127                        # e8m0
-        q        = e2m1(x / 2^exponent)                  # to nearest, ties to the even code, saturating at 6
+        q        = e2m1(x / 2^exponent)                  # to nearest, ties to even, saturating at 6
 
-    where ``amax`` is the largest magnitude. Subnormal numbers count as they are. A block that holds a NaN or an infinity gets
-    ``scale = 255``, which is NaN, and all of q 0. Zeros keep their sign, and so do values that round to zero.
+    Subnormal numbers are not flushed to zero. A block with a NaN or an infinity gets ``scale = 255``, which is NaN, and q = 0.
+    Zeros, and values that round to zero, keep their sign.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 32.
-        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in 128x4 tiles, as `swizzle_scales` writes them; x must then be
+            ``[..., m, k]``.
         out: receives q.
         scale_out: receives the scales.
 
     Returns:
-        q: uint8 ``[..., k/2]``, two codes a byte, the element of the lower index in the lower nibble; scale: uint8 (e8m0)
-        ``[..., k/32]``, in tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
+        q: uint8 ``[..., k/2]``, two e2m1 values in a byte, the lower index in the lower nibble; scale: uint8 (e8m0)
+        ``[..., k/32]``, in 128x4 tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -222,7 +227,7 @@ def _quantisation_cases() -> list[Case]:
 
 
 def _about_the_largest(draw: Draw) -> dict[str, Any]:
-    """Largest magnitudes at which a scale that is rounded up changes, and those before and after, from the smallest on."""
+    """Largest magnitudes at which a rounded-up scale changes, and their neighbours, from the smallest on."""
     edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal
     wanted = torch.stack((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2))).flatten().to(draw.device)
     rows = draw.uniform(len(wanted), BLOCK_MX, low=-1.0, high=1.0) * wanted.unsqueeze(1)
@@ -266,9 +271,9 @@ def _(x: Tensor) -> Cost:
     scales=("scale",),
 )
 def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
-    """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp8`.
+    """Dequantises mxfp8: ``q * 2^(scale - 127)``, rounded to ``out_dtype`` once; the inverse of `quantize_mxfp8`.
 
-    Products beyond float32 are infinite; a scale of 255 makes its block NaN.
+    Results beyond the range of float32 are infinite; a block with scale 255 becomes NaN.
 
     Args:
         q: float8_e4m3fn or float8_e5m2 ``[..., k]``, k a multiple of 32.
@@ -280,7 +285,7 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -305,12 +310,12 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
     scales=("scale",),
 )
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
-    """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp4`.
+    """Dequantises mxfp4: ``q * 2^(scale - 127)``, rounded to ``out_dtype`` once; the inverse of `quantize_mxfp4`.
 
-    Products beyond float32 are infinite; a scale of 255 makes its block NaN.
+    Results beyond the range of float32 are infinite; a block with scale 255 becomes NaN.
 
     Args:
-        q: uint8 ``[..., k/2]``, two e2m1 codes a byte, the element of the lower index in the lower nibble; k a multiple of 32.
+        q: uint8 ``[..., k/2]``, two e2m1 values in a byte, the lower index in the lower nibble; k a multiple of 32.
         scale: uint8 (e8m0) ``[..., k/32]``.
         out_dtype: float16, bfloat16 or float32.
         out: receives the result.
@@ -319,7 +324,7 @@ def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -385,7 +390,7 @@ def _(q: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 @recipe
 def _fp8_codes(*shape: int, to: torch.dtype = torch.bfloat16, low: int = 100, high: int = 150) -> Callable[[Draw], dict[str, Any]]:
-    """All 256 codes occur, NaN among them."""
+    """Random bytes as q, so that all 256 fp8 bit patterns occur, NaN included."""
 
     def make(draw: Draw) -> dict[str, Any]:
         q = draw.integers(0, 256, *shape, dtype=torch.uint8).view(torch.float8_e4m3fn)

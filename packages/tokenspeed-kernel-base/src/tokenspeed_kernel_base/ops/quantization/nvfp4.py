@@ -1,4 +1,4 @@
-"""Values to nvfp4 and back: 4-bit floats with e4m3 block scales and one float32 scale."""
+"""Quantisation to nvfp4 (4-bit floats with e4m3 block scales and a float32 global scale), and dequantisation."""
 
 from __future__ import annotations
 
@@ -40,33 +40,34 @@ def quantize_nvfp4(
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """nvfp4: e2m1 elements, 16 of which share an e4m3 scale, such that ``x ~= q * scale * global_scale``.
+    """Quantises to nvfp4: e2m1 elements, each 16 with one e4m3 scale, such that ``x ~= q * scale * global_scale``.
 
-    ``global_scale`` is a factor of the decoded value. (Some libraries pass its reciprocal.) With ``max(|x|) / (448 * 6)`` the
-    block scales use their whole range. Exactly, for each 16 consecutive elements of the last axis, with all operations in
-    float32 and correctly rounded::
+    ``global_scale`` is a factor of the dequantised value. (Some libraries pass its reciprocal.) With ``max(|x|) / (448 * 6)`` the
+    block scales use their whole range. The exact definition, for each 16 consecutive elements of the last axis with largest
+    magnitude ``amax``, with all operations in float32 and correctly rounded::
 
         scale = e4m3fn((amax / 6) / global_scale)        # to nearest, ties to even, saturating at 448
         step  = float32(scale) * global_scale
-        q     = e2m1(x / step)                           # to nearest, ties to the even code, saturating at 6
+        q     = e2m1(x / step)                           # to nearest, ties to even, saturating at 6
 
-    where ``amax`` is the largest magnitude. Where ``amax / 6`` is 0, scale is 0. Where step is 0, q is 0. A block that holds a NaN
-    or an infinity gets the scale NaN (``0x7f``) and all of q 0. Other zeros, and values that round to zero, keep their sign.
+    If ``amax / 6`` is 0, scale is 0. If step is 0, q is 0. A block with a NaN or an infinity gets the scale NaN (``0x7f``) and q
+    = 0. Other zeros, and values that round to zero, keep their sign.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 16.
-        global_scale: float32 ``[]`` or ``[1]``. Should be finite and at least 0; that is not checked. With 0, which
-            ``max(|x|) / (448 * 6)`` is for a tensor of zeros, everything decodes to 0.
-        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
+        global_scale: float32 ``[]`` or ``[1]``. Should be finite and at least 0; this is not checked. With 0, as
+            ``max(|x|) / (448 * 6)`` gives for a tensor of zeros, everything dequantises to 0.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in 128x4 tiles, as `swizzle_scales` writes them; x must then be
+            ``[..., m, k]``.
         out: receives q.
         scale_out: receives the block scales.
 
     Returns:
-        q: uint8 ``[..., k/2]``, two codes a byte, the element of the lower index in the lower nibble; scale: float8_e4m3fn
-        ``[..., k/16]``, in tiles ``[..., ceil(m/128), ceil(k/64), 32, 4, 4]``.
+        q: uint8 ``[..., k/2]``, two e2m1 values in a byte, the lower index in the lower nibble; scale: float8_e4m3fn
+        ``[..., k/16]``, in 128x4 tiles ``[..., ceil(m/128), ceil(k/64), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -172,12 +173,14 @@ def _(x: Tensor, scale_layout: str) -> Cost:
 def dequantize_nvfp4(
     q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:
-    """``q * (scale * global_scale)``, both products in float32, rounded to ``out_dtype``: the reverse of `quantize_nvfp4`.
+    """Dequantises nvfp4: ``q * (scale * global_scale)``, both multiplications in float32, rounded to ``out_dtype``.
+
+    It is the inverse of `quantize_nvfp4`.
 
     Args:
-        q: uint8 ``[..., k/2]``, two e2m1 codes a byte, the element of the lower index in the lower nibble; k a multiple of 16.
+        q: uint8 ``[..., k/2]``, two e2m1 values in a byte, the lower index in the lower nibble; k a multiple of 16.
         scale: float8_e4m3fn ``[..., k/16]``.
-        global_scale: float32 ``[]`` or ``[1]``, a factor of the decoded value.
+        global_scale: float32 ``[]`` or ``[1]``, a factor of the dequantised value.
         out_dtype: float16, bfloat16 or float32.
         out: receives the result.
 
@@ -185,7 +188,7 @@ def dequantize_nvfp4(
         ``out_dtype [..., k]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

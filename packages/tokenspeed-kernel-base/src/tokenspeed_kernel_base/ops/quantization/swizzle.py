@@ -1,4 +1,4 @@
-"""Scales of blocks to the layout that the block-scaled products of Blackwell read, and back."""
+"""Conversion of block scales to and from the layout of Blackwell's block-scaled MMAs."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SCALE_DTYPES = E8M0 | {torch.float8_e4m3fn}
     scales=("scale",),
 )
 def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
-    """Block scales in tiles of 128x4, as matrix units of Blackwell want them for block-scaled products (nvfp4, mxfp4, mxfp8).
+    """Swizzles block scales into 128x4 tiles, the layout of Blackwell's block-scaled MMAs (nvfp4, mxfp4, mxfp8).
 
-    With zeros in place of rows and columns that complete the last tiles::
+    The last tiles are padded with zeros::
 
         out[..., i // 128, j // 4, i % 32, i // 32 % 4, j % 4] = scale[..., i, j]
 
-    So the scale of row i and column j is the element ``((i // 128) * ceil(columns/4) + j // 4) * 512 + (i % 32) * 16 +
-    (i // 32 % 4) * 4 + j % 4`` of a matrix. Some libraries give the same memory the shape
-    ``[128 * ceil(rows/128), 4 * ceil(columns/4)]``; ``view`` leads from one to the other.
+    The scale of row i and column j is element
+    ``((i // 128) * ceil(columns/4) + j // 4) * 512 + (i % 32) * 16 + (i // 32 % 4) * 4 + j % 4`` of a matrix. Some libraries give
+    the same memory the shape ``[128 * ceil(rows/128), 4 * ceil(columns/4)]``; ``view`` converts between the two shapes.
 
     Args:
         scale: uint8 or float8_e8m0fnu (e8m0), or float8_e4m3fn, ``[..., m, columns]``: a row's scales lie along the last axis.
@@ -47,7 +47,7 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
         scale's dtype ``[..., ceil(m/128), ceil(columns/4), 32, 4, 4]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -72,19 +72,19 @@ def swizzle_scales(scale: Tensor, out: Tensor | None = None) -> Tensor:
     scales=("scale",),
 )
 def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None = None) -> Tensor:
-    """The reverse of `swizzle_scales`: block scales in rows, without the padding.
+    """The inverse of `swizzle_scales`: block scales in linear layout, without the padding.
 
     Args:
         scale: uint8, float8_e8m0fnu or float8_e4m3fn ``[..., tiles, tiles_across, 32, 4, 4]``.
-        rows: of the result, such that ``ceil(rows/128)`` is tiles.
-        columns: of the result, such that ``ceil(columns/4)`` is tiles_across.
+        rows: rows of the result, such that ``ceil(rows/128)`` is tiles.
+        columns: columns of the result, such that ``ceil(columns/4)`` is tiles_across.
         out: receives the result.
 
     Returns:
         scale's dtype ``[..., rows, columns]``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Penalties for tokens that a request has seen, and biases that it asks for."""
+"""Logit biases, and repetition, frequency and presence penalties."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def adjust_logits(
     presence_penalty: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Adds biases to the logits of listed tokens and penalises those of them that were seen.
+    """Adds biases and repetition, frequency and presence penalties to the logits of listed tokens.
 
-    Each row lists its tokens. The logit x of a listed token becomes, in this order,
+    Each row lists tokens. These steps change the logit x of a listed token, in this order:
 
     1. ``x + logit_bias``;
-    2. where its count is at least 0: ``x / repetition_penalty`` if x > 0, else ``x * repetition_penalty`` (Keskar et al., 2019,
+    2. if its count is at least 0: ``x / repetition_penalty`` if x > 0, else ``x * repetition_penalty`` (Keskar et al., 2019,
        arXiv:1909.05858);
-    3. where its count is at least 0: ``x - frequency_penalty * count``;
-    4. where its count is more than 0: ``x - presence_penalty``.
+    3. if its count is at least 0: ``x - frequency_penalty * count``;
+    4. if its count is above 0: ``x - presence_penalty``.
 
-    So a count of 0 is that of a token which stands in the prompt only, and -1 that of one that is listed for its bias. Each step
-    is computed in float64; the result is rounded to float32, unless logits are float64, and then to the logits' dtype. Logits of
-    other tokens are unchanged. With ``out=logits`` these are neither read nor written, which makes the call cost what the lists
-    cost and not what the vocabulary costs.
+    A count of 0 is for a token that occurs in the prompt only, -1 for a token that is listed only for its bias. Each step is
+    computed in float64. The result is rounded to float32, unless logits are float64, and then to the logits' dtype. Logits of
+    other tokens are unchanged. With ``out=logits`` the other logits are neither read nor written, so the cost depends on the
+    lists and not on the vocabulary.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0.
-        tokens: int32 ``[rows, listed]``, the tokens of each row, each at most once. An entry outside 0 to vocab - 1, such as -1,
-            lists nothing.
-        counts: int32 ``[rows, listed]``: how often the row has generated each token; needed by penalties.
+        tokens: int32 ``[rows, listed]``, the tokens of each row, each at most once. Entries outside 0 to vocab - 1, such as -1,
+            are ignored.
+        counts: int32 ``[rows, listed]``: how often the row has generated each token; required with penalties.
         logit_bias: float32 ``[rows, listed]``; 0 adds nothing.
-        repetition_penalty: float32 ``[rows]``, more than 0; 1 changes nothing.
+        repetition_penalty: float32 ``[rows]``, > 0; 1 changes nothing.
         frequency_penalty: float32 ``[rows]``; 0 changes nothing.
         presence_penalty: float32 ``[rows]``; 0 changes nothing.
         out: receives the result; may be logits.
@@ -65,8 +65,8 @@ def adjust_logits(
         Like logits and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values are checked where they lie
-            in host memory. Elsewhere, of a token that a row lists twice, the result is unspecified.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked if they
+            lie in host memory. Otherwise the result for a token that a row lists twice is unspecified.
 
     Example:
         >>> import torch
@@ -96,7 +96,7 @@ def adjust_logits(
             x = torch.where(counts > 0, x - presence_penalty.double().unsqueeze(1), x)
     if logits.dtype != torch.float64:
         x = x.float()
-    # Entries that list nothing go to a column of their own.
+    # Ignored entries are scattered to an extra column.
     wide = torch.nn.functional.pad(logits, (0, 1))
     return wide.scatter(1, torch.where(listed, tokens, vocab).long(), x.to(logits.dtype))[:, :vocab].contiguous()
 
@@ -149,7 +149,7 @@ def _(logits: Tensor) -> Tensor:
 
 
 def _tokens(draw: Draw, rows: int, listed: int, vocab: int) -> Tensor:
-    """Distinct tokens; the last eighth of each row's entries, and whatever exceeds the vocabulary, list nothing."""
+    """Distinct tokens; the last eighth of each row's entries, and entries past the vocabulary, are -1."""
     step = max(1, vocab // max(listed, 1))
     tokens = torch.arange(listed, device=draw.device) * step + draw.integers(0, step, rows, 1)
     tokens = torch.where(tokens < vocab, tokens, -1)

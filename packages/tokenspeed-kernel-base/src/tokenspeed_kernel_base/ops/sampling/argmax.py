@@ -15,10 +15,10 @@ from tokenspeed_kernel_base.operator import operator
 
 @operator("sampling", "argmax", formats=("logits",), traits={"vocab": int}, exact=True, varying=("rows",))
 def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
-    """The token with the largest logit in each row; of equal ones, the first.
+    """Greedy sampling: the token with the largest logit in each row; among equal logits, the first.
 
-    NaN counts as larger than any number, so a row that holds one gives the index of its first NaN. A row of ``-inf`` gives 0.
-    0 and -0 are equal.
+    NaN ranks above every number, so a row with NaNs gives the index of its first NaN. A row of ``-inf`` gives 0. 0 and -0 are
+    equal.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0.
@@ -29,7 +29,7 @@ def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | N
         ``out_dtype [rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | N
         >>> argmax(torch.tensor([[0.1, 2.0, 2.0], [5.0, -1.0, float("nan")]]))
         tensor([1, 2])
 
-    Safe in CUDA graphs. Every kernel gives exactly these indices.
+    Safe in CUDA graphs. Results are exactly the same with every backend.
     """
     return torch.argmax(logits, dim=-1).to(out_dtype)
 

@@ -1,4 +1,4 @@
-"""Greedy sampling where each device holds a part of the vocabulary: the best token of one part."""
+"""Greedy sampling with a sharded vocabulary: the best token of one shard."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def argmax_with_value(
     values_out: Tensor | None = None,
     tokens_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, and its token; of equal ones, the first.
+    """The largest logit of each row and its token, for one shard of the vocabulary; among equal logits, the first.
 
-    Where a vocabulary is divided among devices, each calls this with its logits and the token that these begin at. The results of
-    all, stacked, are what `merge_argmax` takes. Order is that of `argmax`: NaN is larger than any number, 0 and -0 are equal.
+    If a vocabulary is sharded over devices, each device calls this with its logits and its first token. `merge_argmax` takes the
+    stacked results of all devices. The order is that of `argmax`: NaN ranks above every number, 0 and -0 are equal.
 
     Args:
-        logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0: of the tokens ``first_token`` to
+        logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0, of the tokens ``first_token`` to
             ``first_token + vocab - 1``.
-        first_token: at least 0, and such that all tokens are less than 2^31.
+        first_token: at least 0, such that all tokens are below 2^31.
         values_out: receives the logits.
         tokens_out: receives the tokens.
 
     Returns:
-        values: float32 ``[rows]``, float64 logits are rounded; tokens: int32 ``[rows]``.
+        values: float32 ``[rows]`` (float64 logits are rounded); tokens: int32 ``[rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ def argmax_with_value(
         >>> argmax_with_value(torch.tensor([[0.5, 2.0, 2.0], [5.0, -1.0, 3.0]]), first_token=100)
         (tensor([2., 5.]), tensor([101, 100], dtype=torch.int32))
 
-    Safe in CUDA graphs. Every kernel gives exactly these tokens and values.
+    Safe in CUDA graphs. Results are exactly the same with every backend.
     """
     best = logits.argmax(-1, keepdim=True)
     return logits.gather(1, best).squeeze(1).float() + 0.0, (best.squeeze(1) + first_token).int()

@@ -1,4 +1,4 @@
-"""Greedy sampling where each device holds a part of the vocabulary: the best of the parts' best tokens."""
+"""Greedy sampling with a sharded vocabulary: merges the shards' best tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 @operator("sampling", "merge_argmax", formats=("values",), traits={"parts": int}, exact=True, varying=("rows",))
 def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
-    """The token of the largest value among the parts of each row; of equal values, the least token.
+    """Merges `argmax_with_value` results of vocabulary shards: the token of the largest value in each row.
 
-    With the results that `argmax_with_value` gives for each part of a vocabulary, stacked in any order, the result is that of
-    `argmax` for all logits. NaN is larger than any number, 0 and -0 are equal.
+    Among equal values, the smallest token wins. For the results of `argmax_with_value` for all shards, stacked in any order, the
+    result is that of `argmax` for all logits. NaN ranks above every number, 0 and -0 are equal.
 
     Args:
         values: float32 ``[parts, rows]``, parts > 0.
@@ -31,8 +31,8 @@ def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.
         ``out_dtype [rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. The values of tokens are not
-            checked.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. The values of tokens are
+            not checked.
 
     Example:
         >>> import torch
@@ -40,7 +40,7 @@ def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype = torch.
         >>> merge_argmax(torch.tensor([[2.0, 1.0], [2.0, 3.0]]), torch.tensor([[4, 0], [9, 7]], dtype=torch.int32))
         tensor([4, 7])
 
-    Safe in CUDA graphs. Every kernel gives exactly these tokens.
+    Safe in CUDA graphs. Results are exactly the same with every backend.
     """
     by_token, order = tokens.sort(dim=0, stable=True)
     best = values.gather(0, order).argmax(dim=0, keepdim=True)
@@ -68,7 +68,7 @@ def _(values: Tensor, out_dtype: torch.dtype) -> Tensor:
 @recipe
 def _inputs(parts: int, rows: int, out_dtype: torch.dtype = torch.int64) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        # Whole numbers, so that some are equal; the parts of a vocabulary stand in any order.
+        # Integers, so that some values are equal; the shards of a vocabulary are in random order.
         values = draw.normal(parts, rows).round()
         order = torch.rand(parts, rows, generator=draw.generator, device=draw.device).argsort(0)
         tokens = order * 25136 + draw.integers(0, 25136, parts, rows)

@@ -1,4 +1,4 @@
-"""Log-probabilities where each device holds a part of the vocabulary."""
+"""Log-probabilities with a sharded vocabulary: merges the shards' results."""
 
 from __future__ import annotations
 
@@ -26,31 +26,34 @@ def merge_token_logprobs(
     top_tokens_out: Tensor | None = None,
     lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities over a vocabulary, from those parts of it that `token_logprobs` gave with ``normalize=False``.
+    """Merges `token_logprobs` results of vocabulary shards into log-probabilities over the whole vocabulary.
 
-    The parts' lse are merged into that of all, which is then subtracted from the given token's logit, the largest among the parts
-    (it is ``-inf`` in those that do not hold the token), and from the ``top_k`` largest of all parts' top logits. These are ordered
-    by descending logit, equal ones by ascending token; NaN comes first. The parts may be stacked in any order.
+    The inputs are results of `token_logprobs` with ``normalize=False``.
 
-    A logit of ``-inf`` has the log-probability ``-inf``. If some part's lse is NaN, so are the log-probabilities of all other
-    logits.
+    The shards' log-sum-exps (lse) are merged into the lse of the vocabulary. The given token's logit is the largest of the
+    shards' values, because it is ``-inf`` in shards without the token. The merged lse is subtracted from it, and from the
+    ``top_k`` largest of all shards' top logits. These are ordered by descending logit, then by ascending token; NaN comes first.
+    The shards may be stacked in any order.
+
+    A logit of ``-inf`` has the log-probability ``-inf``. If the lse of a shard is NaN, the log-probabilities of all other logits
+    are NaN.
 
     Args:
         token_logits: float32 ``[parts, rows]``, parts > 0.
         top_logits: float32 ``[parts, rows, top_k]``.
-        top_tokens: int32 ``[parts, rows, top_k]``, at least 0, no two of a row the same.
+        top_tokens: int32 ``[parts, rows, top_k]``, at least 0, distinct within a row.
         lse: float32 ``[parts, rows]``, natural logarithms, < inf.
         token_out: receives the log-probabilities of the given tokens.
-        top_out: receives those of the most probable ones.
+        top_out: receives the log-probabilities of the most probable tokens.
         top_tokens_out: receives the most probable tokens.
         lse_out: receives the merged lse.
 
     Returns:
-        What `token_logprobs` gives for all logits: float32 ``[rows]``, float32 ``[rows, top_k]``, int32 ``[rows, top_k]`` and
+        The result of `token_logprobs` for all logits: float32 ``[rows]``, float32 ``[rows, top_k]``, int32 ``[rows, top_k]`` and
         float32 ``[rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values are not checked.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are not checked.
 
     Example:
         >>> import torch
@@ -66,7 +69,7 @@ def merge_token_logprobs(
     parts, rows, top_k = top_logits.shape
     total = lse.logsumexp(0)
     chosen = token_logits.amax(0)
-    # Side by side, and by ascending token, so that a stable sort leaves equal logits in that order.
+    # All shards' entries in a row, by ascending token, so that a stable sort keeps equal logits in that order.
     tokens, by_token = top_tokens.transpose(0, 1).reshape(rows, parts * top_k).sort(dim=-1)
     logits = top_logits.transpose(0, 1).reshape(rows, parts * top_k).gather(1, by_token)
     top, order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True)
@@ -104,7 +107,7 @@ def _(top_logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @recipe
 def _inputs(parts: int, rows: int, top_k: int, vocab: int = 25136) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        # Quarters, so that some are equal; one part holds the given token, in some rows none.
+        # Multiples of 1/4, so that some logits are equal. One shard holds the given token, in some rows none.
         top_logits = (draw.normal(parts, rows, top_k) * 8).round().sort(dim=-1, descending=True).values / 4
         holder = draw.integers(0, parts + 1, rows)
         held = torch.arange(parts, device=draw.device).unsqueeze(1) == holder

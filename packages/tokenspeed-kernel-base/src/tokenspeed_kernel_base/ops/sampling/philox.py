@@ -1,10 +1,10 @@
-"""Random numbers that depend on nothing but a seed and an offset: Philox4x32-10.
+"""Random numbers that depend on a seed and an offset only: Philox4x32-10.
 
-A counter-based generator (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten rounds of
-a keyed bijection turn a 128-bit counter and a 64-bit key into 128 random bits. There is no state, so a row's number is the
-same in every batch, on every device and in every order of evaluation.
+A counter-based generator (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten rounds of a
+keyed bijection map a 128-bit counter and a 64-bit key to 128 random bits. The generator has no state, so a row's random number is
+the same in every batch, on every device and in every order of evaluation.
 
-Words are 32 bits wide and are held in int64, because PyTorch can do little with unsigned integers.
+Words have 32 bits and are stored in int64, because PyTorch supports few operations on unsigned integers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WORD = 0xFFFFFFFF
 
 
 def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two words, computed in halves because the product does not fit into int64."""
+    """The high and low word of ``multiplier * word``, computed from 16-bit halves because the result does not fit into int64."""
     low_half = multiplier * (word & 0xFFFF)
     high_half = multiplier * (word >> 16) + (low_half >> 16)
     return high_half >> 16, (high_half & 0xFFFF) << 16 | (low_half & 0xFFFF)
 
 
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
-    """The random words of a counter under a key.
+    """The random words for a counter and a key.
 
     Args:
         counter: int64 ``[..., 4]`` words in 0 to 2^32 - 1, least significant first.
@@ -46,11 +46,11 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, offset: Tensor) -> Tensor:
-    """One number in [0, 1) for every seed and offset.
+    """A uniform random number in [0, 1) for every seed and offset.
 
-    The key is the seed's two words and the counter the offset's, low word first, followed by two zero words; negative numbers
-    count in two's complement. Of the four random words, the upper 24 bits of the first make the number: ``(word >> 8) * 2^-24``,
-    which float32 holds exactly.
+    The key is the seed's two words. The counter is the offset's two words, low word first, followed by two zero words. Negative
+    numbers are in two's complement. The result is made of the upper 24 bits of the first random word: ``(word >> 8) * 2^-24``,
+    which is exact in float32.
 
     Args:
         seed: int64 ``[...]``.
@@ -63,15 +63,15 @@ def uniform(seed: Tensor, offset: Tensor) -> Tensor:
 
 
 def uniform_of(seed: Tensor, offset: Tensor, draw: int | Tensor) -> Tensor:
-    """One number in [0, 1) for every seed, offset and draw, where one position needs several.
+    """A uniform random number in [0, 1) for every seed, offset and draw, for positions that need several numbers.
 
-    As `uniform`, but the counter's third word is ``draw + 1``, so that none of these is drawn from the words of `uniform`; and the
-    number is made of 53 bits: ``(first >> 5) * 2^-27 + (second >> 6) * 2^-53`` of the first two random words.
+    Like `uniform`, with two differences. The counter's third word is ``draw + 1``, so the random words differ from those of
+    `uniform`. The result has 53 bits from the first two random words: ``(first >> 5) * 2^-27 + (second >> 6) * 2^-53``.
 
     Args:
         seed: int64 ``[...]``.
         offset: int64 ``[...]``.
-        draw: which number, 0 to 2^32 - 2; broadcasts against the others.
+        draw: index of the random number, 0 to 2^32 - 2; broadcasts against seed and offset.
 
     Returns:
         float64 ``[...]``, a multiple of 2^-53.
@@ -81,7 +81,7 @@ def uniform_of(seed: Tensor, offset: Tensor, draw: int | Tensor) -> Tensor:
 
 
 def _words(seed: Tensor, offset: Tensor, third: int | Tensor) -> Tensor:
-    # The shift of a negative number fills with ones; the mask drops them.
+    # An arithmetic right shift of a negative number fills with ones; the mask clears them.
     low, high = offset & WORD, (offset >> 32) & WORD
     zero = torch.zeros_like(low)
     counter = torch.stack((low, high, zero + third, zero), dim=-1)

@@ -1,4 +1,4 @@
-"""Sampling from the most probable tokens, reproducibly."""
+"""Reproducible sampling with temperature, min-p, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.sampling.philox import uniform
 from tokenspeed_kernel_base.ops.sampling.weights import WEIGHT_BITS, kept_weights
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
+# The largest weight is 2^WEIGHT_BITS, and the sum of MAX_VOCAB such weights fits into int64.
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
 REQUEST = ("temperature", "top_k", "top_p", "min_p")
 
@@ -32,43 +32,46 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype = torch.int64,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draws one token a row from ``softmax(logits / temperature)``, restricted to its most probable tokens.
+    """Samples one token for each row from ``softmax(logits / temperature)``, restricted by min-p, top-k and top-p.
 
-    The tokens of a row are ordered by descending logit, equal ones by ascending id. Those are kept whose probability is at least
-    ``min_p`` times that of the first (Nguyen et al., 2024, arXiv:2407.01082), of these the first ``top_k`` (Fan et al., 2018,
-    arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability (Holtzman et al.,
-    2020, arXiv:1904.09751), and one of those kept is drawn by inverting their cumulative distribution, in ascending order of
-    tokens, at a number that depends on the row's ``seed`` and ``offset`` only. The same row with the same seed and offset therefore
-    gives the same token in any batch, at any place in it, on any device and by any kernel.
+    The tokens of a row are ordered by descending logit, then by ascending id. Three filters apply in turn. Min-p keeps tokens
+    whose probability is at least ``min_p`` times that of the first token (Nguyen et al., 2024, arXiv:2407.01082). Top-k keeps the
+    first ``top_k`` of these (Fan et al., 2018, arXiv:1805.04833). Top-p keeps the shortest prefix of these with at least
+    ``top_p`` of their probability (Holtzman et al., 2020, arXiv:1904.09751). One of the kept tokens is drawn by inverting their
+    cumulative distribution, in ascending order of ids, at a random number that depends on the row's ``seed`` and ``offset`` only.
+    So the same row with the same seed and offset gives the same token in any batch, at any index in it, on any device and with
+    any backend.
 
-    Exactly: a token weighs ``w = floor(2^40 * exp((logit - max(logits)) / temperature))``, in int64. So that it is the same number
-    everywhere, w is defined, to within 2^-19 of that or 3, by `tokenspeed_kernel_base.ops.sampling.weights.weights` of the float32
-    numbers ``logit - max(logits)`` and ``log2(e) / temperature``; a weight of less than ``2^40 * min_p`` is replaced by 0. With
-    S(n) the sum of the first n weights in the order above,
+    The exact definition: the weight of a token is ``w = floor(2^40 * exp((logit - max(logits)) / temperature))``, in int64. To be
+    the same on every device, w is computed by `tokenspeed_kernel_base.ops.sampling.weights.weights` from the float32 values
+    ``logit - max(logits)`` and ``log2(e) / temperature``. It deviates from the formula by a relative error of at most 2^-19, or
+    by at most 3. A weight below ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights in the order above,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
-    * n is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; the product is float64, of the float32 that top_p is;
+    * n, the number of kept tokens, is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; ``top_p * S(k)`` is computed
+      in float64 from the float32 top_p;
     * u is `tokenspeed_kernel_base.ops.sampling.philox.uniform(seed, offset)`: the upper 24 bits of the first word of Philox4x32-10
       with key ``seed`` and counter ``offset``, times 2^-24;
-    * the result is the least token t such that those of the n tokens that are at most t weigh more than ``floor(u * S(n))``
-      together; the product is float64.
+    * the result is the smallest token t such that the weights of the kept tokens with id at most t add up to more than
+      ``floor(u * S(n))``; ``u * S(n)`` is computed in float64.
 
-    A token whose weight is 0, as it is of one that is less than 2^-40 times as probable as the first, is never drawn, nor
-    is one of logit ``-inf``. A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0,
-    gives what `argmax` gives.
+    A token with weight 0 is never drawn. This includes tokens with logit ``-inf`` and tokens less than 2^-40 times as probable as
+    the first token. A row whose largest logit is not finite (NaN ranks highest), and a row with temperature 0, give the result of
+    `argmax`.
 
-    One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host memory.
-    Elsewhere a temperature that is negative or not finite is taken for 0, a negative top_k for 0, a top_p below 0 or NaN keeps one
-    token and one above 1 keeps all, a min_p below 0 or NaN is taken for 0 and one above 1 for 1.
+    For one setting in all rows, pass ``torch.full((rows,), 0.8)``. Values are checked if the tensors lie in host memory.
+    Otherwise a temperature that is negative or not finite counts as 0, and a negative top_k as 0. A top_p below 0 or NaN keeps
+    one token, and a top_p above 1 keeps all tokens. A min_p below 0 or NaN counts as 0, and a min_p above 1 as 1.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab in 1 to 2^22.
         temperature: float32 ``[rows]``, finite, >= 0; 0 is greedy.
-        top_k: int32 ``[rows]``, >= 0; 0 or more than vocab keeps all.
-        top_p: float32 ``[rows]`` in (0, 1]; 1 keeps all.
-        seed: int64 ``[rows]``: one for each request, say. Any value will do.
-        offset: int64 ``[rows]``: which of the seed's random numbers to use: the position of the new token, say. Any value will do.
-        min_p: float32 ``[rows]`` in [0, 1]; 0 keeps all, as None does for all rows.
+        top_k: int32 ``[rows]``, >= 0; 0, or more than vocab, keeps all tokens.
+        top_p: float32 ``[rows]`` in (0, 1]; 1 keeps all tokens.
+        seed: int64 ``[rows]``, for example one for each request. Any value is valid.
+        offset: int64 ``[rows]``, selects one of the seed's random numbers, for example by the position of the new token. Any
+            value is valid.
+        min_p: float32 ``[rows]`` in [0, 1]; 0 keeps all tokens. None means 0 for all rows.
         out_dtype: int64 or int32.
         out: ``out_dtype [rows]``, receives the result.
 
@@ -76,7 +79,7 @@ def sample_top_k_top_p(
         ``out_dtype [rows]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
         >>> import torch
@@ -89,7 +92,7 @@ def sample_top_k_top_p(
         >>> sample_top_k_top_p(logits, temperature, top_k, top_p, seed, offset)
         tensor([1, 1, 1, 1])
 
-    Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
+    Safe in CUDA graphs: seed and offset are tensors, so update them before a replay to get new random numbers.
     """
     kept = kept_weights(logits, temperature, top_k, top_p, min_p).cumsum(-1)
     target = (uniform(seed, offset).double().unsqueeze(1) * kept[:, -1:].double()).long()
@@ -120,7 +123,7 @@ def _(
 
 
 def check_request(check: Checker, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
-    """Checks shapes and dtypes of logits and of how their rows are restricted."""
+    """Checks shapes and dtypes of logits and of the sampling settings of their rows."""
     check.tensor("logits", logits, "rows vocab", FLOATS)
     vocab = check["vocab"]
     check.require(
@@ -135,7 +138,7 @@ def check_request(check: Checker, logits: Tensor, temperature: Tensor, top_k: Te
 def check_request_values(
     check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
 ) -> None:
-    """Checks how rows are restricted, where that lies in host memory."""
+    """Checks the sampling settings of rows, if they lie in host memory."""
     if temperature is not None:
         _require_rows(check, (temperature >= 0) & temperature.isfinite(), "temperature", "finite and not negative", temperature)
     if top_k is not None:
@@ -171,7 +174,7 @@ def request_inputs(
     min_p: float | None = None,
     out_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Every row the same request."""
+    """Arguments with the same settings in every row."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments: dict[str, Any] = {
@@ -193,7 +196,7 @@ def request_inputs(
 
 @recipe
 def mixed_inputs(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Callable[[Draw], dict[str, Any]]:
-    """Every row another request: greedy ones between warm ones, and all ways to restrict."""
+    """Arguments with different settings in every row: greedy and random rows, and all combinations of filters."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = request_inputs(rows, vocab, dtype=dtype)(draw)
@@ -201,7 +204,7 @@ def mixed_inputs(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False)
         arguments["top_k"] = (draw.integers(0, 3, rows) * draw.integers(1, vocab, rows)).int()
         arguments["top_p"] = draw.uniform(rows, low=0.05, high=1.2).clamp(max=1.0)
         if min_p:
-            # From none to the largest only, in steps of powers of two.
+            # Powers of two from 2^-11 to 1, and 0.
             arguments["min_p"] = torch.exp2(-draw.integers(0, 12, rows).float()) * draw.integers(0, 4, rows).clamp(max=1)
         return arguments
 
@@ -226,7 +229,7 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
 
 
 def _masked(draw: Draw) -> dict[str, Any]:
-    """Rows of which a grammar, say, allows few tokens: fewer than top-k keeps, as many, and more."""
+    """Rows with few allowed tokens, as under a grammar: fewer than top-k keeps, equally many, and more."""
     arguments = request_inputs(5, 12000, temperature=1.0, top_k=20, top_p=0.9)(draw)
     arguments["top_k"][1] = 0
     allowed = draw.tensor([1, 5, 20, 40, 5], torch.int32)
@@ -314,6 +317,6 @@ def _(
     min_p: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Cost:
-    # An exponential counts as one operation; ordering and sums need at least one each.
+    # An exponential counts as one operation; ordering and summation need at least one operation each.
     settings = nbytes(temperature, top_k, top_p, seed, offset, min_p)
     return Cost(flops=5.0 * logits.numel(), bytes=nbytes(logits) + settings + out_dtype.itemsize * logits.shape[0])

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most probable ones."""
+"""Log-probabilities of given tokens and of the most probable tokens."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ def token_logprobs(
     top_tokens_out: Tensor | None = None,
     lse_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The logarithm of the probability of one given token a row, and of the row's ``top_k`` most probable tokens.
+    """Log-probabilities of one given token for each row, and of the row's ``top_k`` most probable tokens.
 
     With x the row's logits divided by its temperature, ``lse = log(sum(exp(x)))`` and the log-probability of a token is
-    ``x[token] - lse``. Tokens are ordered by descending logit, equal ones by ascending token; NaN comes first. The sum is taken
-    in float32 (float64 for float64 logits); natural logarithms.
+    ``x[token] - lse``. Tokens are ordered by descending logit, then by ascending token; NaN comes first. Logarithms are natural.
+    The sum is accumulated in float32 (float64 for float64 logits).
 
-    Where a vocabulary is divided among devices, each calls this with its logits, the token that these begin at, and
-    ``normalize=False``, which leaves the subtraction out. The results of all, stacked, are what `merge_token_logprobs` takes.
+    If a vocabulary is sharded over devices, each device calls this with its logits, its first token, and ``normalize=False``,
+    which omits the subtraction. `merge_token_logprobs` takes the stacked results of all devices.
 
-    A logit of ``-inf`` has the log-probability ``-inf``. If a row's largest logit is NaN or ``inf``, its lse is NaN and so are the
-    log-probabilities of all other logits.
+    A logit of ``-inf`` has the log-probability ``-inf``. If a row's largest logit is NaN or ``inf``, its lse and the
+    log-probabilities of all other logits are NaN.
 
     Args:
-        logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0: of the tokens ``first_token`` to
+        logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0, of the tokens ``first_token`` to
             ``first_token + vocab - 1``.
-        tokens: int64 or int32 ``[rows]``. One that the logits do not hold, such as -1, gives ``-inf``.
-        top_k: how many of the most probable tokens to give, 0 to vocab.
-        temperature: float32 ``[rows]``; None is 1 for all rows, and so is one that is 0, negative or not finite.
-        first_token: at least 0, and such that all tokens are less than 2^31.
+        tokens: int64 or int32 ``[rows]``. A token that the logits do not cover, such as -1, gives ``-inf``.
+        top_k: how many of the most probable tokens to return, 0 to vocab.
+        temperature: float32 ``[rows]``; None means 1 for all rows. A temperature that is 0, negative or not finite counts as 1.
+        first_token: at least 0, such that all tokens are below 2^31.
         normalize: whether lse is subtracted; see above.
         token_out: receives the log-probabilities of the given tokens.
-        top_out: receives those of the most probable ones.
+        top_out: receives the log-probabilities of the most probable tokens.
         top_tokens_out: receives the most probable tokens.
         lse_out: receives lse.
 
     Returns:
         float32 ``[rows]``, float32 ``[rows, top_k]``, int32 ``[rows, top_k]`` and float32 ``[rows]``: the log-probability of the
-        given token, those of the most probable ones, these themselves, and lse.
+        given token, the log-probabilities of the most probable tokens, these tokens, and lse.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. The values of tokens and
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. The values of tokens and
             temperature are not checked.
 
     Example:
@@ -84,11 +84,11 @@ def token_logprobs(
     place = tokens.long() - first_token
     inside = (place >= 0) & (place < vocab)
     chosen = torch.where(inside, x.gather(1, torch.where(inside, place, 0).unsqueeze(1)).squeeze(1), -torch.inf)
-    # On a GPU sorting goes by the bits of a NaN, its sign included.
+    # On a GPU, sort orders NaNs by their bits, the sign included, so all NaNs are made alike.
     order = logits.where(~logits.isnan(), torch.nan).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     top = x.gather(1, order)
     if normalize:
-        # Not less their sum, which would round large logits.
+        # Two subtractions instead of one of their sum, which would round large logits.
         chosen = torch.where(chosen == -torch.inf, -torch.inf, chosen - shift - log_total)
         top = torch.where(top == -torch.inf, -torch.inf, top - shift.unsqueeze(1) - log_total.unsqueeze(1))
     return chosen.float(), top.float(), (order + first_token).int(), (shift + log_total).float()
@@ -135,7 +135,7 @@ def _inputs(
         first = options.get("first_token", 0)
         arguments = {
             "logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0),
-            # Where there are several parts, most tokens are another's.
+            # With a sharded vocabulary, most tokens belong to other shards.
             "tokens": draw.integers(0, vocab + 2 * first, rows, dtype=tokens_dtype),
             "top_k": top_k,
             **options,
@@ -205,5 +205,5 @@ def _(variation: Variation, logits: Tensor, tokens: Tensor, first_token: int) ->
 @token_logprobs.cost
 def _(logits: Tensor, tokens: Tensor, top_k: int, temperature: Tensor | None) -> Cost:
     outputs = 8.0 * logits.shape[0] * (1 + top_k)
-    # An exponential and a comparison of each logit, and their sum.
+    # An exponential, a comparison and an addition for each logit.
     return Cost(flops=3.0 * logits.numel(), bytes=nbytes(logits, tokens, temperature) + outputs)

@@ -1,4 +1,4 @@
-"""The distribution that sampling draws from, for speculative sampling."""
+"""The probabilities that sampling draws from, for speculative sampling."""
 
 from __future__ import annotations
 
@@ -35,31 +35,30 @@ def top_k_top_p_probs(
     min_p: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The distribution that `sample_top_k_top_p` draws a row's token from: temperature, min-p, top-k and top-p applied.
+    """Token probabilities after temperature, min-p, top-k and top-p: the distribution that `sample_top_k_top_p` samples from.
 
-    A kept token of weight w has the probability ``w * (1 / S)``, where S is the sum of the weights of all tokens kept. Weights, and
-    which tokens are kept, are those of `sample_top_k_top_p`. Both operations are float64; the result is rounded to float32. All
-    other tokens have the probability 0. A row that `sample_top_k_top_p` does not draw, because its temperature is 0 or its largest
-    logit is not finite, has the probability 1 for the token that `argmax` gives. So a row never holds NaN, and its sum is 1 but
-    for rounding.
+    A kept token of weight w has the probability ``w * (1 / S)``, where S is the sum of the weights of all kept tokens.
+    `sample_top_k_top_p` defines the weights and the kept tokens. Both operations are float64; the result is rounded to float32.
+    All other tokens have probability 0. In a greedy row, where the temperature is 0 or the largest logit is not finite, the token
+    of `argmax` has probability 1. So a row never holds NaN, and its sum is 1 except for rounding.
 
-    It makes the target's, and the draft model's, probabilities for `verify_draft_probs`, with the vocabulary's rows of all nodes
-    one after another. Penalties and biases are applied before, by `adjust_logits`.
+    Use it to compute the target's and the draft model's probabilities for `verify_draft_probs`, with one row for each node. Apply
+    penalties and biases first, with `adjust_logits`.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab in 1 to 2^22. May be strided.
         temperature: float32 ``[rows]``, finite, >= 0; 0 is greedy.
-        top_k: int32 ``[rows]``, >= 0; 0 or more than vocab keeps all.
-        top_p: float32 ``[rows]`` in (0, 1]; 1 keeps all.
-        min_p: float32 ``[rows]`` in [0, 1]; 0 keeps all, as None does for all rows.
+        top_k: int32 ``[rows]``, >= 0; 0, or more than vocab, keeps all tokens.
+        top_p: float32 ``[rows]`` in (0, 1]; 1 keeps all tokens.
+        min_p: float32 ``[rows]`` in [0, 1]; 0 keeps all tokens. None means 0 for all rows.
         out: float32 ``[rows, vocab]``, receives the result.
 
     Returns:
         float32 ``[rows, vocab]``.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then. Values are checked where the
-            tensors lie in host memory. Elsewhere values out of range mean what they mean to `sample_top_k_top_p`.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched. Values are checked if the
+            tensors lie in host memory. Otherwise out-of-range values are treated as in `sample_top_k_top_p`.
 
     Example:
         Speculative sampling: two tokens are drawn from a draft model's distributions and verified by the target's logits of the
@@ -101,7 +100,7 @@ def _(logits: Tensor) -> Tensor:
 
 
 def _without_draw(make: Make, draw: Draw, most: int | None = None) -> dict[str, Any]:
-    """The first rows of a call of `sample_top_k_top_p`, without what is for the draw."""
+    """The first rows of a call of `sample_top_k_top_p`, without the arguments of the random draw."""
     return {name: value[:most] for name, value in make(draw).items() if name not in _OF_THE_DRAW}
 
 
@@ -163,5 +162,5 @@ def _(variation: Variation, logits: Tensor, min_p: Tensor | None) -> dict[str, T
 @top_k_top_p_probs.cost
 def _(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Cost:
     settings = nbytes(temperature, top_k, top_p, min_p)
-    # As of sampling, and the division.
+    # The cost of sampling, plus the division.
     return Cost(flops=6.0 * logits.numel(), bytes=nbytes(logits) + settings + 4.0 * logits.numel())

@@ -1,8 +1,8 @@
-"""Integer weights of tokens, the same on every device.
+"""Integer weights of tokens that are the same on every device.
 
-Sampling compares sums of weights with each other. Integers make the sums independent of the order of addition; for the weights
-themselves to be the same everywhere, the exponential that they are made from is evaluated here by float32 additions and
-multiplications, each of them rounded, in a fixed order. Exponentials of mathematics libraries differ in the last place.
+Sampling compares sums of weights. With integers the sums do not depend on the order of addition. The weights themselves must be
+the same everywhere too, but the exponentials of math libraries differ in the last bit. So the exponential is evaluated here by
+float32 additions and multiplications, each rounded, in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LOG2_E = math.log2(math.e)
 LARGEST_SCALE = 3.0e38
 # Below this power of 2 a weight is 0.
 LEAST_EXPONENT = -41.0
-# 2^f for |f| <= 1/2, lowest order first: the polynomial of least largest relative error (2^-23.4) among those that give 1 for 0,
-# plus 2. All its values then lie between 2 and 4, where the bits of a float32 count multiples of 2^-22.
+# Coefficients of 2 + 2^f for |f| <= 1/2, lowest order first: the minimax polynomial of 2^f (relative error 2^-23.4) among those
+# with value 1 at 0, plus 2. Its values lie between 2 and 4, where the bits of a float32 count multiples of 2^-22.
 EXP2_COEFFICIENTS = (
     3.0,
     0.6931470036506653,
@@ -29,24 +29,27 @@ EXP2_COEFFICIENTS = (
 )
 FRACTION_BITS = 22
 BITS_OF_TWO = 0x40000000
-# Adding it to a number of less than 2^22 rounds that to an integer, which is then found in the low bits.
+# Adding it to a number below 2^22 rounds that number to an integer, which the low bits then hold.
 ROUNDER = 1.5 * 2.0**23
 BITS_OF_ROUNDER = 0x4B400000
 
 
 def scale_of(temperature: Tensor) -> Tensor:
-    """log2(e) / temperature, computed in float64, at most 3e38, as float32: what distances of logits are multiplied by."""
+    """The multiplier of logit distances: log2(e) / temperature, computed in float64, at most 3e38, as float32."""
     return (LOG2_E / temperature.double()).clamp(max=LARGEST_SCALE).float()
 
 
 def weights(distance: Tensor, scale: Tensor) -> Tensor:
-    """floor(2^40 * 2^(distance * scale)) to within 2^-19 of it or 3; exactly 2^40 for a distance of 0.
+    """The integer weights ``floor(2^40 * 2^(distance * scale))``, with an error bound.
 
-    With y the product, at least -41, n the integer next to y (of two, the even one) and p the polynomial of `EXP2_COEFFICIENTS` at
-    y - n by Horner's rule without fused operations, all in float32, the weight is ``(p - 2) * 2^(n + 40)``, rounded down.
+    The relative error is at most 2^-19, or the absolute error at most 3; the weight is exactly 2^40 for distance 0.
+
+    The steps, all in float32: y is ``distance * scale``, at least -41. n is y rounded to the nearest integer, ties to even. p is
+    the polynomial of `EXP2_COEFFICIENTS` at y - n, by Horner's rule without FMA. The weight is ``(p - 2) * 2^(n + 40)``, rounded
+    down.
 
     Args:
-        distance: float32, at most 0; -inf weighs nothing.
+        distance: float32, at most 0; -inf gives weight 0.
         scale: float32, positive and finite; broadcasts against distance.
 
     Returns:
@@ -64,9 +67,9 @@ def weights(distance: Tensor, scale: Tensor) -> Tensor:
 
 
 def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """The weights of the tokens that min-p, top-k and top-p keep of each row, and 0 for all others: int64 ``[rows, vocab]``.
+    """The weights of the tokens that min-p, top-k and top-p keep in each row, and 0 for all others: int64 ``[rows, vocab]``.
 
-    `sample_top_k_top_p` defines them. A greedy row keeps its first largest logit alone.
+    `sample_top_k_top_p` defines them. A greedy row keeps only the first token with the largest logit.
     """
     vocab = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -85,5 +88,5 @@ def kept_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
     k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)
     limit = top_p.double().unsqueeze(1) * total.gather(1, k - 1).double()
     n = ((place < k) & ((total - weight).double() < limit)).sum(-1, keepdim=True).clamp(min=1)
-    # Back in the order of tokens.
+    # Scatter back to the order of token ids.
     return torch.zeros_like(weight).scatter(1, order, torch.where(place < torch.where(greedy, 1, n), weight, 0))

@@ -1,1 +1,1 @@
-"""Speculative decoding: trees of draft tokens, and which of them the target model accepts."""
+"""Speculative decoding: draft trees and their verification by the target model."""

@@ -1,4 +1,4 @@
-"""From the candidates of a draft model to the tree that the target model verifies."""
+"""Builds the draft tree that the target model verifies from a draft model's candidates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.speculation.trees import tree_masks
 from tokenspeed_kernel_base.variation import Variation, Want
 
 MAX_NODES = 64
-"""Nodes of a tree, at most: bits of a mask."""
+"""The largest number of nodes of a tree: the bits of a mask."""
 
 
 @operator(
@@ -38,25 +38,25 @@ def build_draft_tree(
     tree_mask_out: Tensor | None = None,
     depths_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keeps the most probable candidates of each sequence as a draft tree, and says what each of its nodes sees.
+    """Builds each sequence's draft tree from its most probable candidates, with parents, tree masks and depths.
 
-    A draft model has proposed candidates, level by level: tokens that continue the last known token or an earlier candidate. The
-    ``nodes - 1`` of the highest scores stay (Li et al., 2024, EAGLE-2, arXiv:2406.16858), of equal ones the earlier, and of these
-    all that stay keep their order. With a score that is the sum of the logarithms of probabilities along the path no candidate is
-    above the one that it continues, so what stays is a tree.
+    A draft model proposes candidates level by level: tokens that continue the last known token or an earlier candidate. The
+    ``nodes - 1`` candidates with the highest scores are kept (Li et al., 2024, EAGLE-2, arXiv:2406.16858); among equal scores the
+    earlier candidates win. Kept candidates stay in their order. If a score is the sum of log-probabilities along the path, no
+    candidate scores higher than its parent, so the kept candidates form a tree.
 
-    Node 0 is the root, which holds the last known token. Where fewer candidates have a score above -inf, the last nodes are not
-    there: their parent is -1, they repeat the root's token, so that the target model may be run on them, and see themselves alone.
-    Likewise -1 is the parent of a candidate that continues one that did not stay.
+    Node 0 is the root, which holds the last known token. If fewer than ``nodes - 1`` candidates have a score above -inf, the last
+    nodes are absent. Absent nodes have parent -1 and see only themselves. They hold the root's token, so that the target model
+    can run on them. A kept candidate whose parent was not kept also has parent -1.
 
     Args:
         tokens: int32 or int64 ``[batch, candidates]``. May be strided.
-        scores: float32 ``[batch, candidates]``, the logarithm of the probability of the path to each candidate; -inf or NaN for one
-            that is not there. May be strided.
-        parents: int32 ``[batch, candidates]``: the earlier candidate that each continues, a negative number for the root. May be
-            strided.
+        scores: float32 ``[batch, candidates]``, the logarithm of the probability of the path to each candidate; -inf or NaN for
+            an absent candidate. May be strided.
+        parents: int32 ``[batch, candidates]``: the earlier candidate that each candidate continues; a negative number for the
+            root. May be strided.
         root_tokens: tokens' dtype ``[batch]``, the last known token of each sequence.
-        nodes: of a tree with its root, 1 to 64.
+        nodes: nodes of a tree, root included, 1 to 64.
         out: receives the draft tokens.
         parents_out: receives the parents.
         tree_mask_out: receives the masks.
@@ -64,18 +64,18 @@ def build_draft_tree(
 
     Returns:
         draft_tokens: tokens' dtype ``[batch, nodes]``.
-        parents: int32 ``[batch, nodes]``, as `verify_draft_tokens` and `verify_draft_probs` take them: the node that each node
-            continues, -1 for the root and for nodes that are not there.
-        tree_mask: int64 ``[batch, nodes]``: bit j is set where the node sees node j, itself or one that it continues. Flattened it
-            is what `mha_with_kvcache` and `mla_decode_with_kvcache` take.
-        depths: int32 ``[batch, nodes]``: how many nodes are before it on its path. Added to the root's position, the position
-            that rotary embedding wants.
+        parents: int32 ``[batch, nodes]``, for `verify_draft_tokens` and `verify_draft_probs`: the node that each node continues;
+            -1 for the root and for absent nodes.
+        tree_mask: int64 ``[batch, nodes]``: bit j is set if the node sees node j, which is itself or an ancestor. Pass it
+            flattened as tree_mask to `mha_with_kvcache` and `mla_decode_with_kvcache`.
+        depths: int32 ``[batch, nodes]``: the number of ancestors of each node. The position for RoPE is the root's position plus
+            the depth.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        Two candidates continue the root, and one the second of these; the first is the least probable.
+        Two candidates continue the root, and a third continues the second one. The first candidate is the least probable.
 
         >>> import torch
         >>> from tokenspeed_kernel import build_draft_tree
@@ -84,7 +84,7 @@ def build_draft_tree(
         >>> build_draft_tree(tokens, scores, parents, torch.tensor([5]), nodes=3)[:3]
         (tensor([[5, 8, 9]]), tensor([[-1,  0,  1]], dtype=torch.int32), tensor([[1, 3, 7]]))
 
-    Safe in CUDA graphs. Every kernel gives exactly these numbers.
+    Safe in CUDA graphs. Results are exactly the same with every backend.
     """
     batch, candidates = tokens.shape
     at = torch.arange(candidates, device=tokens.device)
@@ -92,7 +92,7 @@ def build_draft_tree(
     order = known.sort(dim=1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(1, order, at.expand(batch, -1))
     kept = (rank < nodes - 1) & (known > -torch.inf)
-    node = torch.where(kept, kept.cumsum(1), nodes)  # those that do not stay go to a column of their own
+    node = torch.where(kept, kept.cumsum(1), nodes)  # rejected candidates go to an extra column
     continued = parents.long().clamp(min=0, max=max(candidates - 1, 0))
     origin = torch.where(kept & (parents < at), node.gather(1, continued), nodes) if candidates else node
     stayed = torch.where(origin < nodes, origin, -1)
@@ -134,7 +134,8 @@ def _(tokens: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _inputs(
     batch: int, branching: int, depth: int, nodes: int, dtype: torch.dtype = torch.int64
 ) -> Callable[[Draw], dict[str, Any]]:
-    """As EAGLE-2 proposes them: ``branching`` continuations of the root, and then of each of the best ``branching`` of a level."""
+    """Candidates as in EAGLE-2: ``branching`` continuations of the root, then of each of the best ``branching`` candidates of a
+    level."""
 
     def make(draw: Draw) -> dict[str, Any]:
         levels = [
@@ -161,7 +162,7 @@ def _inputs(
 
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
-    """Ties, scores that are not there, and candidates that continue later ones, themselves, or none that stay."""
+    """Ties, absent scores, and candidates that continue themselves, later candidates, or candidates that are not kept."""
     arguments = _inputs(16, 4, 4, 20)(draw)
     shape = arguments["scores"].shape
     scores = draw.integers(-3, 1, *shape).float()
@@ -192,7 +193,7 @@ def _(variation: Variation, tokens: Tensor, parents: Tensor, nodes: int) -> dict
         return {"parents": absent_ids(parents, parents < 0)}
     (batch, count), draw = tokens.shape, variation.draw
     at = torch.arange(count, device=draw.device)
-    parents = (draw.uniform(batch, count) * (at + 1)).floor().int() - 1  # -1 to the candidate before
+    parents = (draw.uniform(batch, count) * (at + 1)).floor().int() - 1  # from -1 to the preceding candidate
     steps = draw.normal(batch, count).abs().neg()
     scores = torch.empty(batch, count, device=draw.device)
     for candidate in range(count):

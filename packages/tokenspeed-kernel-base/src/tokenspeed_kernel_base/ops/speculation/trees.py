@@ -1,11 +1,11 @@
-"""Trees of draft tokens, as all operators of speculative decoding have them.
+"""Draft trees, as all operators of speculative decoding represent them.
 
-A sequence brings ``nodes`` tokens to the target model. Node 0 is the root: the last token that is known. Every other node is a
-draft token; ``parents[i]`` is the node that it continues, and is less than i. A node whose parent is not among 0 to i - 1 is not
-there: -1 says so, and so a batch may have trees of different sizes. Without ``parents`` nodes are a chain, each continuing the one
-before.
+The target model runs on ``nodes`` tokens of each sequence. Node 0 is the root: the last known token. Every other node i is a
+draft token, which continues node ``parents[i] < i``. A node whose parent is outside 0 to i - 1, for example -1, is absent; so
+trees of a batch may have different sizes. Without ``parents`` the nodes form a chain, in which each node continues the preceding
+one.
 
-What the target model says of a node is about the token after it.
+The target model's output for a node predicts the token after the node.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
 
 
 def tree_masks(parents: Tensor) -> Tensor:
-    """The nodes that each node of a tree sees, itself and those that it continues: int64 ``[batch, nodes]``, bit j for node j.
+    """The nodes that each node of a tree sees, which are itself and its ancestors: int64 ``[batch, nodes]``, bit j for node j.
 
-    A node that is not there sees itself alone. At most 64 nodes.
+    An absent node sees only itself. At most 64 nodes.
     """
     batch, nodes = parents.shape
     masks = torch.empty(batch, nodes, dtype=torch.int64, device=parents.device)
@@ -39,7 +39,7 @@ def tree_masks(parents: Tensor) -> Tensor:
 
 
 def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
-    """Parents of random trees, int32 ``[batch, nodes]``; in every third one the last third of the nodes is not there."""
+    """Parents of random trees, int32 ``[batch, nodes]``; in every third tree, the last third of the nodes is absent."""
     at = torch.arange(nodes, device=draw.device)
     parents = (draw.uniform(batch, nodes) * at).floor().int().clamp(min=0)
     parents = torch.minimum(parents, (at - 1).clamp(min=0).int())
@@ -49,9 +49,9 @@ def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
 
 
 def absent_nodes(draft_tokens: Tensor, parents: Tensor | None, vocab: int | None = None) -> dict[str, Tensor]:
-    """For ``vary`` hooks: other tokens and parents of nodes that are not there, and of the root, whose own are not looked at.
+    """For ``vary`` hooks: changes the tokens and parents of absent nodes and of the root, which are ignored.
 
-    vocab: tokens from it on, too, say that a node is not there.
+    vocab: if given, nodes with tokens >= vocab are absent, too.
     """
     nodes = draft_tokens.shape[1]
     at = torch.arange(nodes, device=draft_tokens.device)
@@ -72,7 +72,7 @@ def check_drafts(check: Checker, draft_tokens: Tensor, parents: Tensor | None) -
 
 
 def made_paths(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs of a verification, without values: tokens, path, counts."""
+    """Uninitialised outputs of a verification: tokens, path, counts."""
     batch, nodes = draft_tokens.shape
     integers = draft_tokens.new_empty(batch, nodes, dtype=torch.int32)
     return draft_tokens.new_empty(batch, nodes), integers, integers.new_empty(batch)

@@ -1,4 +1,4 @@
-"""Speculative sampling: drafts that were drawn from a distribution, verified so that the target's distribution is kept."""
+"""Speculative sampling: verifies sampled drafts and preserves the target's distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.speculation.trees import absent_nodes, chain, ch
 from tokenspeed_kernel_base.variation import Variation, Want
 
 PROBABILITY_BITS = 40
-"""What is left of a probability is rounded to a multiple of 2^-40 before it is added up, so that sums are the same in any order."""
+"""Residual probabilities are rounded to multiples of 2^-40 before summation, so that sums do not depend on their order."""
 
 MAX_VOCAB = 1 << 22
 
@@ -41,62 +41,65 @@ def verify_draft_probs(
     path_out: Tensor | None = None,
     counts_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accepts draft tokens, or replaces them, such that what is emitted is distributed exactly as the target model's own samples.
+    """Speculative sampling: accepts or replaces draft tokens such that emitted tokens follow the target's distribution exactly.
 
-    Speculative sampling (Leviathan, Kalman & Matias, 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318), and for trees
-    its form of several rounds (Miao et al., 2024, SpecInfer, arXiv:2305.09781). At a node with target probabilities p and draft
-    probabilities q, whose children were drawn from q independently of each other, with r = p to begin with:
+    This is rejection sampling as of Leviathan, Kalman & Matias, 2023, arXiv:2211.17192, and Chen et al., 2023, arXiv:2302.01318;
+    trees use the multi-round form of Miao et al., 2024 (SpecInfer), arXiv:2305.09781. Consider a node with target probabilities p
+    and draft probabilities q, whose children were drawn from q independently. The residual r starts as p:
 
-    1. A child of token x is accepted with probability ``min(1, r(x) / q(x))``. Then x is emitted, and the walk goes on there.
-    2. If it is rejected, r becomes ``max(r - q, 0)``, divided by its sum, and the next child is looked at.
-    3. After the last one, a token drawn from r is emitted, and the walk ends. At a node without children that is a sample of p.
+    1. A child with token x is accepted with probability ``min(1, r(x) / q(x))``. Then x is emitted, and the walk continues at the
+       child.
+    2. If the child is rejected, r becomes ``max(r - q, 0)``, divided by its sum, and the next child is tried.
+    3. After the last child, a token drawn from r is emitted, and the walk ends. At a node without children this is a sample of p
+       (the bonus token).
 
-    Drafts that were chosen (the most probable tokens, say) and not drawn are verified by `verify_draft_tokens`, on samples of the
-    target. A sequence without temperature has target probabilities of 1 and 0.
+    If drafts were selected deterministically, for example as the most probable tokens, verify them with `verify_draft_tokens` on
+    samples of the target. A greedy sequence (temperature 0) has target probabilities of 1 and 0.
 
-    Every kernel draws the same tokens from the same numbers. In float64, ``r = max(a * p - b * q, 0)`` with a = 1 and b = 0 to
-    begin with; each product and the difference are rounded, and a result that is NaN or infinite counts as 0. Sums of r are sums
-    of multiples of 2^-40, to which each r is rounded, of two to the even one. Child i is accepted where ``u * q(x) < r(x)``, with
-    u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i); at a rejection 1 is added
-    to b. Before another child is looked at then, a and b are divided by the sum of r over the vocabulary. The last token is the
-    first at which the sum of r exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the vocabulary, both in
-    units of 2^-40. Where a sum over the vocabulary is 0, which after a rejection only rounding or NaN can bring about, a and b
-    become 1 and 0 instead; where S is 0 then, the token is 0.
+    Every backend draws the same tokens from the same inputs, by this exact definition. In float64, ``r = max(a * p - b * q, 0)``,
+    with a = 1 and b = 0 at first. ``a * p``, ``b * q`` and the difference are each rounded, and a NaN or infinite result counts
+    as 0. Before summation, each r is rounded to a multiple of 2^-40, ties to even. Child i is accepted if ``u * q(x) < r(x)``,
+    with u the random number i of `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i). At a rejection 1 is
+    added to b. Before the next child is tried, a and b are divided by the sum of r over the vocabulary. The last token is the
+    first one at which the cumulative sum of r exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the
+    vocabulary, both in multiples of 2^-40. If a sum over the vocabulary is 0, which after a rejection only rounding or NaN can
+    cause, a and b are reset to 1 and 0. If S is still 0, the token is 0.
 
-    NaN and infinity therefore stand for no probability. A token whose target probability is one of them is neither accepted nor
-    drawn at that node. A token whose draft probability is one of them is not accepted, nor drawn after a rejection. Where all draft
-    probabilities are NaN, a sample of the target is emitted. Where all target probabilities are NaN, token 0 is emitted.
+    So NaN and infinity count as no probability. A token with such a target probability is neither accepted nor drawn at that
+    node. A token with such a draft probability is not accepted, and not drawn after a rejection. If all draft probabilities are
+    NaN, a sample of the target is emitted. If all target probabilities are NaN, token 0 is emitted.
 
-    Nodes are those of a tree: node 0 is the root, the last token that is known; ``parents[i]`` is the node that node i continues,
-    and is less than i. A node whose parent is not among 0 to i - 1, -1 for one, is not there; nor is one with a draft token outside
-    the vocabulary. Children of a node are looked at in rising order.
+    Nodes form a tree. Node 0 is the root, which holds the last known token. Node i continues node ``parents[i] < i``. A node is
+    absent if its parent is outside 0 to i - 1, for example -1, or if its draft token is outside the vocabulary. Children of a
+    node are tried in ascending order.
 
     Args:
-        target_probs: float32 ``[batch, nodes, vocab]``, vocab in 1 to 2^22: the target's distribution after each node, temperature,
-            top-k and top-p applied, as `top_k_top_p_probs` makes it. Rows are not negative and sum to 1. Those of nodes that are
-            not reached are not read. May be strided, with vocab of stride 1.
+        target_probs: float32 ``[batch, nodes, vocab]``, vocab in 1 to 2^22: the target's distribution after each node, with
+            temperature, top-k and top-p applied, as `top_k_top_p_probs` returns it. Rows are not negative and sum to 1. Rows of
+            nodes that the walk does not reach are not read. May be strided, with vocab of stride 1.
         draft_probs: float32 ``[batch, inner, vocab]``, inner at most nodes: the distribution that the children of each node were
-            drawn from. Rows of nodes without children are not read, and nodes from inner on have none: of a chain, ``nodes - 1``
-            rows will do. As strided as target_probs.
-        draft_tokens: int32 or int64 ``[batch, nodes]``, the token of each node; that of node 0 is not looked at. May be strided.
-        seed: int64 ``[batch]``: one for each request, say. Any value will do.
-        offset: int64 ``[batch]``: which of the seed's random numbers to use: the position of the root, say. Any value will do. The
-            numbers are others than those that `sample_top_k_top_p` draws from the same seed and offset.
-        parents: int32 ``[batch, nodes]``; None is a chain, each node continuing the one before.
+            drawn from. Rows of nodes without children are ignored. Nodes from inner on have no children, so a chain needs only
+            ``nodes - 1`` rows. May be strided like target_probs.
+        draft_tokens: int32 or int64 ``[batch, nodes]``, the token of each node; the token of node 0 is ignored. May be strided.
+        seed: int64 ``[batch]``, for example one for each request. Any value is valid.
+        offset: int64 ``[batch]``, selects the seed's random numbers, for example by the position of the root. Any value is valid.
+            The random numbers differ from those of `sample_top_k_top_p` for the same seed and offset.
+        parents: int32 ``[batch, nodes]``; None means a chain, in which each node continues the preceding one.
         out: receives the tokens.
         path_out: receives the path.
         counts_out: receives the counts.
 
     Returns:
-        tokens: draft_tokens' dtype ``[batch, nodes]``: those that are emitted, then -1.
-        path: int32 ``[batch, nodes]``: the nodes after which they are emitted, 0 first, then -1. What `compact_kv_cache` takes.
-        counts: int32 ``[batch]``: how many there are, at least 1.
+        tokens: draft_tokens' dtype ``[batch, nodes]``: the emitted tokens, padded with -1.
+        path: int32 ``[batch, nodes]``: the nodes after which the tokens are emitted, 0 first, padded with -1; an input of
+            `compact_kv_cache`.
+        counts: int32 ``[batch]``: the number of emitted tokens, at least 1.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        The draft model was sure of token 1, and the target never emits that.
+        The draft model proposed token 1 with probability 1, but the target never emits it.
 
         >>> import torch
         >>> from tokenspeed_kernel import verify_draft_probs
@@ -107,7 +110,7 @@ def verify_draft_probs(
         >>> tokens, counts
         (tensor([[ 2, -1]]), tensor([1], dtype=torch.int32))
 
-    Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
+    Safe in CUDA graphs: seed and offset are tensors, so update them before a replay to get new random numbers.
     """
     (batch, nodes, vocab), inner = target_probs.shape, draft_probs.shape[1]
     device = target_probs.device
@@ -117,21 +120,21 @@ def verify_draft_probs(
     rows = torch.arange(batch, device=device)
     tokens, path = torch.full_like(draft_tokens, -1).contiguous(), torch.full_like(tree, -1).contiguous()
     path[:, :1] = 0
-    node, length = torch.zeros_like(rows), torch.ones_like(rows)  # where the walk is, and how many nodes it has reached
+    node, length = torch.zeros_like(rows), torch.ones_like(rows)  # the walk's node, and how many nodes it has reached
     a, b = torch.ones(batch, dtype=torch.float64, device=device), torch.zeros(batch, dtype=torch.float64, device=device)
-    rejected = torch.zeros_like(rows, dtype=torch.bool)  # a child of this node, after which r was not divided by its sum
+    rejected = torch.zeros_like(rows, dtype=torch.bool)  # whether r must still be divided by its sum
 
     def left() -> Tensor:
-        """r of every sequence."""
+        """The residual r of every sequence."""
         q = draft_probs[rows, node.clamp(max=max(inner - 1, 0))] if inner else torch.zeros_like(target_probs[:, 0])
-        taken = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
-        r = a.unsqueeze(1) * target_probs[rows, node].double() - taken
+        subtracted = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
+        r = a.unsqueeze(1) * target_probs[rows, node].double() - subtracted
         return torch.where((r > 0) & r.isfinite(), r, 0.0)
 
     for child in range(1, nodes):
         tried = there[:, child] & (tree[:, child] == node)
         again = tried & rejected
-        total = _units(left()).sum(1).double() * 2.0**-PROBABILITY_BITS
+        total = _fixed_point(left()).sum(1).double() * 2.0**-PROBABILITY_BITS
         divisor, lost = torch.where(again & (total > 0), total, 1.0), again & (total == 0)
         a, b = torch.where(lost, 1.0, a / divisor), torch.where(lost, 0.0, b / divisor)
         token = torch.where(tried, draft_tokens[:, child], 0).long()
@@ -144,17 +147,17 @@ def verify_draft_probs(
         last = length.clamp(max=nodes - 1)
         path[rows, last] = torch.where(accepted, child, path[rows, last])
         length = length + accepted.long()
-    lost = _units(left()).sum(1) == 0
+    lost = _fixed_point(left()).sum(1) == 0
     a, b = torch.where(lost, 1.0, a), torch.where(lost, 0.0, b)
-    totals = _units(left()).cumsum(1)
+    totals = _fixed_point(left()).cumsum(1)
     target = (uniform_of(seed, offset, 0) * totals[:, -1].double()).long()
     drawn = (totals <= target.unsqueeze(1)).sum(1)
     tokens[rows, length - 1] = torch.where(totals[:, -1] > 0, drawn, 0).to(tokens.dtype)
     return tokens, path, length.int()
 
 
-def _units(r: Tensor) -> Tensor:
-    """int64 multiples of 2^-40."""
+def _fixed_point(r: Tensor) -> Tensor:
+    """r as int64 multiples of 2^-40."""
     return (r * 2.0**PROBABILITY_BITS).round().long()
 
 
@@ -204,7 +207,7 @@ def _inputs(
     dtype: torch.dtype = torch.int64,
     restricted: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """A draft model that is somewhat like the target. ``restricted``: nine of ten tokens have a target probability of 0."""
+    """Arguments with a draft model similar to the target. ``restricted``: nine of ten tokens have a target probability of 0."""
 
     def make(draw: Draw) -> dict[str, Any]:
         target = _distributions(draw, batch, nodes, vocab, warmth=warmth)
@@ -230,13 +233,13 @@ def _inputs(
 
 
 def _equal(draw: Draw) -> dict[str, Any]:
-    """The draft model is the target: everything is accepted."""
+    """The draft model equals the target: everything is accepted."""
     arguments = _inputs(8, 5, 100, tree=False)(draw)
     return {**arguments, "draft_probs": arguments["target_probs"].clone()}
 
 
 def _sure(draw: Draw) -> dict[str, Any]:
-    """Probabilities of 1 and 0, as without temperature; drafts of the same kind, half of them wrong."""
+    """Probabilities of 1 and 0, as with temperature 0, for target and drafts; half of the drafts are wrong."""
     arguments = _inputs(32, 6, 4)(draw)
     eye = torch.eye(4, device=draw.device)
     arguments["target_probs"] = eye[draw.integers(0, 2, 32, 6)]
@@ -247,7 +250,7 @@ def _sure(draw: Draw) -> dict[str, Any]:
 
 
 def _nothing_left(draw: Draw) -> dict[str, Any]:
-    """Draft tokens that the target cannot emit, of a draft model that is the target but for them."""
+    """Draft tokens that the target cannot emit; except for these tokens the draft model equals the target."""
     arguments = _inputs(16, 5, 3000)(draw)
     arguments["target_probs"][..., 7] = 0
     arguments["draft_probs"] = arguments["target_probs"].clone()
@@ -257,7 +260,7 @@ def _nothing_left(draw: Draw) -> dict[str, Any]:
 
 
 def _not_finite(draw: Draw) -> dict[str, Any]:
-    """NaN and infinity among the probabilities of tokens, drafted ones too, and rows of nothing else: of a node, and of all."""
+    """NaN and infinity among the probabilities, also of drafted tokens, and rows of NaN only: of one node, and of all nodes."""
     arguments = _inputs(24, 5, 50, inner=4)(draw)
     target, drafts = arguments["target_probs"], arguments["draft_probs"]
     drafted = arguments["draft_tokens"][:, 1:2]
@@ -307,7 +310,7 @@ def _(variation: Variation, target_probs: Tensor, draft_probs: Tensor, draft_tok
 def _(
     target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, seed: Tensor, offset: Tensor, parents: Tensor | None
 ) -> Cost:
-    # A sequence cannot do without one row of the target and, where a draft is rejected, of the draft model.
+    # A sequence needs at least one row of the target and, if a draft is rejected, one row of the draft model.
     batch, _, vocab = target_probs.shape
     written = nbytes(draft_tokens) + 4 * (draft_tokens.numel() + batch)
     rows = batch * vocab * (8 if draft_probs.shape[1] else 4)

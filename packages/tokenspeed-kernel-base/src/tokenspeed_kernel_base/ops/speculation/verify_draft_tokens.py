@@ -1,4 +1,4 @@
-"""Which draft tokens the target model would have emitted itself."""
+"""Verification of draft tokens against the target model's tokens."""
 
 from __future__ import annotations
 
@@ -32,40 +32,41 @@ def verify_draft_tokens(
     path_out: Tensor | None = None,
     counts_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Follows the target model's own tokens from the root of each draft tree, for as long as they were drafted.
+    """Accepts the path of each draft tree that matches the target model's tokens.
 
-    At a node, the target's token is emitted. If a child of the node holds that token (the first child that does), the walk goes on
-    there; else it ends. So a sequence emits at least one token, and one more for every draft token that is accepted.
-
-    With the `argmax` of every node's logits this is greedy verification, and gives the tokens that decoding one by one gives. With
-    tokens that `sample_top_k_top_p` drew, each node's with random numbers of its own, it is speculative sampling for drafts that
-    were chosen, not drawn (the most probable tokens, an n-gram, a tree of both): the emitted tokens are distributed exactly as the
-    target's, and no scheme accepts more of drafts that are the same every time. Drafts that were drawn from a distribution are
-    better verified by `verify_draft_probs`.
-
-    Nodes are those of a tree: node 0 is the root, the last token that is known; ``parents[i]`` is the node that node i continues,
-    and is less than i. A node whose parent is not among 0 to i - 1, -1 for one, is not there, and nor is one with a negative draft
+    A walk starts at the root. At each node, the target's token is emitted. If a child of the node holds that token, the walk
+    continues at the first such child; otherwise it ends. So a sequence emits one token, and one more for every accepted draft
     token.
 
+    With the `argmax` of every node's logits this is greedy verification, and emits the same tokens as decoding one by one. With
+    tokens of `sample_top_k_top_p`, drawn with separate random numbers for each node, it is speculative sampling for deterministic
+    drafts, such as the most probable tokens, n-grams, or a tree of both. The emitted tokens then follow the target's distribution
+    exactly, and no scheme accepts more deterministic drafts. Drafts that were drawn from a distribution are better verified by
+    `verify_draft_probs`.
+
+    Nodes form a tree. Node 0 is the root, which holds the last known token. Node i continues node ``parents[i] < i``. A node is
+    absent if its parent is outside 0 to i - 1, for example -1, or if its draft token is negative.
+
     Args:
-        target_tokens: draft_tokens' dtype ``[batch, nodes]``, what the target emits after each node. May be strided.
-        draft_tokens: int32 or int64 ``[batch, nodes]``, the token of each node; that of node 0 is not looked at. May be strided.
-        parents: int32 ``[batch, nodes]``; None is a chain, each node continuing the one before.
+        target_tokens: draft_tokens' dtype ``[batch, nodes]``, the target's token after each node. May be strided.
+        draft_tokens: int32 or int64 ``[batch, nodes]``, the token of each node; the token of node 0 is ignored. May be strided.
+        parents: int32 ``[batch, nodes]``; None means a chain, in which each node continues the preceding one.
         out: receives the tokens.
         path_out: receives the path.
         counts_out: receives the counts.
 
     Returns:
-        tokens: draft_tokens' dtype ``[batch, nodes]``: those that are emitted, then -1.
-        path: int32 ``[batch, nodes]``: the nodes after which they are emitted, 0 first, then -1. What `compact_kv_cache` takes.
-        counts: int32 ``[batch]``: how many there are, at least 1.
+        tokens: draft_tokens' dtype ``[batch, nodes]``: the emitted tokens, padded with -1.
+        path: int32 ``[batch, nodes]``: the nodes after which the tokens are emitted, 0 first, padded with -1; an input of
+            `compact_kv_cache`.
+        counts: int32 ``[batch]``: the number of emitted tokens, at least 1.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is launched.
 
     Example:
-        The root has children 1 and 2, and node 2 has child 3. The target says 8 after the root, which node 2 holds; 9 after node 2,
-        which node 3 holds; and 4 after that.
+        The root has children 1 and 2, and node 2 has child 3. The target emits 8 after the root, which node 2 holds; then 9 after
+        node 2, which node 3 holds; then 4 after node 3.
 
         >>> import torch
         >>> from tokenspeed_kernel import verify_draft_tokens
@@ -76,7 +77,7 @@ def verify_draft_tokens(
         >>> tokens, path, counts
         (tensor([[ 8,  9,  4, -1]]), tensor([[ 0,  2,  3, -1]], dtype=torch.int32), tensor([3], dtype=torch.int32))
 
-    Safe in CUDA graphs. Every kernel gives exactly these numbers.
+    Safe in CUDA graphs. Results are exactly the same with every backend.
     """
     batch, nodes = draft_tokens.shape
     tree = chain(batch, nodes, draft_tokens.device) if parents is None else parents
@@ -112,7 +113,7 @@ verify_draft_tokens.fake(made_paths)
 def _inputs(
     batch: int, nodes: int, vocab: int = 3, tree: bool = True, dtype: torch.dtype = torch.int64
 ) -> Callable[[Draw], dict[str, Any]]:
-    """So few words that drafts are right often; of those of a chain about three quarters are."""
+    """Arguments with a small vocabulary, so that drafts are often right; about three quarters of a chain's drafts are."""
 
     def make(draw: Draw) -> dict[str, Any]:
         target = draw.integers(0, vocab, batch, nodes, dtype=dtype)
@@ -127,7 +128,7 @@ def _inputs(
 
 def _odd_values(draw: Draw) -> dict[str, Any]:
     arguments = _inputs(12, 9)(draw)
-    parents = draw.integers(-3, 12, 12, 9).int()  # many nodes continue themselves, or later ones: they are not there
+    parents = draw.integers(-3, 12, 12, 9).int()  # many nodes continue themselves or later nodes: they are absent
     tokens = draw.integers(-2, 2, 12, 9)
     return {**arguments, "parents": parents, "draft_tokens": tokens, "target_tokens": draw.integers(-2, 2, 12, 9)}
 

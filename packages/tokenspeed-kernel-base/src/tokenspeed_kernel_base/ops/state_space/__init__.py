@@ -1,1 +1,1 @@
-"""State-space models: the causal convolution in front of them, and their states, which a cache holds by slot."""
+"""State-space models: their causal convolution and their recurrence, with states in a cache, by slot."""

@@ -1,4 +1,4 @@
-"""What the causal convolutions of prefill and decode share."""
+"""Code that the causal convolutions of prefill and decode share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WIDTHS = (2, 3, 4)
 
 
 def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, activation: str | None, dtype: torch.dtype) -> Tensor:
-    """The sum of ``taps[i] * weight[:, i]`` and the bias, activated; in float32 (float64 for float64), rounded to dtype once.
+    """``activation(bias + sum over i of taps[i] * weight[:, i])``, in float32 (float64 for float64), rounded to dtype once.
 
     Args:
         taps: ``[..., channels]`` each, the oldest inputs first.
         weight: ``[channels, width]``.
         bias: ``[channels]``.
         activation: ``"silu"`` or None.
-        dtype: of the result.
+        dtype: the dtype of the result.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     products = [tap.to(wide) * weight[:, i].to(wide) for i, tap in enumerate(taps)]
@@ -34,7 +34,7 @@ def convolve(taps: Sequence[Tensor], weight: Tensor, bias: Tensor | None, activa
 def check_convolution(
     check: Checker, x: Tensor, shape: str, weight: Tensor, states: Tensor, bias: Tensor | None, activation: str | None
 ) -> None:
-    """Checks everything but slots. x is of the shape that is given, which ends in channels."""
+    """Checks all arguments but slots. ``shape``: the axes of x, channels last."""
     check.tensor("x", x, shape, FLOATS)
     check.tensor("weight", weight, "channels width", FLOATS)
     check.require(check["width"] in WIDTHS, "weight", "of shape [channels, width] with width 2, 3 or 4", str(list(weight.shape)))

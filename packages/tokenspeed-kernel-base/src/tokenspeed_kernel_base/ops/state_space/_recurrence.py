@@ -1,4 +1,4 @@
-"""What the state-space recurrences of prefill and decode share."""
+"""Code that the state-space recurrences of prefill and decode share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.traits import TraitKind
 
 Maker = Callable[[Draw], dict[str, Any]]
-"""What makes a case's arguments."""
+"""A function that draws a case's arguments."""
 
 
 def step_sizes(
     dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The step of each head, and the factor by which its state decays: ``[..., heads]`` each."""
+    """The step size of each head, and the decay factor of its state: ``[..., heads]`` each."""
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     if dt_softplus:
         step = torch.nn.functional.softplus(step)
@@ -29,7 +29,7 @@ def step_sizes(
 
 
 def advance(state: Tensor, x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each of n sequences, all of one dtype.
+    """Advances n sequences by one token each; all tensors have the same dtype.
 
     Args:
         state: ``[n, heads, head_dim, state_dim]``.
@@ -38,7 +38,7 @@ def advance(state: Tensor, x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C:
         B, C: ``[n, groups, state_dim]``.
 
     Returns:
-        The next state, and what it says: ``[n, heads, head_dim]``.
+        The next state, and its output ``[n, heads, head_dim]``.
     """
     heads_of_group = state.shape[1] // B.shape[1]
     B, C = (matrix.repeat_interleave(heads_of_group, dim=1).unsqueeze(2) for matrix in (B, C))
@@ -47,7 +47,7 @@ def advance(state: Tensor, x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C:
 
 
 def finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """Adds what skips the state, and gates: wide results ``[..., heads, head_dim]``, rounded to x's dtype."""
+    """Adds the skip connection, applies the gate, and rounds to x's dtype. y is float32 or float64 ``[..., heads, head_dim]``."""
     if D is not None:
         y = y + D.to(y.dtype).unsqueeze(-1) * x.to(y.dtype)
     if z is not None:
@@ -70,7 +70,7 @@ def check_recurrence(
     dt_min: float,
     dt_max: float,
 ) -> None:
-    """Checks everything but slots. ``leading``: the axes of tensors that have tokens."""
+    """Checks all arguments but slots. ``leading``: the leading axes of tensors with tokens."""
     check.tensor("x", x, f"{leading} heads head_dim", FLOATS)
     check.tensor("dt", dt, f"{leading} heads", {x.dtype, torch.float32})
     check.tensor("A", A, "heads", FLOATS)
@@ -103,12 +103,12 @@ def recurrence_traits(x: Tensor, B: Tensor, D: Tensor | None, z: Tensor | None, 
 
 
 def recurrence_flops(x: Tensor, B: Tensor) -> float:
-    """Operations of the recurrence: the state decays, takes up x and B, and is multiplied by C."""
+    """The FLOPs of the recurrence: decay of the state, outer product of x and B added to it, dot products with C."""
     return 5.0 * x.numel() * B.shape[-1]
 
 
 def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
-    """Matrix units take the state, the weights of tokens, and the inputs with their decays in x's dtype."""
+    """Kernels round three intermediates to x's dtype for MMAs: the state, the token weights, and the decayed inputs."""
     return (dense_tensor_format(x.dtype),) * 3
 
 
@@ -122,9 +122,9 @@ def draw_recurrence(
     dtype: torch.dtype,
     full: bool,
 ) -> dict[str, Any]:
-    """Operands as trained models have them: steps from 0.001 to 0.1 for the most part, A from -16 to -1.
+    """Draws operands like those of trained models: mostly steps from 0.001 to 0.1, A from -16 to -1.
 
-    ``full``: with D, z, dt_bias, softplus and limits; else steps are given as they are, in float32.
+    ``full``: with D, z, dt_bias, softplus and clamping; otherwise dt holds the final step sizes, in float32.
     """
     made: dict[str, Any] = {
         "x": draw.normal(*leading, heads, head_dim, dtype=dtype),

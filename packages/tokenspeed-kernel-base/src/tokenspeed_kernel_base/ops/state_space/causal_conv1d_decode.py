@@ -1,4 +1,4 @@
-"""The causal convolution in front of recurrent layers, for the newest tokens of each request."""
+"""Causal 1-D convolution of recurrent layers for the new tokens of each request (decode)."""
 
 from __future__ import annotations
 
@@ -45,35 +45,36 @@ def causal_conv1d_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Continues `causal_conv1d_prefill` by one or several tokens of each request, from the states that a cache holds by slot.
+    """Causal 1-D convolution for one or several new tokens of each request, which continues from states in a cache.
 
-    The state of a request is its last ``width - 1`` inputs. Slots follow the rules that
-    the page "Calling operators" states under "States of recurrent layers": with output_slots the state after each token is kept, so
-    that rejected draft tokens cost nothing.
+    Continues `causal_conv1d_prefill`. The state of a request is its last ``width - 1`` inputs. The page "Calling operators"
+    states the rules for slots under "States of recurrent layers". With output_slots the state after each token is kept, so that
+    rejected draft tokens need no recomputation.
 
-    Products and sums are float32 (float64 where x is); the result is rounded to x's dtype once.
+    Arithmetic is float32 (float64 where x is); the result is rounded to x's dtype once.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[batch, tokens, channels]``, at least one token. May be strided.
-        weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column is multiplied with the token itself.
+        weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column multiplies the token itself.
         states: x's dtype or float32 ``[slots, width - 1, channels]``, the oldest inputs first. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: where states are read; zeros are read for a negative one.
+        state_slots: int32 ``[batch]``, below slots: the slot that each request's state is read from. A negative slot reads zeros.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
         activation: ``"silu"`` or None.
-        output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; nothing for a negative
-            one. None: the state after the last token is written to state_slots. The slots that are written to are distinct, and no
-            other request reads them.
+        output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; a negative slot is not
+            written. None: the state after the last token is written to state_slots. Slots that are written must be distinct, and
+            no other request may read them.
         out: receives the result; may be x.
 
     Returns:
         The result ``[batch, tokens, channels]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of slots are looked at
-            only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of slots are checked
+            only if they lie in host memory.
 
     Example:
-        Two draft tokens after inputs 1 and 2. Slot 1 has the state after the first, slot 2 after both; slot 0 stays.
+        Two draft tokens after inputs 1 and 2. Slot 1 gets the state after the first token, slot 2 the state after both; slot 0 is
+        unchanged.
 
         >>> import torch
         >>> from tokenspeed_kernel import causal_conv1d_decode
@@ -151,8 +152,8 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``kept``: with output_slots. ``padding``: of the last requests, how many have no slot. ``sliced``: x is a slice of a wider
-    tensor."""
+    """Arguments. ``kept``: with output_slots. ``padding``: how many of the last requests have no slot. ``sliced``: x is a slice
+    of a wider tensor."""
 
     def make(draw: Draw) -> dict[str, Any]:
         extra, held = 16 if sliced else 0, batch * (tokens + 1 if kept else 1) + 2 if slots is None else slots

@@ -1,4 +1,4 @@
-"""The causal convolution in front of recurrent layers, over whole sequences."""
+"""Causal 1-D convolution of recurrent layers over whole sequences (prefill)."""
 
 from __future__ import annotations
 
@@ -46,26 +46,28 @@ def causal_conv1d_prefill(
     activation: str | None = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """Convolves each channel of sequences that lie one after another with its own weights, and keeps what comes next needs.
+    """Causal depthwise 1-D convolution of packed sequences, which stores the final state of each sequence.
 
-    ``y[t, c] = activation(bias[c] + sum over i of weight[c, i] * x[t - (width - 1) + i, c])`` within each sequence, as in front of
-    the state-space layers of Mamba (Gu & Dao, 2023, arXiv:2312.00752) and of gated delta networks. The inputs before the first
-    token are the state that the sequence starts from, or zeros. The state after a sequence is its last ``width - 1`` inputs; where
-    it is shorter, the first of them are the last of the state that it started from. Slots follow the rules that the page "Calling
-    operators" states under "States of recurrent layers".
+    ``y[t, c] = activation(bias[c] + sum over i of weight[c, i] * x[t - (width - 1) + i, c])`` within each sequence, as before the
+    state-space layers of Mamba (Gu & Dao, 2023, arXiv:2312.00752) and in gated delta networks. The inputs before the first token
+    are the initial state of the sequence, or zeros. The state after a sequence is its last ``width - 1`` inputs. If the sequence
+    is shorter, the state begins with the last inputs of the initial state. The page "Calling operators" states the rules for
+    slots under "States of recurrent layers".
 
-    Products and sums are float32 (float64 where x is); the result is rounded to x's dtype once.
+    Arithmetic is float32 (float64 where x is); the result is rounded to x's dtype once.
 
     Args:
-        x: float16, bfloat16, float32 or float64 ``[tokens, channels]``. May be strided: a slice of a fused projection.
+        x: float16, bfloat16, float32 or float64 ``[tokens, channels]``. May be strided, for example a slice of a fused
+            projection.
         weight: any of these dtypes ``[channels, width]``, width 2, 3 or 4; the last column is multiplied with the token itself.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens. Non-decreasing, from 0 to tokens.
-        states: x's dtype or float32 ``[slots, width - 1, channels]``, inputs of a request, the oldest first. Written to. May be
-            strided.
-        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for none.
-            Distinct where not negative.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
+            to tokens.
+        states: x's dtype or float32 ``[slots, width - 1, channels]``, the last inputs of a request, the oldest first. Written to.
+            May be strided.
+        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for no state.
+            Slots that are not negative must be distinct.
         bias: float16, bfloat16, float32 or float64 ``[channels]``.
-        has_initial_state: bool ``[batch]``, which sequences start from the state in their slot; None for none.
+        has_initial_state: bool ``[batch]``, which sequences start from the state in their slot; None means that none does.
         activation: ``"silu"`` or None.
         out: receives the result. It must not overlap x.
 
@@ -73,11 +75,11 @@ def causal_conv1d_prefill(
         The result ``[tokens, channels]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of cu_seqlens and
-            state_slots are looked at only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of cu_seqlens and
+            state_slots are checked only if they lie in host memory.
 
     Example:
-        A sequence of three tokens, which continues inputs 1 and 2.
+        A sequence of three tokens that continues inputs 1 and 2.
 
         >>> import torch
         >>> from tokenspeed_kernel import causal_conv1d_prefill
@@ -99,7 +101,7 @@ def causal_conv1d_prefill(
     starts, rows = cu_seqlens[:-1].long(), x if tokens else x.new_zeros(1, channels)
 
     def inputs(sequence: Tensor, place: Tensor) -> Tensor:
-        """Inputs by their place in a sequence, of which the first ``width - 1`` are the state."""
+        """Inputs by their index in a sequence; the first ``width - 1`` are the initial state."""
         given = rows[(starts[sequence] + place - (width - 1)).clamp(0, len(rows) - 1)]
         kept = initial[sequence, place.clamp(max=width - 2)]
         return torch.where((place < width - 1).unsqueeze(-1), kept, given)
@@ -160,10 +162,10 @@ def _inputs(
     activation: str | None = "silu",
     sliced: bool = False,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Sequences of these lengths.
+    """Arguments with sequences of these lengths.
 
-    ``initial``: whether some start from states (True), all could and none does (False), or has_initial_state is None.
-    ``padding``: of the last sequences, how many have no slot. ``sliced``: x is a slice of a wider tensor.
+    ``initial``: True: some sequences start from states; False: has_initial_state is all False; None: it is None. ``padding``: how
+    many of the last sequences have no slot. ``sliced``: x is a slice of a wider tensor.
     """
 
     def make(draw: Draw) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""What operators of recurrent layers share that keep a state for each request in a cache, by slot.
+"""Code for operators of recurrent layers, which keep each request's state in a cache, by slot.
 
-The families state_space and linear_attention have the same rules: docs/calling.md states them under "States of recurrent layers".
+The families state_space and linear_attention follow the same rules: docs/calling.md states them under "States of recurrent
+layers".
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def read_states(states: Tensor, state_slots: Tensor) -> Tensor:
-    """Copies the states that a decode reads, ``[batch, ...]`` in the cache's dtype; zeros for negative slots.
+    """Copies the states that a decode call reads, ``[batch, ...]`` in the cache's dtype; zeros for negative slots.
 
     Args:
         states: ``[slots, ...]``.
@@ -29,13 +30,14 @@ def read_states(states: Tensor, state_slots: Tensor) -> Tensor:
 
 
 def read_initial_states(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """Copies the states that a prefill starts from, ``[batch, ...]`` in the cache's dtype: zeros for negative slots, and where
-    has_initial_state, bool ``[batch]``, is False or None."""
+    """Copies the initial states of a prefill, ``[batch, ...]`` in the cache's dtype.
+
+    They are zero for negative slots, and where has_initial_state, bool ``[batch]``, is False or None."""
     return _read(states, state_slots, _started(state_slots, has_initial_state))
 
 
 def _started(state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """The requests of a prefill that read their slot."""
+    """Which requests of a prefill read their slot."""
     return torch.zeros_like(state_slots, dtype=torch.bool) if has_initial_state is None else (state_slots >= 0) & has_initial_state
 
 
@@ -47,12 +49,13 @@ def _read(states: Tensor, slots: Tensor, present: Tensor) -> Tensor:
 
 
 def write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Writes ``values [n, ...]``, rounded to the cache's dtype, to distinct ``slots [n]`` of the cache, in place, and leaves
-    negative slots out. Does not synchronise with the device."""
+    """Writes ``values [n, ...]``, rounded to the cache's dtype, to distinct ``slots [n]`` of the cache, in place.
+
+    Negative slots are skipped. Does not synchronise with the device."""
     if not len(slots) or not states.numel():
         return
-    # Selecting what is written would wait for its number. Instead what is not written repeats the first write, or, where there is
-    # none, that of what slot 0 holds.
+    # Selecting the written values by a mask would synchronise with the device. Instead each skipped value repeats the first
+    # write. If there is none, all write back the content of slot 0.
     written = slots >= 0
     source = torch.where(written, torch.arange(len(slots), device=slots.device), written.int().argmax())
     target = slots.long()[source].clamp(min=0)
@@ -70,16 +73,19 @@ def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor,
 
 
 def check_decode_slots(check: Checker, name: str, x: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> None:
-    """Checks shapes and dtypes of a decode's slots, and that there are tokens. Call it when ``batch`` and ``tokens`` are
-    bound, the first sizes of the tensor that is named."""
+    """Checks shapes and dtypes of a decode's slots, and that there are tokens.
+
+    Call it when ``batch`` and ``tokens`` are bound, the first sizes of the tensor ``name``."""
     check.require(check["tokens"] > 0, name, "of at least one token", str(list(x.shape)))
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("output_slots", output_slots, "batch tokens", torch.int32)
 
 
 def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | None, output_slots: Tensor | None = None) -> None:
-    """Checks slots whose values can be read: each within the cache, none written to twice, and none written to that another request
-    reads. Without output_slots the slots that are read are those that are written."""
+    """Checks the values of slots in host memory.
+
+    Each slot must lie within the cache. None may be written twice, or written and read by another request. Without output_slots,
+    state_slots are read and written."""
     if state_slots is None:
         return
     for name, slots in (("state_slots", state_slots), ("output_slots", output_slots)):
@@ -95,7 +101,7 @@ def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | Non
         check.fail(name, "of distinct slots (negative: none)", f"slot {slot} for requests {requests}")
     if output_slots is None:
         return
-    writers = torch.full((states.shape[0] + 1,), -1)  # the last entry takes what is not there
+    writers = torch.full((states.shape[0] + 1,), -1)  # the last entry is for negative slots
     writers[torch.where(written >= 0, written, -1).long()] = torch.arange(len(written)).unsqueeze(1).expand(written.shape)
     writers[-1] = -1
     found = writers[torch.where(state_slots >= 0, state_slots, -1).long()]
@@ -110,13 +116,13 @@ def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | Non
 
 
 def states_moved(states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> int:
-    """Bytes of states that a decode reads and writes."""
+    """Bytes of the states that a decode call reads and writes."""
     written = state_slots if output_slots is None else output_slots
     return int((state_slots >= 0).sum() + (written >= 0).sum()) * states.shape[1:].numel() * states.element_size()
 
 
 def prefill_states_moved(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> int:
-    """Bytes of states that a prefill reads and writes."""
+    """Bytes of the states that a prefill call reads and writes."""
     count = int(_started(state_slots, has_initial_state).sum() + (state_slots >= 0).sum())
     return count * states.shape[1:].numel() * states.element_size()
 
@@ -125,15 +131,15 @@ def prefill_states_moved(states: Tensor, state_slots: Tensor, has_initial_state:
 
 
 def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, padding: int = 0) -> dict[str, Tensor]:
-    """Random slots of a cache, as ``state_slots``; with ``tokens`` also ``output_slots``.
+    """Draws random slots of a cache as ``state_slots``; with ``tokens`` also ``output_slots``.
 
     Args:
-        draw: where random numbers come from.
-        batch: how many requests there are.
-        slots: how many the cache has, at least one, or ``tokens``, for each request that is not padding. Of ``batch`` more every
-            second request reads a slot that it does not write to.
-        tokens: new tokens of a request in decode with output_slots, at least 1; None without.
-        padding: how many requests, the last ones, have no slots.
+        draw: the source of random numbers.
+        batch: the number of requests.
+        slots: slots of the cache: at least one, or with ``tokens`` that many, for each request that is not padding. If there are
+            as many spare slots as such requests, every second request reads a slot that it does not write.
+        tokens: new tokens of each request, at least 1; None: without output_slots.
+        padding: how many of the last requests have no slots.
     """
     order, real = draw.permutation(slots, torch.int32), batch - padding
     none = order.new_full((padding,), -1)
@@ -153,14 +159,14 @@ def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, pa
 def draw_prefill(
     draw: Draw, lengths: Sequence[int], slots: int, initial: bool | None = True, padding: int = 0
 ) -> dict[str, Tensor | None]:
-    """Sequences of a prefill, as ``cu_seqlens``, ``state_slots`` and ``has_initial_state``.
+    """Draws ``cu_seqlens``, ``state_slots`` and ``has_initial_state`` of a prefill.
 
     Args:
-        draw: where random numbers come from.
+        draw: the source of random numbers.
         lengths: tokens of each sequence.
-        slots: how many the cache has, at least one for each sequence that is not padding.
-        initial: True: some start from a state; False: all could and none does; None: has_initial_state is None.
-        padding: how many sequences, the last ones, have no slots.
+        slots: slots of the cache, at least one for each sequence that is not padding.
+        initial: True: some sequences start from a state; False: has_initial_state is all False; None: has_initial_state is None.
+        padding: how many of the last sequences have no slots.
     """
     batch = len(lengths)
     initials = draw.integers(0, 2, batch).bool() if initial else torch.zeros(batch, dtype=torch.bool, device=draw.device)
@@ -172,7 +178,7 @@ def draw_prefill(
 
 
 def padding_of(state_slots: Tensor) -> dict[str, list[int]]:
-    """How many requests have no slot, for the ``work`` hook of a decode."""
+    """The ``work`` hook of a decode: how many requests have no slot."""
     return {"padding": [int((state_slots < 0).sum())]}
 
 
@@ -184,7 +190,7 @@ def prefill_read(cu_seqlens: Tensor, state_slots: Tensor) -> dict[str, list[int]
 def vary_prefill(
     variation: Variation, tokens: int, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None
 ) -> dict[str, Any]:
-    """The ``vary`` hook of a prefill of as many tokens, whose ``work`` hook is `prefill_read`."""
+    """The ``vary`` hook of a prefill of ``tokens`` tokens, whose ``work`` hook is `prefill_read`."""
     draw, batch = variation.draw, len(state_slots)
     initial = None if has_initial_state is None else True
     if variation.want is Want.UNUSED:
@@ -221,7 +227,7 @@ def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, outpu
 
 
 def _poisoned(states: Tensor, read: Tensor) -> Tensor:
-    """The cache with NaN in every slot but those that are read."""
+    """The cache with NaN in every slot that is not in ``read``."""
     unread = torch.ones(states.shape[0], dtype=torch.bool, device=states.device)
     unread[read.long()] = False
     return poisoned(states, unread)

@@ -1,4 +1,4 @@
-"""The state-space recurrence of Mamba2 for the newest tokens of each request."""
+"""The state-space recurrence of Mamba2 for the new tokens of each request (decode)."""
 
 from __future__ import annotations
 
@@ -62,44 +62,46 @@ def ssd_decode(
     output_slots: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Continues `ssd_prefill` by one or several tokens of each request: the selective state update of Mamba2 (Dao & Gu, 2024,
-    arXiv:2405.21060), on states that a cache holds by slot.
+    """Selective state update of Mamba2 for one or several new tokens of each request, on states in a cache.
 
-    Slots follow the rules that the page "Calling operators" states under "States of recurrent layers": with output_slots the state
-    after each token is kept, so that rejected draft tokens cost nothing.
+    Continues `ssd_prefill` (Dao & Gu, 2024, arXiv:2405.21060), whose docstring gives the recurrence.
 
-    The recurrence is float32 (float64 where x is) from the first token of the call to its last. Its result is rounded to x's dtype
-    once, and states are rounded where they are written.
+    The page "Calling operators" states the rules for slots under "States of recurrent layers". With output_slots the state after
+    each token is kept, so that rejected draft tokens need no recomputation.
+
+    The recurrence, state included, is float32 (float64 where x is) from the first to the last token of the call. The result is
+    rounded to x's dtype once. States are rounded to the cache's dtype when they are written.
 
     Args:
-        x: float16, bfloat16, float32 or float64 ``[batch, tokens, heads, head_dim]``, at least one token. May be strided, as all
-            tensors here.
-        dt: x's dtype or float32 ``[batch, tokens, heads]``, the step sizes before bias, softplus and limits.
+        x: float16, bfloat16, float32 or float64 ``[batch, tokens, heads, head_dim]``, at least one token. May be strided, like
+            all tensors here.
+        dt: x's dtype or float32 ``[batch, tokens, heads]``, the step sizes before bias, softplus and clamping.
         A: float16, bfloat16, float32 or float64 ``[heads]``, negative.
         B: x's dtype ``[batch, tokens, groups, state_dim]``; groups divides heads.
         C: like B.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: where states are read; zeros are read for a negative one.
-        D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of what skips the state.
-        z: like x, the gate. None where the norm behind the layer gates.
+        state_slots: int32 ``[batch]``, below slots: the slot that each request's state is read from. A negative slot reads zeros.
+        D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
+        z: like x, the gate. None if the norm after the layer applies the gate.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
-        dt_min: no step is less; 0 or more.
-        dt_max: no step is more; at least dt_min.
-        output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; nothing for a negative
-            one. None: the state after the last token is written to state_slots. The slots that are written to are distinct, and no
-            other request reads them.
+        dt_min: lower bound of the step sizes, >= 0.
+        dt_max: upper bound of the step sizes, at least dt_min.
+        output_slots: int32 ``[batch, tokens]``, below slots: where the state after each token is written; a negative slot is not
+            written. None: the state after the last token is written to state_slots. Slots that are written must be distinct, and
+            no other request may read them.
         out: receives the result. It must not overlap x or z.
 
     Returns:
         The result ``[batch, tokens, heads, head_dim]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of slots are looked at
-            only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of slots are checked
+            only if they lie in host memory.
 
     Example:
-        A state of one number, which halves with each token. Slot 1 has it after the first token, slot 2 after both; slot 0 stays.
+        A state of one element, which is halved by each token. Slot 1 gets the state after the first token, slot 2 the state after
+        both; slot 0 is unchanged.
 
         >>> import torch
         >>> from tokenspeed_kernel import ssd_decode
@@ -181,7 +183,8 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """``full`` as in `draw_recurrence`; ``kept``: with output_slots; ``padding``: how many of the last requests have no slot."""
+    """Arguments. ``full``: as in `draw_recurrence`; ``kept``: with output_slots; ``padding``: how many of the last requests have
+    no slot."""
 
     def make(draw: Draw) -> dict[str, Any]:
         held = batch * (tokens + 1 if kept else 1) + 2 if slots is None else slots

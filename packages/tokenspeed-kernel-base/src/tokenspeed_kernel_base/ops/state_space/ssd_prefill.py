@@ -1,4 +1,4 @@
-"""The state-space recurrence of Mamba2 over whole sequences."""
+"""The state-space recurrence of Mamba2 over whole sequences (prefill)."""
 
 from __future__ import annotations
 
@@ -65,47 +65,50 @@ def ssd_prefill(
     has_initial_state: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The layer of Mamba2 between its convolution and its norm, for sequences that lie one after another (Dao & Gu, 2024,
-    arXiv:2405.21060, which calls it state-space duality).
+    """State-space recurrence of Mamba2 (SSD) over packed sequences, between the layer's convolution and its norm.
 
-    Each head has a state h ``[head_dim, state_dim]``. A token t of head i, in group ``g = i // (heads // groups)``, changes it by
-    ``h = exp(s * A[i]) * h + s * x[t, i] B[t, g]^T`` and gives ``y[t, i] = (h C[t, g] + D[i] * x[t, i]) * silu(z[t, i])``, where
-    ``s = min(max(softplus(dt[t, i] + dt_bias[i]), dt_min), dt_max)``; what is not given is left out. Slots follow the rules that
-    the page "Calling operators" states under "States of recurrent layers".
+    This is the state-space duality (SSD) layer of Dao & Gu, 2024, arXiv:2405.21060.
 
-    The recurrence is float32 (float64 where x is), and its result is rounded to x's dtype once; states are rounded where they are
-    written. Kernels compute the same by chunks of tokens, as products of matrices, for which they round states, and the weights of
-    tokens, to x's dtype.
+    Each head has a state h ``[head_dim, state_dim]``. For head i in group ``g = i // (heads // groups)``, token t updates the
+    state to ``h = exp(s * A[i]) * h + s * x[t, i] B[t, g]^T`` and outputs
+    ``y[t, i] = (h C[t, g] + D[i] * x[t, i]) * silu(z[t, i])``, where
+    ``s = min(max(softplus(dt[t, i] + dt_bias[i]), dt_min), dt_max)``. Optional arguments that are not given drop out of these
+    formulas. The page "Calling operators" states the rules for slots under "States of recurrent layers".
+
+    The recurrence is float32 (float64 where x is), and its result is rounded to x's dtype once. States are rounded to the cache's
+    dtype when they are written. Kernels process chunks of tokens with MMAs, for which they round states, token weights and
+    decayed inputs to x's dtype.
 
     Args:
-        x: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be strided, as all tensors here, for
-            instance a slice of what a convolution returns.
-        dt: x's dtype or float32 ``[tokens, heads]``, the step sizes before bias, softplus and limits.
+        x: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be strided, like all tensors here, for example
+            a slice of a convolution's result.
+        dt: x's dtype or float32 ``[tokens, heads]``, the step sizes before bias, softplus and clamping.
         A: float16, bfloat16, float32 or float64 ``[heads]``, negative.
         B: x's dtype ``[tokens, groups, state_dim]``; groups divides heads.
         C: like B.
-        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens. Non-decreasing, from 0 to tokens.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens at the end. Non-decreasing, from 0
+            to tokens.
         states: x's dtype or float32 ``[slots, heads, head_dim, state_dim]``. Written to. May be strided.
-        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for none.
-            Distinct where not negative.
-        D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of what skips the state.
-        z: like x, the gate. None where the norm behind the layer gates.
+        state_slots: int32 ``[batch]``, below slots: where the state of each sequence is read and written; negative for no state.
+            Slots that are not negative must be distinct.
+        D: float16, bfloat16, float32 or float64 ``[heads]``, the weight of the skip connection.
+        z: like x, the gate. None if the norm after the layer applies the gate.
         dt_bias: float16, bfloat16, float32 or float64 ``[heads]``.
         dt_softplus: whether step sizes are ``log(1 + exp(dt + dt_bias))``.
-        dt_min: no step is less; 0 or more.
-        dt_max: no step is more; at least dt_min.
-        has_initial_state: bool ``[batch]``, which sequences start from the state in their slot; None for none.
+        dt_min: lower bound of the step sizes, >= 0.
+        dt_max: upper bound of the step sizes, at least dt_min.
+        has_initial_state: bool ``[batch]``, which sequences start from the state in their slot; None means that none does.
         out: receives the result. It must not overlap x or z.
 
     Returns:
         The result ``[tokens, heads, head_dim]`` in x's dtype.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been written then. Values of cu_seqlens and
-            state_slots are looked at only where these lie in host memory.
+        TypeError, ValueError: an argument is not as stated above. Raised before anything is written. Values of cu_seqlens and
+            state_slots are checked only if they lie in host memory.
 
     Example:
-        A state of one number, which halves with each token.
+        A state of one element, which is halved by each token.
 
         >>> import torch
         >>> from tokenspeed_kernel import ssd_prefill
@@ -117,7 +120,7 @@ def ssd_prefill(
         >>> states.flatten()
         tensor([2.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host.
+    Safe in CUDA graphs, except with backends tagged ``waits`` and with the reference, which reads cu_seqlens on the host.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     state = read_initial_states(states, state_slots, has_initial_state).to(wide)
@@ -191,7 +194,8 @@ def _inputs(
     padding: int = 0,
     slots: int | None = None,
 ) -> Maker:
-    """Sequences of these lengths; ``full`` as in `draw_recurrence`, ``initial`` and ``padding`` as in `draw_prefill`."""
+    """Arguments with sequences of these lengths; ``full`` as in `draw_recurrence`, ``initial`` and ``padding`` as in
+    `draw_prefill`."""
 
     def make(draw: Draw) -> dict[str, Any]:
         held = len(lengths) + 2 if slots is None else slots
