@@ -5,7 +5,8 @@
 
 A hash of its name decides which part a test belongs to, so that each part has its share of slow ones. A part is added to
 `gpu_suite.json`; one of another commit or machine begins a new record. What a test compiles stays in the caches on disk, for all
-workers and parts.
+workers and parts. No test is begun after the time limit. Tests that still run 30 s later are recorded as hanging, and the process
+ends.
 
 It needs this tree's packages, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A failure's message is cut
 to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
@@ -20,9 +21,10 @@ import json
 import os
 import shlex
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ RECORD = ROOT / "ci" / "gpu_suite.json"
 TESTS = ("packages", "tools/gpt_oss/tests")
 LINES = 20  # of a failure's message
 SLOWEST = 12  # tests that the record names
+GRACE_S = 30  # for tests that run at the time limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +57,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
     """Ends a worker that has lost its CUDA context, in which all further tests would fail. pytest-xdist starts another in its
     place, and counts the test as failed once more."""
     yield  # what became of the test is sent first
-    if report.failed and "PYTEST_XDIST_WORKER" in os.environ:
+    if report.failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
         except RuntimeError:
@@ -62,25 +65,39 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
 
 
 class Suite:
-    """A plugin of pytest's controlling process: counts outcomes, and stops at the time limit."""
+    """A plugin of pytest's controlling process: counts outcomes, and stops at the time limit.
+
+    Args:
+        part: ``"k/n"``.
+        seconds: the time limit.
+        full: receives the whole message of each failure as it comes, so that a run that is cut off has named its failures.
+        save: writes the record, when tests hang.
+    """
 
     session: pytest.Session | None = None
 
-    def __init__(self, part: str, seconds: float, full: Path | None) -> None:
+    def __init__(self, part: str, seconds: float, full: Path | None, save: Callable[[], None]) -> None:
         self.part, self.full = part, full
+        self.running: dict[str, None] = {}
+        self._save, self._ended = save, threading.Event()
         self.started = time.monotonic()
         self.deadline = self.started + seconds
         self.outcomes, self.reasons = collections.Counter[str](), collections.Counter[str]()
         self.durations: dict[str, float] = collections.defaultdict(float)
-        self.failures: dict[str, str] = {}
+        self.failures: list[str] = []
         self.stopped = False
+        if full is not None:
+            full.write_text("")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.durations[report.nodeid] += report.duration
         if report.failed:
-            whole = report.longreprtext
-            self.failures[f"{report.nodeid} ({report.when})"] = whole
+            name, whole = f"{report.nodeid} ({report.when})", report.longreprtext
+            self.failures.append(name)
+            if self.full is not None:
+                with self.full.open("a") as file:
+                    file.write(f"==== {name}\n{whole}\n\n")
             lines = whole.splitlines()
             if len(lines) > LINES:
                 report.longrepr = "\n".join([f"... {len(lines) - LINES + 1} lines before", *lines[1 - LINES :]])
@@ -90,18 +107,30 @@ class Suite:
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running[nodeid] = None
+
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.running.pop(nodeid, None)
         if time.monotonic() > self.deadline and self.session is not None:
             self.stopped = True
             self.session.shouldstop = "the time limit of the part"
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.session = session
+        threading.Thread(target=self._end_what_hangs, daemon=True).start()
 
     def pytest_sessionfinish(self) -> None:
-        if self.full is not None and self.failures:
-            self.full.write_text("\n\n".join(f"==== {name}\n{text}" for name, text in self.failures.items()))
+        self._ended.set()
+
+    def _end_what_hangs(self) -> None:
+        """Waits for the end of the session. Ends the process where that does not come."""
+        if not self._ended.wait(self.deadline + GRACE_S - time.monotonic()):
+            self.stopped = True
+            self._save()
+            print(f"ended while these tests ran: {', '.join(self.running)}", flush=True)
+            os._exit(1)
 
     def result(self, command: str) -> dict[str, Any]:
         """What the record says of the part."""
@@ -113,6 +142,7 @@ class Suite:
             "seconds": round(time.monotonic() - self.started),
             "tests": dict(sorted(self.outcomes.items())),
             "failures": sorted(self.failures),
+            "hanging": sorted(self.running),
             "skips": dict(self.reasons.most_common()),
             "slowest": {name: round(seconds, 1) for name, seconds in slowest},
         }
@@ -158,16 +188,20 @@ def main() -> int:
     parser.add_argument("--full", type=Path, help="file for the whole messages of failures")
     parser.add_argument("rest", nargs="*", help="further arguments for pytest, behind --")
     chosen = parser.parse_args()
-    suite = Suite(chosen.part, chosen.seconds, chosen.full)
+    command = shlex.join(["python", "ci/gpu_suite.py", *sys.argv[1:]])
+
+    def save() -> None:
+        record = added(chosen.record, suite.result(command), described(chosen.commit))
+        chosen.record.write_text(json.dumps(record, indent=1) + "\n")
+
+    suite = Suite(chosen.part, chosen.seconds, chosen.full, save)
     options = f"-m nvidia -n {chosen.workers} --dist worksteal -q --tb=short --show-capture=no -rfE".split()
     options += ["-p", Path(__file__).stem, "--part", chosen.part]
     status = pytest.main([*map(str, map(ROOT.joinpath, TESTS)), f"--rootdir={ROOT}", *options, *chosen.rest], plugins=[suite])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         return int(status)
-    command = shlex.join(["python", "ci/gpu_suite.py", *sys.argv[1:]])
-    record = added(chosen.record, suite.result(command), described(chosen.commit))
-    chosen.record.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record["parts"][-1]["tests"]), "complete" if not suite.stopped else "stopped at the time limit")
+    save()
+    print(json.dumps(dict(suite.outcomes)), "stopped at the time limit" if suite.stopped else "complete")
     return int(status)
 
 
