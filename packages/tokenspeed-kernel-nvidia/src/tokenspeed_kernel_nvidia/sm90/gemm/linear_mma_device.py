@@ -113,8 +113,7 @@ class Products:
 
     @cute.jit
     def copy_tokens(self, call: Call, warp: Int32):
-        """Copies this CTA's features of all tokens, zero-filled past the ends. A warp copies 32 features of eight tokens.
-        """
+        """Copies this CTA's features of all tokens, zero-filled past the ends. A warp copies 32 features of eight tokens."""
         lane, first = cute.arch.lane_idx(), call.share.first_block * BLOCK
         for turn in cutlass.range(warp, call.share.blocks * (BLOCK // 32 * self.tiles), MULTIPLIERS, unroll=1):
             tile, chunk = turn % self.tiles, turn // self.tiles * 4 + lane // 8

@@ -1,10 +1,10 @@
-"""The loops of `grouped_mma_device` where a warpgroup has several panels: each multiplies them in turn with the same columns.
+"""The mainloops of `grouped_mma_device` in which a warpgroup multiplies several panels by the same columns, one after another.
 
-What must be done for each stage of columns and weights, such as waiting for barriers, is then shared by several panels. It took a
-third of all instructions where columns are few. Halves of blocks are decoded while the ones before are multiplied.
+The fixed work of a stage, such as waiting for barriers, is amortised over several panels. It took a third of all instructions with
+few columns. While one block is multiplied, the next one is dequantised.
 
-Where columns are fewest, codes of weights are multiplied without their scales, as bytes, with columns that are split in two
-(`PARTS`). A half of a block has its scale, so its products are sums of their own, which are multiplied and added in registers.
+With the fewest columns, weights are multiplied without their scales, by fp8 MMAs, with columns that are split in two (`PARTS`).
+Each half of a block has its scale, so its MMAs have an accumulator of their own, which is scaled and added in registers.
 """
 
 # mypy: ignore-errors
@@ -41,14 +41,14 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 HALVES = 2  # of a block, with a scale each
-WORDS = 4  # words of codes that a lane has of a block
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
 
 
 class PanelProducts(Shapes):
-    """The part of the kernel that multiplies several panels by warpgroups."""
+    """The mainloops of warpgroups that have several panels."""
 
     def left_of_panels(self) -> list:
-        """Returns registers for the left operands of some groups of products, which loops of all widths share."""
+        """Returns the double-buffered A registers, which the loops of all widths share."""
         mma = self.mma_of(8).get_slice(0)
         rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
         shape = mma.partition_shape_A((rows, BLOCK // HALVES if self.is_fp8 else BLOCK))
@@ -68,10 +68,11 @@ class PanelProducts(Shapes):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """Computes an item with at most ``width`` columns. Returns where the rings go on."""
+        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
         c = self.config
         panels = c.tile.strips
-        # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
+        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 32
@@ -80,7 +81,7 @@ class PanelProducts(Shapes):
         scales = self.load_scales(call, item, thread % 128, width)
         at = weights.at
         self.weight_pipe(storage).wait(at)
-        # Of the rows lane / 4 and eight below of each strip: factors, biases.
+        # Row factors and biases of rows lane / 4 and eight further of each strip.
         head = slot + at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
         heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
@@ -94,7 +95,7 @@ class PanelProducts(Shapes):
         return Weights(at, Int32(0)), columns
 
     def operands(self, storage: Any, wg: Int32, width: int) -> Any:
-        """Returns the products of a panel with so many columns, all columns as their right operand, and the shape of sums."""
+        """Returns the MMA of a panel with ``width`` columns, the B operand, and the accumulator's shape."""
         c = self.config
         mma = self.mma_of(width)
         mine = mma.get_slice(wg * 128)
@@ -115,7 +116,9 @@ class PanelProducts(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Multiplies all blocks of an item's panels, with their scales. Returns the sums, and where the rings go on."""
+        """16-bit mainloop: multiplies all blocks of an item's panels, scaled. Returns accumulators and next ring
+        buffer positions.
+        """
         c = self.config
         panels = c.tile.strips
         mma, right, shape = self.operands(storage, wg, width)
@@ -142,7 +145,7 @@ class PanelProducts(Shapes):
                     weights_ready = self.weight_pipe(storage).full.poll(following)
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(part == parts - 1):
-                    # All words of the stage have become left operands of products that have begun.
+                    # All words of the stage are in A registers of wgmmas that have been issued.
                     cute.arch.sync_warp()
                     self.weight_pipe(storage).release(at)
                     at = following
@@ -181,10 +184,10 @@ class PanelProducts(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Multiplies all blocks of an item's panels as codes, and products of half a block with their scales.
+        """fp8 mainloop: multiplies all blocks of an item's panels without scales, and scales the partial sums of each half block.
 
-        That takes fewer instructions where columns are few. A half is decoded while the one before is multiplied; the products of
-        that before are added up meanwhile. Returns the sums, and where the rings go on.
+        It takes fewer instructions with few columns. While a half block is multiplied, the next one is dequantised and the previous
+        one's partial sums are added. Returns the accumulators and the next positions in the ring buffers.
         """
         c = self.config
         panels = c.tile.strips
@@ -224,7 +227,7 @@ class PanelProducts(Shapes):
                     self.add_products(acc[0], sums[panel], scales, 0)
                     self.decode_half(call, words, left[0], 0)
                 else:
-                    # No sums are on their way where the loop begins anew, or ptxas would wait for each product at once.
+                    # No accumulator is in flight across the loop's back edge; otherwise ptxas would serialise the wgmmas.
                     warpgroup.wait_group(0)
                     self.column_pipe(storage).release(columns)
                     self.weight_pipe(storage).release(at)
@@ -251,13 +254,13 @@ class PanelProducts(Shapes):
         part: cutlass.Constexpr[int],
         columns: Cursor,
     ):
-        """Starts the products of a block of values or half a block of codes of a panel, which are a group.
+        """Issues the wgmmas of a panel's block (16-bit) or half block (fp8) as one group.
 
         Args:
-            sums: receives products of codes; those of values are added to it.
-            part: which block or half a block of the columns' stage.
+            sums: the accumulator; 16-bit MMAs add to it, fp8 MMAs overwrite it.
+            part: index of the block or half block in the stage of columns.
         """
-        warpgroup.fence()  # what was written to registers comes before the products that read them
+        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
         steps = cute.size(left, mode=[2])
@@ -267,10 +270,10 @@ class PanelProducts(Shapes):
 
     @cute.jit
     def decode_values(self, call: Call, words: list, left: cute.Tensor):
-        """Decodes the words of a block, with their scales.
+        """Dequantises the words of a block, with their scales.
 
-        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them.
-        Without it, ptxas takes other registers for each product, and lets each wait for the one before.
+        The condition always holds. It makes the registers' former contents a possible result, so that all loops use the same
+        registers. Without it ptxas gives each wgmma its own registers and serialises the wgmmas.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -281,7 +284,7 @@ class PanelProducts(Shapes):
 
     @cute.jit
     def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Decodes the words of half a block, without scales. The condition always holds, see `decode_values`."""
+        """Converts the words of half a block to fp8, without scales. The condition always holds, see `decode_values`."""
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
             for word in cutlass.range_constexpr(WORDS // HALVES):
@@ -291,7 +294,9 @@ class PanelProducts(Shapes):
 
     @cute.jit
     def add_products(self, products: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
-        """Adds the products of half a block to the sums of its panel. A pair's two products are neighbours."""
+        """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair are
+        neighbouring columns.
+        """
         factors = scales_of(scales)
         for tile in cutlass.range_constexpr(cute.size(sums) // 2):
             for r in cutlass.range_constexpr(2):
@@ -301,9 +306,11 @@ class PanelProducts(Shapes):
 
     @cute.jit
     def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):
-        """Returns the words that a lane has of a part, and then that of its scales.
+        """Returns the lane's words of a block, then their word of scales.
 
-        ``last``: whether it is of the last unit, which may have a block less.
+        Args:
+            part: index of the block, over panels first, then k.
+            last: whether it is in the last k step, which may have one block less.
         """
         c = self.config
         panel, block = part % c.tile.strips, part // c.tile.strips
@@ -312,5 +319,5 @@ class PanelProducts(Shapes):
         words.append(Uint32(load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)))
         if const_expr(block == c.unit - 1):
             if last and call.blocks % c.unit != 0:
-                words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
+                words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
         return words
