@@ -1,6 +1,6 @@
-"""The device code of `stream`: the launch, the roles of warps, and the warp that loads.
+"""The device code of `stream`: the launch, the warp roles, and the producer warp.
 
-`stream_schedule_device` finds the pairs of each expert, `stream_mma_device` computes.
+`stream_schedule_device` sorts pairs by expert, `stream_mma_device` has the MMA warps and the epilogue.
 """
 
 # mypy: ignore-errors
@@ -47,12 +47,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches a program."""
+    """Returns the function that launches the kernel."""
     return Stream(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments that the result of `host` takes."""
+    """Returns fake arguments for `host`'s function."""
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
@@ -61,7 +61,20 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Stream(Schedule, Consumers):
-    """The kernel of one configuration."""
+    """The kernel of one configuration.
+
+    One persistent CTA of 15 warps per SM. All warps first sort the pairs by expert; each CTA does so for itself. Then:
+
+    * warps 0-11, three warpgroups: MMA. Each warpgroup has every third slab of a panel, each of its warps a strip of 16 rows.
+      Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts in shared
+      memory;
+    * warp 12: the producer. It takes ranges from the global counter and keeps the ring buffer full with slabs of panels;
+    * warps 13-14: the epilogue. They add the warpgroups' partial sums, apply factors, bias and activation, or weight them, and
+      store them in global memory.
+
+    Shared memory holds the lists of pairs, the rows of one entry, two buffers of partial sums, and the ring buffer of up to 24
+    slabs, which takes the rest (227 KB in all). The ring buffer's bytes in flight hide the latency of global memory.
+    """
 
     @cute.jit
     def __call__(
@@ -135,7 +148,7 @@ class Stream(Schedule, Consumers):
                     call.partial.empty.init(buffer, FINISHERS)
             cute.arch.mbarrier_init_fence()
         self.clear(counts)
-        # Which experts there are to read is known only when the kernel before has ended.
+        # Routing is known only when the preceding kernel has ended (PDL), so no weights can be loaded before.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         ticket = Int32(0)
@@ -156,7 +169,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def next_ticket(self, call: Call):
-        """Takes the number of the next range, and returns it to all lanes of a warp."""
+        """Takes the index of the next range, and returns it in all lanes of the warp."""
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = take_ticket(call.counter(TICKET))
@@ -164,7 +177,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def load(self, call: Call, ticket: Int32):
-        """Takes ranges, and brings their panels to the ring, until there are none."""
+        """Takes ranges and streams their panels into the ring buffer until none are left."""
         layer = call.layer
         ctas, _, _ = cute.arch.grid_dim()
         entries = call.sizes[ENTRIES]
@@ -179,17 +192,17 @@ class Stream(Schedule, Consumers):
                 index = ticket - w13_ranges
                 at = self.load_range(call, at, W2, index * w2_units // w2_ranges, (index + 1) * w2_units // w2_ranges)
                 if layer.turns == 1:
-                    # There is a range for each CTA. Without this wait, those that begin to load early would take two.
+                    # There is one range for each CTA. Without this wait, CTAs that start early would take two.
                     call.pipe.acquire(last_filled(at, self.stages))
             ticket = self.next_ticket(call)
         at = self.tell(call, at, unit_code(COMBINE))
         self.tell(call, at, unit_code(END))
 
     def ranges_of(self, units: Int32, most: Int32, entries: Int32) -> Int32:
-        """Returns how many equal ranges units are divided into.
+        """Returns the number of equal ranges that ``units`` panels are divided into.
 
-        If there are many for each entry, no range has units of two entries. Then at most one in eight CTAs has nothing to do, and
-        none prepares the rows of two entries.
+        If there are many ranges for each entry, no range crosses entries. Then at most one in eight CTAs is idle, and none prepares
+        the rows of two entries.
         """
         ranges = cutlass.min(units, most)
         aligned = ranges - ranges % cutlass.max(entries, 1)
@@ -197,7 +210,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
-        """Brings units to the ring. Returns where the ring goes on."""
+        """Streams the panels of a range into the ring buffer. Returns the next position in the ring buffer."""
         layer = call.layer
         units, size, blocks, weights = layer.w13_units, layer.w13_bytes, layer.w13_blocks, layer.w13
         if cutlass.const_expr(kind == W2):
@@ -211,7 +224,7 @@ class Stream(Schedule, Consumers):
             last = cutlass.select_(left == 1 or place == units - 1, Int32(1), Int32(0))
             unit = unit_code(kind, index, place, last)
             source = weights + (Int64(expert) * units + place) * size
-            head = Int32(PANEL_HEAD_BYTES)  # comes with the first slab
+            head = Int32(PANEL_HEAD_BYTES)  # the head is copied with the first slab
             for begin in cutlass.range(0, blocks, self.slab, unroll=1):
                 count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
                 call.pipe.acquire(at)
@@ -223,7 +236,7 @@ class Stream(Schedule, Consumers):
                 source += count
                 head = Int32(0)
                 at = advance(at, self.stages)
-            # Empty stages follow, so that each warpgroup gets equally many stages of a unit.
+            # Pad with empty stages, so that each warpgroup gets equally many stages of a panel.
             for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
                 at = self.tell_one(call, at, unit)
             left -= 1
@@ -237,14 +250,14 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def tell(self, call: Call, at: Any, unit: Int32):
-        """Fills a stage without bytes for each warpgroup. Returns where the ring goes on."""
+        """Fills one stage without data for each warpgroup, as a message. Returns the next position in the ring buffer."""
         for _ in cutlass.range_constexpr(GROUPS):
             at = self.tell_one(call, at, unit)
         return at
 
     @cute.jit
     def tell_one(self, call: Call, at: Any, unit: Int32):
-        """Fills a stage without bytes. Returns the next stage."""
+        """Fills a stage without data. Returns the next stage."""
         call.pipe.acquire(at)
         if cute.arch.lane_idx() == 0:
             call.units[at.stage] = unit

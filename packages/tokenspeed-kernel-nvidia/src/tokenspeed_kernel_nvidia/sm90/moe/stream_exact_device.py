@@ -1,8 +1,8 @@
-"""Exact dot products of `stream`, for rows that float8 terms do not hold.
+"""Exact dot products of `stream`, for rows that their fp8 parts do not represent.
 
-A row with outliers loses its small numbers where it is split, see `stream_rows_device`. Computing warps find such rows while they
-split them. Finishing warps then replace the sums of these rows: they read the weights once more, from memory, and multiply in
-float32. That takes many times as long as the MMAs, for rows that models rarely have.
+A row with outliers loses small values when it is split, see `stream_rows_device`. The MMA warps detect such rows while they split
+them. The epilogue warps then replace these rows' sums: they read the weights again from global memory, and multiply in float32.
+That takes many times as long as the MMAs, for rows that models rarely have.
 """
 
 # mypy: ignore-errors
@@ -47,7 +47,7 @@ class ExactSums(Rows):
 
     @cute.jit
     def exact_sums(self, call: Call, unit: Int32, strip: Int32, pair: Int32):
-        """Returns a pair's sums for rows ``lane / 4`` and eight further of a strip, which `multiply` has as well."""
+        """Returns a pair's dot products with rows ``lane / 4`` and eight further of a strip; replaces the sums of `multiply`."""
         layer = call.layer
         lane = cute.arch.lane_idx()
         first = kind_of(unit) == W13
@@ -85,7 +85,7 @@ class ExactSums(Rows):
 
     @cute.jit
     def two_numbers(self, row: Int64, first: Any, at: Int32):
-        """Returns two neighbouring numbers of a row, as float32."""
+        """Returns two consecutive elements of a row, as float32."""
         if const_expr(not self.wide):
             return list(widened(self.dtype, load_words("global", row + Int64(at) * 2, 1)))
         numbers = [Float32(0.0), Float32(0.0)]

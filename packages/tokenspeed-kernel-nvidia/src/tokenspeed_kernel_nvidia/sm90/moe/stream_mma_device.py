@@ -1,9 +1,9 @@
-"""The warps of `stream_device` that compute: products of units, their activation or weighting, and the sums over slots.
+"""The MMA and epilogue warps of `stream_device`: MMAs of panels, activation or weighting, and the sums over slots.
 
-A panel has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left
-operand, decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a
-block has scales of its own, so products are added up in registers. Sums over a unit meet in shared memory, where other warps add
-them up, in a fixed order.
+A panel has four strips, one for each warp of a warpgroup, and its slabs alternate between the warpgroups. Weights are the A
+operand, converted in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each
+half of a block has its own scales, so its partial sums are scaled and added in registers. The warpgroups' partial sums of a panel
+meet in shared memory, where the epilogue warps add them in a fixed order.
 """
 
 # mypy: ignore-errors
@@ -59,11 +59,11 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     rows_of,
 )
 
-CONSUMING = 1  # the named barrier of the warps that compute
-# Codes are 2^-14 times their value, and scales 2^(126 - 64) times.
+CONSUMING = 1  # the named barrier of the MMA warps
+# The fp8 weights are 2^-14 times the e2m1 values, and the scales are times 2^62.
 UNIT_FACTOR = 2.0 ** (14 - 62)
-# Four scales, of rows g and g + 8 in the first half of a block, and of both in the second, become float32. An exponent field of 253
-# would leave no room for sums, so 64 is subtracted.
+# Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64
+# from the exponent field, because 253 would overflow when summed.
 _SCALES = (
     "{ .reg .b32 a;"
     + "".join(
@@ -79,13 +79,13 @@ def scales_of(scales: Uint32) -> Any:
 
 
 class Consumers(ExactSums):
-    """The part of the kernel that computes."""
+    """The MMA and epilogue warps of the kernel."""
 
-    # -- products ----------------------------------------------------------------------------------------------------------------
+    # -- MMAs --------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call: Call, warp: Int32):
-        """Computes the units that the loading warp brings. A warpgroup has every third slab."""
+        """The loop of an MMA warp over the stages that the producer fills. A warpgroup has every third stage."""
         factors = cute.make_rmem_tensor((self.tiles,), Float32)
         factors.fill(0.0)
         group = warp // PANEL_STRIPS
@@ -110,14 +110,14 @@ class Consumers(ExactSums):
 
     @cute.jit
     def release(self, call: Call, at: Any):
-        """Says that this warp has read a stage."""
+        """Releases a stage that this warp has read."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             call.pipe.empty.arrive(at)
 
     @cute.jit
     def meet(self, warp: Int32, flag: Int64, value: Int32):
-        """Makes all computing warps wait for a flag. One of them polls it, because polling by many slows down who sets it."""
+        """Makes all MMA warps wait for a flag. Only one of them polls, because polling by many slows down the CTA that sets it."""
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 wait_for(flag, value)
@@ -126,7 +126,9 @@ class Consumers(ExactSums):
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
-        """Computes this warpgroup's part of a unit's product and puts it into a buffer. Returns where the ring goes on."""
+        """Computes this warpgroup's partial sums of a panel and stores them in a buffer. Returns the next position in
+        the ring buffer.
+        """
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
         kind = kind_of(unit)
@@ -143,8 +145,8 @@ class Consumers(ExactSums):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
-                # The products wait for the words of their blocks, and nothing waits for this load. It must have ended before the
-                # stage is released, because a copy into the stage may begin then.
+                # The MMAs depend on their blocks' words, but nothing depends on this load. It must complete before the stage is
+                # released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
@@ -162,7 +164,7 @@ class Consumers(ExactSums):
         call.partial.acquire(to)
         sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
-            # In this order: sums are about 2^60, which the factor of a row beyond 2^67 would make infinite.
+            # Multiply in this order: sums are about 2^60, and a row factor above 2^67 would make them infinite.
             store_floats("shared", sums_at + tile * 256, [sums[tile, row] * UNIT_FACTOR * factors[tile] for row in range(2)])
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
@@ -177,7 +179,7 @@ class Consumers(ExactSums):
     def multiply_blocks(
         self, call: Call, block_at: Int32, block: Int32, count: cutlass.Constexpr[int], lane: Int32, sums: cute.Tensor
     ):
-        """Adds the products of some blocks to this lane's sums. They are begun together and waited for once."""
+        """Accumulates some blocks in this lane's sums. Their MMAs are issued together and waited for once."""
         scales, operands = [], []
         for each in cutlass.range_constexpr(count):
             words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
@@ -195,11 +197,13 @@ class Consumers(ExactSums):
                     sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
 
     def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
-        """Returns the products of neighbouring halves of blocks: 64 rows of a warpgroup by all columns, of which each lane has
-        four numbers for every 8 columns."""
+        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns, of which
+        each lane has four values for every 8 columns.
+        """
         tiles = self.tiles * self.layers
         each = 4 * tiles
-        # A descriptor: the address, the bytes to the next 16 elements of k, and those to the next eight columns, over 16 each.
+        # Matrix descriptor: the address, the strides in bytes to the next 16 elements of k and to the next eight columns, each over
+        # 16.
         low = (tiles * CORE_BYTES // 16) << 16
         lines = [
             "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
@@ -221,12 +225,13 @@ class Consumers(ExactSums):
         )
         return [results[half * each : (half + 1) * each] for half in range(len(operands))]
 
-    # -- activation and weighting ------------------------------------------------------------------------------------------------
+    # -- epilogue: activation and weighting --------------------------------------------------------------------------------------
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
-        """Adds up the parts of units: the first product's are activated, the second's weighted, and both stored. A warp has every
-        other strip."""
+        """The epilogue of panels: adds the warpgroups' partial sums, then activates (first GEMM) or weights (second GEMM) and
+        stores them. A warp has every other strip.
+        """
         lane = cute.arch.lane_idx()
         pairs = cute.make_rmem_tensor((self.tiles,), Int32)
         beyond = cute.make_rmem_tensor((self.tiles,), Int32)
@@ -261,8 +266,9 @@ class Consumers(ExactSums):
 
     @cute.jit
     def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
-        """Finds the pairs of this lane's columns, -1 where there is none, whether their rows are beyond what columns hold, and for
-        the second product their weights."""
+        """Finds the pairs of this lane's columns (-1 for none), whether the fp8 parts fail to represent their rows, and for the
+        second GEMM their weights.
+        """
         entry = entry_of(call.entries[index_of(unit)])
         for tile in cutlass.range_constexpr(self.tiles):
             column = tile * 4 + cute.arch.lane_idx() % 4
@@ -286,7 +292,7 @@ class Consumers(ExactSums):
         beyond: cute.Tensor,
         weights: cute.Tensor,
     ):
-        """Finishes a strip. Each lane has two rows of it."""
+        """The epilogue of a strip. Each lane has two rows of it."""
         layer = call.layer
         whole = place_of(unit) * PANEL_STRIPS + strip
         first = kind_of(unit) == W13
@@ -326,9 +332,9 @@ class Consumers(ExactSums):
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
-        """Returns ``(up + beta) * gate * sigmoid(alpha * gate)`` after both were clamped to the limit."""
+        """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``, with both clamped to the limit."""
         layer = call.layer
-        # Comparisons, and not minima: NaN stays NaN.
+        # Comparisons rather than minima: NaN stays NaN.
         gate = cutlass.select_(gate > layer.limit, layer.limit, gate)
         up = cutlass.select_(up > layer.limit, layer.limit, up)
         up = cutlass.select_(up < -layer.limit, -layer.limit, up)
@@ -338,9 +344,9 @@ class Consumers(ExactSums):
 
     @cute.jit
     def combine(self, call: Call, warp: Int32):
-        """Waits until all products are done, and writes this CTA's part of the output: sums over slots, in their order.
+        """Waits until the second GEMM is done, and writes this CTA's part of the output: sums over slots, in slot order.
 
-        All computing warps call it.
+        All MMA warps call it.
         """
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
