@@ -148,8 +148,8 @@ def measure_shape(
 def errors_against(right: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
     """The error of all tokens together and of the worst token.
 
-    A token whose experts are all on other ranks is zero, so its relative error is undefined: it counts in the total only. If all tokens
-    are such, 1 is added to both outputs before the comparison.
+    A token whose experts are all on other ranks is zero, so its relative error is undefined: it counts in the total only. If all
+    tokens are such, 1 is added to both outputs before the comparison.
     """
     some = right.abs().amax(-1) > 0
     if not bool(some.any()):
