@@ -50,8 +50,8 @@ class MmFp8(Consumers):
 
     Persistent clusters of two CTAs, one CTA per SM, three warpgroups each:
 
-    * warpgroup 0 gives up registers: warp 0 issues the TMA loads of operands, warp 1 loads the bias of each tile, and with scales
-      of columns warps 2 and 3 load these into each stage;
+    * warpgroup 0 gives up registers: warp 0 issues the TMA loads of operands, and warp 1 loads the bias of each tile. Warps 2 and 3
+      load the scales of columns into each stage, if there are any;
     * warpgroups 1 and 2 issue wgmmas for 64 rows each of a tile of 128 x 128 or 128 x 256, apply scales, and store results by TMA.
 
     The ring buffer of operands takes 192 KiB; a stage is 128 elements of k. Stages of the next tile are loaded during the epilogue.

@@ -17,7 +17,7 @@ With fp8 activations a kernel before each GEMM quantises its rows. With many pai
 exactly use fp8 MMAs. Other experts, and all experts with few pairs, use 16-bit MMAs on the quantised values (`moe_apply_rounded`).
 
 float16's range is too small for all results, so results of slots are float32. If no limit keeps the activation in range, it is
-float32 as well, and a kernel scales each row into float16's range by a power of two (`FITTED`).
+float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
 """
 
 from __future__ import annotations

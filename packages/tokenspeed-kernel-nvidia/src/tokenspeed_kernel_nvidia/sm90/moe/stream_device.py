@@ -63,7 +63,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Stream(Schedule, Consumers):
     """The kernel of one configuration.
 
-    One persistent CTA of 15 warps per SM. All warps first sort the pairs by expert; each CTA does so for itself. Then:
+    One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert for itself. Then:
 
     * warps 0-11, three warpgroups: MMA. Each warpgroup has every third slab of a panel, each of its warps a strip of 16 rows.
       Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts in shared
@@ -72,8 +72,8 @@ class Stream(Schedule, Consumers):
     * warps 13-14: the epilogue. They add the warpgroups' partial sums, apply factors, bias and activation, or weight them, and
       store them in global memory.
 
-    Shared memory holds the lists of pairs, the rows of one entry, two buffers of partial sums, and the ring buffer of up to 24
-    slabs, which takes the rest (227 KB in all). The ring buffer's bytes in flight hide the latency of global memory.
+    Shared memory holds the lists of pairs, the rows of one entry, and two buffers of partial sums.
+    The ring buffer of up to 24 slabs takes the rest (227 KB in all), and its bytes in flight hide the latency of global memory.
     """
 
     @cute.jit
