@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import measuring
 from measuring import Between, Call, Contestant, Effort, Measurement, errors_of, relative_error, times_of, worst_row_error
-from mm_shapes import LIMITS, SHAPES, TOKENS, Product, Shape, judge
+from mm_shapes import LIMITS, SHAPES, TOKENS, Gemm, Shape, judge
 
 from tokenspeed_kernel.workbench.benchmark import Report, Unsupported
 from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
@@ -129,7 +129,7 @@ def contestants(variants: str = "") -> list[Contestant]:
     return everyone
 
 
-def inputs_of(product: Product, device: torch.device, seed: int) -> dict[str, Any]:
+def inputs_of(product: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
     """Random operands, with the largest number of rows."""
     return get_operator("gemm.mm").complete(product.case(max(TOKENS)).build(device, seed))
 

@@ -34,7 +34,7 @@ _BYTES = {"": 2.0, "mxfp4 weights": 17 / 32, **dict.fromkeys([name for name in _
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """A layer's GEMM ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
 
     Attributes:
@@ -72,7 +72,7 @@ class Product:
 class Shape:
     """A GEMM with some rows."""
 
-    product: Product
+    product: Gemm
     m: int
 
     @property
@@ -89,27 +89,27 @@ class Shape:
 
 
 _QKV = ("GPT-OSS-120B", "qkv", 2880, 5120)
-PRODUCTS = (
-    Product(*_QKV, 7.8),
-    Product("GPT-OSS-120B", "output", 4096, 2880, 6.4),
-    Product("GPT-OSS-120B", "router", 2880, 128, 1.8),
-    Product("GPT-OSS-120B", "unembedding", 2880, 201088),
-    Product("GPT-OSS-20B", "router", 2880, 32),
-    Product("Llama-8B", "gate and up", 4096, 28672),
-    Product("Llama-8B", "down", 14336, 4096),
-    Product("DeepSeek-V3", "q and kv down", 7168, 2112),
-    Product("DeepSeek-V3", "router", 7168, 256),
-    Product("Qwen3-235B", "router", 4096, 128),
-    *(Product(*_QKV, weights=name) for name in _MADE if name),
-    Product("Llama-8B", "gate and up", 4096, 28672, weights="fp8"),
-    Product("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
+GEMMS = (
+    Gemm(*_QKV, 7.8),
+    Gemm("GPT-OSS-120B", "output", 4096, 2880, 6.4),
+    Gemm("GPT-OSS-120B", "router", 2880, 128, 1.8),
+    Gemm("GPT-OSS-120B", "unembedding", 2880, 201088),
+    Gemm("GPT-OSS-20B", "router", 2880, 32),
+    Gemm("Llama-8B", "gate and up", 4096, 28672),
+    Gemm("Llama-8B", "down", 14336, 4096),
+    Gemm("DeepSeek-V3", "q and kv down", 7168, 2112),
+    Gemm("DeepSeek-V3", "router", 7168, 256),
+    Gemm("Qwen3-235B", "router", 4096, 128),
+    *(Gemm(*_QKV, weights=name) for name in _MADE if name),
+    Gemm("Llama-8B", "gate and up", 4096, 28672, weights="fp8"),
+    Gemm("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
 )
-SHAPES = tuple(Shape(product, m) for product in PRODUCTS for m in TOKENS)
+SHAPES = tuple(Shape(product, m) for product in GEMMS for m in TOKENS)
 
 
 def _bars() -> list[Bar]:
     bars = []
-    for product in PRODUCTS:
+    for product in GEMMS:
         for m, more in ((1, 1.0), (16, 1.15)):
             if product.bar is not None:
                 name = Shape(product, m).name

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import drawing
 from drawing import OURS, PORTABLE, Legend, Marks, Panel, Report, us
-from mm_shapes import PRODUCTS, SHAPES, TOKENS, Product, Shape
+from mm_shapes import GEMMS, SHAPES, TOKENS, Gemm, Shape
 
 MARKS = Marks("<!-- measured mm -->", "<!-- end of measured mm -->")
 LEGEND = Legend(
@@ -27,7 +27,7 @@ LEGEND = Legend(
 _WHAT = "microseconds (less is better)"
 
 
-def _panel(report: Report, m: int, products: Sequence[Product]) -> Panel:
+def _panel(report: Report, m: int, products: Sequence[Gemm]) -> Panel:
     names = [Shape(product, m).name for product in products]
     found = drawing.measured(report["rows"], names)
     values = {name: {who: us(row) for who, row in of_one.items()} for name, of_one in found.items()}
@@ -38,7 +38,7 @@ def _panel(report: Report, m: int, products: Sequence[Product]) -> Panel:
 
 def panels(report: Report) -> list[Panel]:
     """Returns two panels, for one row and for the most rows of activations, with the GEMMs that have bars."""
-    products = [product for product in PRODUCTS if product.bar is not None]
+    products = [product for product in GEMMS if product.bar is not None]
     return [_panel(report, m, products) for m in (min(TOKENS), max(TOKENS))]
 
 

@@ -361,7 +361,7 @@ def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pyte
     measure_on_the_cpu(measuring, monkeypatch)
     monkeypatch.setattr(h200_mm, "sample_graph", measuring.sample_graph)
     monkeypatch.setattr(h200_mm, "Norm", measuring.Between)
-    small = [dataclasses.replace(product, k=64, n=24) for product in shapes.PRODUCTS[:1]]
+    small = [dataclasses.replace(product, k=64, n=24) for product in shapes.GEMMS[:1]]
     some = [shapes.Shape(product, m) for product in small for m in (1, 16)]
 
     def stand_in(inputs: Any) -> Any:
@@ -426,7 +426,7 @@ def test_operands_of_products(modules: dict[str, ModuleType]) -> None:
     """For every kind of weights: the stated number of bytes, and the first rows of activations."""
     h200_mm, shapes = modules["h200_mm"], modules["mm_shapes"]
     for weights in shapes._MADE:
-        small = shapes.Product("a model's", "layer", 128, 2880, weights=weights)
+        small = shapes.Gemm("a model's", "layer", 128, 2880, weights=weights)
         inputs = h200_mm.inputs_of(small, torch.device("cpu"), 0)
         for m in (1, 16):
             some = h200_mm.first_rows(inputs, m)

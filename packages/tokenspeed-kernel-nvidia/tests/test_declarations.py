@@ -44,7 +44,7 @@ def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str
         return str(getattr(tokenspeed_kernel, mode).explain(**{**arguments, **changed}).chosen.name)
 
 
-SERVED = [
+SUPPORTED = [
     ("mha_prefill", "gpt-oss-120b full layer, 1 to 100 tokens", "cutedsl_mha_prefill_64"),
     ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", "cutedsl_mha_prefill_window_64"),
     ("mha_extend_with_kvcache", "not causal, lse", "cutedsl_mha_extend_with_kvcache_64"),
@@ -93,7 +93,7 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "case", "name"), SERVED, ids=[f"{mode}-{case}" for mode, case, _ in SERVED])
+@pytest.mark.parametrize(("mode", "case", "name"), SUPPORTED, ids=[f"{mode}-{case}" for mode, case, _ in SUPPORTED])
 def test_it_is_selected_on_sm_90_alone(registered: KernelRegistry, mode: str, case: str, name: str) -> None:
     assert chosen(mode, case) == name
     assert registered.get_by_name(name).priority > Priority.PERFORMANT
@@ -183,7 +183,7 @@ def test_products_with_few_columns_are_preferred(registered: KernelRegistry) -> 
         assert (explained.chosen.name == name) == preferred
 
 
-PRODUCTS = [
+GEMMS = [
     ("fp8 per tensor", "cutedsl_mm_more_fp8"),
     ("fp8 per token and channel, bias", ""),  # k = 300
     ("fp8 per token and tensor, one token", "cutedsl_mm_fp8"),
@@ -197,7 +197,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "name"), PRODUCTS, ids=[case for case, _ in PRODUCTS])
+@pytest.mark.parametrize(("case", "name"), GEMMS, ids=[case for case, _ in GEMMS])
 def test_products_with_scales(registered: KernelRegistry, case: str, name: str) -> None:
     op = get_operator("gemm.mm")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))

@@ -26,7 +26,7 @@ PLAIN: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "inter
 _SWIGLU = [{}, {"limit": 7.0}, {"alpha": 1.702, "beta": 1.0}, {"alpha": 1.702, "limit": 7.0, "beta": 1.0}]
 
 
-def _served() -> Iterator[dict[str, Any]]:
+def _supported() -> Iterator[dict[str, Any]]:
     """Supported changes of `PLAIN`."""
     yield from ({"top_k": top_k} for top_k in range(1, MAX_TOP_K + 1))
     yield from ({"num_experts": experts} for experts in (16, 33, 60, 64, 128, 160, 256, MAX_EXPERTS))
@@ -41,7 +41,7 @@ def _served() -> Iterator[dict[str, Any]]:
         yield {**swiglu, "bias": bias, "w13_interleaved": interleaved, "dtype": dtype}
 
 
-SERVED = list(_served())
+SUPPORTED = list(_supported())
 # Not supported by this package, but by the portable kernel.
 PORTABLE: list[dict[str, Any]] = [
     {"top_k": MAX_TOP_K + 1, "num_experts": 16},
@@ -71,7 +71,7 @@ def _plan(solution: str | None, **changes: Any) -> MoEPlan:
 
 @pytest.mark.usefixtures("registered")
 def test_what_is_served() -> None:
-    for changes in SERVED:
+    for changes in SUPPORTED:
         for solution in (None, "cutedsl"):
             assert _plan(solution, **changes).kernel == OURS, changes
         assert _plan("cutedsl", activation_dtype="fp8", **changes).kernel == OURS + "_fp8", changes
@@ -165,7 +165,7 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int) -> None:
     layer.check(*layer.wide_tokens(tokens))
 
 
-@pytest.mark.parametrize("changes", SERVED, ids=str)
+@pytest.mark.parametrize("changes", SUPPORTED, ids=str)
 def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
     """Few tokens and many, with skipped slots and experts without tokens."""
     layer = _public(sm90, **changes)

@@ -14,13 +14,13 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     PARTS,
     PLAIN,
-    SERVED,
     SPLIT_COLUMNS,
+    SUPPORTED,
     VALUES,
-    Product,
+    Gemm,
     Schedule,
     columns_for,
-    every_product,
+    every_gemm,
     every_schedule,
     inputs_for,
     most_tiles,
@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
 
 from .experts import GPT_OSS, RandomLayer, compare
 
-COLUMNS = SERVED[PLAIN]
+COLUMNS = SUPPORTED[PLAIN]
 
 
 class Layer(RandomLayer):
@@ -247,7 +247,7 @@ def test_blocks_of_zeros_with_any_scale(sm90: torch.device, dtype: torch.dtype) 
         assert layer.error(*call, codes=codes) <= 2e-2
 
 
-@pytest.mark.parametrize("columns", SERVED[CODES])
+@pytest.mark.parametrize("columns", SUPPORTED[CODES])
 @pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 79, 100, 128, 129, 144, 145, 300])
 def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> None:
     layer = RoundedLayer(sm90, 4, 1, 160, 192, activation_dtype="fp8", **GPT_OSS)
@@ -296,8 +296,8 @@ def test_room_for_all_tiles(schedule: Schedule) -> None:
         assert len(tiles) <= most_tiles(sum(counts), len(counts), schedule.columns)
 
 
-@pytest.mark.parametrize("product", every_product(), ids=str)
-def test_registers_of_a_launch_are_enough(product: Product) -> None:
+@pytest.mark.parametrize("product", every_gemm(), ids=str)
+def test_registers_of_a_launch_are_enough(product: Gemm) -> None:
     """A warpgroup that requests more registers than the launch gave and others released waits forever."""
     given = REGISTERS // product.threads // 8 * 8 * product.threads
     tile = product.tile
@@ -314,7 +314,7 @@ def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[in
     chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 56, 128, 256))
     assert chosen == columns
     assert columns_for(1024, 128, (PARTS,)) == SPLIT_COLUMNS
-    assert all(width in SERVED[kind] for width in chosen for kind in inputs)
+    assert all(width in SUPPORTED[kind] for width in chosen for kind in inputs)
 
 
 def test_numbers_are_split_where_pairs_are_few() -> None:

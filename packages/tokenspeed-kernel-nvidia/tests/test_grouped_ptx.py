@@ -33,12 +33,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     PLAIN,
     REST,
     ROUNDED_COLUMNS,
-    SMALL_SHARE,
+    SMALL_DIVISOR,
     SORTING_CTAS,
     SPLIT_COLUMNS,
     VALUES,
     Combine,
-    Product,
+    Gemm,
     Rounding,
     Schedule,
     most_tiles,
@@ -117,7 +117,7 @@ class Launches:
             results = self.room(results_as.itemsize * pairs * features)
             strips, weight_at = features // (8 if gated else 16), self.memory.put(bytes_of(weight))
             for kind in inputs:
-                config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind, wide)
+                config = Gemm("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind, wide)
                 rows_at, scales = self.given(rows, kind)
                 given = [
                     weight_at,
@@ -132,7 +132,7 @@ class Launches:
                     self.tiles,
                     self.tile_count,
                 ]
-                self.launch(grouped.product_program, config, [*given, results, features, *swiglu], config.threads, 2)
+                self.launch(grouped.gemm_program, config, [*given, results, features, *swiglu], config.threads, 2)
             content = self.memory.get(results, np.uint8, results_as.itemsize * pairs * features)
             rows = torch.from_numpy(content).view(results_as)
             rows, width = rows.view(pairs, features), features
@@ -166,7 +166,7 @@ def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tens
         near = numbers.to(torch.float8_e4m3fn)
         rest = ((numbers - near.float()) * REST).to(torch.float8_e4m3fn)
         small = ((numbers != 0) & (numbers.abs() < EXACT_FROM)).sum(-1, keepdim=True)
-        scales = torch.where(small * SMALL_SHARE > numbers.shape[-1], -scales, scales)
+        scales = torch.where(small * SMALL_DIVISOR > numbers.shape[-1], -scales, scales)
         return torch.stack([in_order(near), in_order(rest)], 1).flatten(0, 1), scales
     codes, scales = quantize_fp8.operator.body(rows, "token")
     if inputs == VALUES:

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8, mm_fp8_program, signatures_of, steps_of
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SERVED, Config, Scales, Served, Stored, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SUPPORTED, Config, Scales, Stored, Supported, config_of, every_config
 
 from .launched import emulated, fresh
 
@@ -131,25 +131,25 @@ def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
 
 @pytest.mark.parametrize(("m", "n", "halves"), [(256, 2048, 1), (512, 4096, 1), (1024, 2048, 1), (4096, 7168, 2), (4096, 4096, 2)])
 def test_tiles_are_as_wide_as_was_measured_to_be_quicker(m: int, n: int, halves: int) -> None:
-    for served in SERVED:
+    for served in SUPPORTED:
         assert config_of(served.scales, served.stored, served.block, m, n, 132).halves == halves
 
 
-@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
-def test_every_program_that_is_chosen_is_compiled_ahead(served: Served) -> None:
+@pytest.mark.parametrize("served", SUPPORTED, ids=lambda served: served.name)
+def test_every_program_that_is_chosen_is_compiled_ahead(served: Supported) -> None:
     configs = served.configs()
     assert {config_of(served.scales, served.stored, served.block, m, 4096, 132) for m in (512, 8192)} == {*configs}
     assert {*configs} <= {*mm_fp8_program.usual()}
 
 
-@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
-def test_declared_scales_are_those_of_the_programs(served: Served) -> None:
+@pytest.mark.parametrize("served", SUPPORTED, ids=lambda served: served.name)
+def test_declared_scales_are_those_of_the_programs(served: Supported) -> None:
     """`kind_of` classifies the scales of each line of the table as that line's, and no format is declared twice."""
     own = {name for name, (_, kind) in SCALES.items() if kind[:3] == (served.scales, served.stored, served.block)}
     signatures = {operator.operator.request(arguments_of(torch.device("cpu"), name, 40, 416, 520)).signature for name in own}
     assert signatures
     assert signatures <= signatures_of(served)
-    assert not any(signatures_of(served) & signatures_of(other) for other in SERVED if other is not served)
+    assert not any(signatures_of(served) & signatures_of(other) for other in SUPPORTED if other is not served)
 
 
 def test_shared_memory_of_every_program() -> None:

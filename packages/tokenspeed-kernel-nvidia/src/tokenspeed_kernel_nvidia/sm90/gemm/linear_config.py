@@ -10,9 +10,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_STRIPS
 
 CLUSTER = 8  # CTAs that split k; each finishes 8 rows of a panel of 64
 GROUPS = 4  # groups of four MMA warps; each group has its own panels
-MULTIPLIERS = 4 * GROUPS  # MMA warps
-LOAD_WARP = MULTIPLIERS  # the producer warp
-FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that reduce the CTAs' partial sums
+MMA_WARPS = 4 * GROUPS  # MMA warps
+LOAD_WARP = MMA_WARPS  # the producer warp
+FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the CTAs' partial sums
 FINISHERS = 2
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 ROWS = 8  # of a panel that one CTA finishes

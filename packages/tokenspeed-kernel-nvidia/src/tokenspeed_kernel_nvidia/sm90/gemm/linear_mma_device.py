@@ -20,13 +20,13 @@ from cutlass import Float32, Int32, Int64, cute
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece, load_words, of_rank
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, ldmatrix, mma_m16n8k16
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import GROUPS, MULTIPLIERS, ROWS, SLAB, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import GROUPS, MMA_WARPS, ROWS, SLAB, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_decode_device import decode, multipliers_of
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_layout import block_bytes
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Matrix, Table
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, CODE_BYTES, PANEL_STRIPS
 
-MULTIPLYING = 1  # named barrier of the MMA warps
+MMA_BARRIER = 1  # named barrier of the MMA warps
 CORE_BYTES = 128  # 8 elements of k of eight tokens
 STEPS = 4  # MMA steps (k = 16) of a block, one word each
 
@@ -115,7 +115,7 @@ class Products:
     def copy_tokens(self, call: Call, warp: Int32):
         """Copies this CTA's features of all tokens, zero-filled past the ends. A warp copies 32 features of eight tokens."""
         lane, first = cute.arch.lane_idx(), call.share.first_block * BLOCK
-        for turn in cutlass.range(warp, call.share.blocks * (BLOCK // 32 * self.tiles), MULTIPLIERS, unroll=1):
+        for turn in cutlass.range(warp, call.share.blocks * (BLOCK // 32 * self.tiles), MMA_WARPS, unroll=1):
             tile, chunk = turn % self.tiles, turn // self.tiles * 4 + lane // 8
             token, feature = tile * 8 + lane % 8, first + chunk * 8
             inside = (token < call.m) & (feature < call.k)
@@ -123,7 +123,7 @@ class Products:
             to = call.columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16
             copy_piece(to, 0, source, cutlass.select_(inside, Int32(16), Int32(0)))
         cute.arch.inline_ptx("cp.async.wait_all;", read_only_args=[])
-        cute.arch.barrier(barrier_id=MULTIPLYING, number_of_threads=32 * MULTIPLIERS)
+        cute.arch.barrier(barrier_id=MMA_BARRIER, number_of_threads=32 * MMA_WARPS)
 
     # -- MMAs ------------------------------------------------------------------------------------------------------------------
 

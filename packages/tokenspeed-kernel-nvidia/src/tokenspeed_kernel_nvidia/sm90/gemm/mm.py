@@ -265,9 +265,9 @@ def _declare_by_rows(name: str, a: torch.dtype, signatures: set[FormatSignature]
 
 for _dtype, _name in DTYPES.items():
     _a = dense_tensor_format(_dtype)
-    _served = {format_signature(a=_a, b=_a)}
-    _declare(_name, _dtype, _served, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
-    _declare(f"wide_{_name}", _dtype, _served, ELEMENTS["dense"], at_least(QUICK_N + 1))
+    _supported = {format_signature(a=_a, b=_a)}
+    _declare(_name, _dtype, _supported, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
+    _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
     _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
     _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
     # 1 and 2 rows of 2880 x 5120 took 9.9 and 10.0 us, and with the portable kernel 9.7 and 9.8 us.

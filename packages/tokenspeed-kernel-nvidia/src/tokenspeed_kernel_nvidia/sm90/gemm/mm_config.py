@@ -211,7 +211,7 @@ def ring_bytes_of(n: int, count: int) -> int:
 
 
 # Supported combinations of activation dtype, weights and scales.
-SERVED: tuple[tuple[str, Weights, Scales], ...] = (
+SUPPORTED: tuple[tuple[str, Weights, Scales], ...] = (
     *((dtype, "dense", "none") for dtype in DTYPES.values()),
     *((dtype, "float8_e4m3fn", scales) for dtype in (*DTYPES.values(), "float8_e4m3fn") for scales in ("row", "block")),
     ("bfloat16", "mxfp4", "mx"),
@@ -233,7 +233,7 @@ def every_config() -> list[Config]:
     """Returns all configurations that calls use."""
     return [
         config_of(dtype, weights, scales, out, tokens, sharing)
-        for dtype, weights, scales in SERVED
+        for dtype, weights, scales in SUPPORTED
         for out in results_of(dtype)
         for tokens in TOKENS
         for sharing in _sharings(weights, tokens)

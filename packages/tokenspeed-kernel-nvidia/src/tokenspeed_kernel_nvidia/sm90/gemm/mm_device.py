@@ -211,7 +211,7 @@ class Mm(Formats):
             cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
             if const_expr(config.prefetched > 0):
                 self.prefetch(call)
-            self.bring(call)
+            self.produce(call)
             if const_expr(config.together > 1):
                 cute.arch.cluster_wait()
         else:
@@ -263,7 +263,7 @@ class Mm(Formats):
                 over = ended.poll(begin)
 
     @cute.jit
-    def bring(self, call: Call):
+    def produce(self, call: Call):
         """Streams weights into the ring buffer."""
         config = self.config
         at = first_to_fill()
@@ -336,11 +336,11 @@ class Mm(Formats):
                             cute.arch.mbarrier_wait(call.activated, turn)
                             turn ^= 1
                 if done == 0:
-                    bias, factor = self.load_beside(call, first, rows)
+                    bias, factor = self.load_epilogue_operands(call, first, rows)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     acc.fill(0.0)
                     if done > 0:
-                        self.add_before(call, acc, sums + tile * 4)
+                        self.load_partial_sums(call, acc, sums + tile * 4)
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         call.pipe.wait(at)
                         slot = own + at.stage * config.stage_bytes
@@ -362,7 +362,7 @@ class Mm(Formats):
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
 
     @cute.jit
-    def add_before(self, call: Call, acc: cute.Tensor, place: Int32):
+    def load_partial_sums(self, call: Call, acc: cute.Tensor, place: Int32):
         """Loads the partial sums of the previous chunks into the accumulator."""
         for half in cutlass.range_constexpr(self.halves):
             if cute.arch.lane_idx() // 4 + half * 8 < call.m:
@@ -387,7 +387,7 @@ class Mm(Formats):
         return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
 
     @cute.jit
-    def load_beside(self, call: Call, first: Int32, rows: Int32):
+    def load_epilogue_operands(self, call: Call, first: Int32, rows: Int32):
         """Loads the bias and the scale of a thread's results, early so that `finish` does not wait for them."""
         cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()

@@ -24,12 +24,12 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
     BLOCK,
     FEWEST_K,
     PAIR,
-    SERVED,
     SIZES,
+    SUPPORTED,
     Config,
     Scales,
-    Served,
     Stored,
+    Supported,
     clusters_of,
     config_of,
     every_config,
@@ -112,7 +112,7 @@ def mm_fp8(
 _STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
 
 
-def signatures_of(served: Served) -> set[FormatSignature]:
+def signatures_of(served: Supported) -> set[FormatSignature]:
     """The formats of calls that have these scales."""
     block = served.block
     # Scales of 128 x 128 weights need another configuration than scales of columns.
@@ -124,13 +124,13 @@ def signatures_of(served: Served) -> set[FormatSignature]:
     }
 
 
-for _served in SERVED:
+for _supported in SUPPORTED:
     for _place, (_rows, _columns) in enumerate(SIZES):
         # Every size but the last applies to exactly these rows, a power of two: sizes that vary are rounded up.
         _last = _place == len(SIZES) - 1
         register_kernel(
-            "gemm", "mm", name=f"cutedsl_mm_fp8_{_served.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,
-            signatures=signatures_of(_served),
+            "gemm", "mm", name=f"cutedsl_mm_fp8_{_supported.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,
+            signatures=signatures_of(_supported),
             traits={
                 "m": at_least(_rows) if _last else _rows,
                 "k": at_least(FEWEST_K) & multiple_of(16),

@@ -74,7 +74,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Served:
+class Supported:
     """A kind of calls that is supported, and the configurations for it.
 
     Attributes:
@@ -106,11 +106,11 @@ class Served:
 # this kernel took 837 us, and 1467 us for 2048 x 8192 x 57344, where this one took 1546 us. It also takes float32 scales of 128 x
 # 128 weights: 107.3 us for 4096 x 2048 x 7168, 109.0 us here. The portable kernel takes mxfp8: 770 us for 4096 x 8192 x 8192, 1804
 # us here.
-SERVED = (
-    Served("e8m0_blocks", "block", "byte"),
-    Served("columns", "column", "float32"),
-    Served("e8m0_columns", "column", "byte"),
-    Served("blocks_of_64", "column", "float32", 64),
+SUPPORTED = (
+    Supported("e8m0_blocks", "block", "byte"),
+    Supported("columns", "column", "float32"),
+    Supported("e8m0_columns", "column", "byte"),
+    Supported("blocks_of_64", "column", "float32", 64),
 )
 # The smallest m and n of eligible calls. Each of these sizes has 64 tiles of 128 columns for the 66 pairs of CTAs of an H100. With
 # e8m0 scales of columns a kernel takes the same time for both sizes, so both are eligible for all scales, though the others were
@@ -139,4 +139,4 @@ def clusters_of(config: Config, m: int, n: int) -> int:
 
 def every_config() -> list[Config]:
     """Returns all configurations that calls use."""
-    return [config for served in SERVED for config in served.configs()]
+    return [config for served in SUPPORTED for config in served.configs()]

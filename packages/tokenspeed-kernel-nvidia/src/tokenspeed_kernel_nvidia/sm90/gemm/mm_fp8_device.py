@@ -117,11 +117,11 @@ class MmFp8(Consumers):
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
-                self.bring(call, storage)
+                self.produce(call, storage)
             elif warp == 1:
-                self.bring_biases(call, storage)
+                self.load_biases(call, storage)
             elif const_expr(c.scales == "column"):
-                self.bring_columns(call, storage, warp - 2)
+                self.load_column_scales(call, storage, warp - 2)
         else:
             cute.arch.setmaxregister_increase(left_by(c.threads, 1, c.producer_registers) // 2 // 8 * 8)
             self.consume(call, storage)
@@ -130,7 +130,7 @@ class MmFp8(Consumers):
         cute.arch.cluster_wait()
 
     @cute.jit
-    def bring(self, call: Call, storage: Any):
+    def produce(self, call: Call, storage: Any):
         """Loads the operands of all tiles of this CTA, as far ahead as the ring buffer allows."""
         c = self.config
         pipe = self.pipe(storage)
@@ -158,7 +158,7 @@ class MmFp8(Consumers):
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def bring_biases(self, call: Call, storage: Any):
+    def load_biases(self, call: Call, storage: Any):
         """Loads the bias of one tile after another."""
         c = self.config
         pipe = self.biases_pipe(storage)
@@ -177,7 +177,7 @@ class MmFp8(Consumers):
             index += step
 
     @cute.jit
-    def bring_columns(self, call: Call, storage: Any, warp: Int32):
+    def load_column_scales(self, call: Call, storage: Any, warp: Int32):
         """Loads the scales of columns into each stage; two warps share the columns."""
         c = self.config
         pipe = self.pipe(storage)

@@ -47,13 +47,13 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     SPLIT,
     VALUES,
     Combine,
-    Product,
+    Gemm,
     Rounding,
     Schedule,
     codes_for,
     columns_for,
     every_combine,
-    every_product,
+    every_gemm,
     every_rounding,
     every_schedule,
     inputs_for,
@@ -75,8 +75,8 @@ def schedule_program(config: Schedule) -> tuple[Any, tuple[Any, ...]]:
     return grouped_schedule_device.host(config), grouped_schedule_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_product)
-def product_program(config: Product) -> tuple[Any, tuple[Any, ...]]:
+@program(arch="sm_90a", configs=every_gemm)
+def gemm_program(config: Gemm) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe import grouped_device
 
     return grouped_device.host(config), grouped_device.fake_arguments(config)
@@ -105,7 +105,7 @@ class _Programs(NamedTuple):
         products: for each kind of inputs, both GEMMs.
         repairs: both GEMMs that recompute the rows that `PARTS` cannot represent, or none.
         combine: adds up the slots of each token.
-        processors: the number of CTAs of a GEMM, one per SM.
+        sm_count: the number of CTAs of a GEMM, one per SM.
     """
 
     schedules: dict[int, Launch]
@@ -113,7 +113,7 @@ class _Programs(NamedTuple):
     products: tuple[tuple[Launch, Launch], ...]
     repairs: tuple[Launch, ...]
     combine: Launch
-    processors: int
+    sm_count: int
 
 
 @functools.cache
@@ -132,13 +132,13 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
         elif wide:
             second, taken = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
         rounding.append((first, second))
-        w13, w2 = Product(name, True, columns, kind, wide), Product(name, False, columns, taken, Combine(name).wide)
-        products.append((product_program(w13), product_program(w2)))
+        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, taken, Combine(name).wide)
+        products.append((gemm_program(w13), gemm_program(w2)))
     return _Programs(
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
         tuple(rounding),
         tuple(products),
-        tuple(product_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
+        tuple(gemm_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
         combine_program(Combine(name)),
         multiprocessors(device),
     )
@@ -226,7 +226,7 @@ def moe_apply_many(
                 taken_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
                 taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
                 launch(rows, taken, scales)
-            behind = weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu
+            behind = weight, scales, exact_at, *schedule, features // STRIP, programs.sm_count, *swiglu
             products[second](taken, result, *behind)
             for repair in programs.repairs[second : second + 1]:
                 repair(rows, result, *behind)

@@ -28,9 +28,9 @@ PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
 FITTED = "fitted"
 SPLIT = 2  # fp8 values of an element of `PARTS`
 REST = 16.0  # factor of the second one
-# Nonzero elements of `PARTS`, scaled to below 256, are inexact below EXACT_FROM. A row with more than a 1 / SMALL_SHARE of such
+# Nonzero elements of `PARTS`, scaled to below 256, are inexact below EXACT_FROM. A row with more than a 1 / SMALL_DIVISOR of such
 # elements is recomputed.
-EXACT_FROM, SMALL_SHARE = 2.0**-6, 4
+EXACT_FROM, SMALL_DIVISOR = 2.0**-6, 4
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ _TILES = {
 SPLIT_COLUMNS = 24
 FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 96, 144, 160, 288
 # The supported tiles of each kind of inputs. fp8 MMAs need twice the accumulator registers.
-SERVED = {
+SUPPORTED = {
     PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (ROUNDED_COLUMNS,),
     PARTS: (SPLIT_COLUMNS,),
@@ -115,7 +115,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """Configuration of one of the two GEMMs.
 
     Attributes:
@@ -311,7 +311,7 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
         return SPLIT_COLUMNS
     if pairs <= _FEW_PAIRS * experts:
         return FEWEST_COLUMNS if pairs <= _FEWEST_PAIRS * experts else FEW_COLUMNS
-    widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
+    widest = all(MOST_COLUMNS in SUPPORTED[kind] for kind in inputs)
     return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 
 
@@ -330,20 +330,20 @@ def every_schedule() -> list[Schedule]:
     return [Schedule(columns, ctas) for columns in _TILES for ctas in (1, SORTING_CTAS)]
 
 
-def every_product() -> list[Product]:
+def every_gemm() -> list[Gemm]:
     """Returns all GEMM configurations that calls use."""
-    every = itertools.product(DTYPES.values(), (True, False), SERVED, (False, True))
-    products = [Product(dtype, gated, columns, kind, wide) for dtype, gated, kind, wide in every for columns in SERVED[kind]]
+    every = itertools.product(DTYPES.values(), (True, False), SUPPORTED, (False, True))
+    products = [Gemm(dtype, gated, columns, kind, wide) for dtype, gated, kind, wide in every for columns in SUPPORTED[kind]]
     repairs = [repair_of("bfloat16", gated) for gated in (True, False)]
-    return [product for product in products if _is_served(product)] + repairs
+    return [product for product in products if _is_supported(product)] + repairs
 
 
-def repair_of(dtype: str, gated: bool) -> Product:
+def repair_of(dtype: str, gated: bool) -> Gemm:
     """Returns the GEMM that recomputes what `PARTS` cannot represent. Its tiles have at most `SPLIT_COLUMNS` columns."""
-    return Product(dtype, gated, FEWEST_COLUMNS, repairs=True)
+    return Gemm(dtype, gated, FEWEST_COLUMNS, repairs=True)
 
 
-def _is_served(product: Product) -> bool:
+def _is_supported(product: Gemm) -> bool:
     """Whether a configuration exists. float16: results of slots are always wide; activations may be, up to `MANY_COLUMNS`."""
     if product.dtype == "bfloat16":
         return not product.wide

@@ -15,18 +15,18 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, Gemm
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
 
 
-def host(config: Product) -> Any:
+def host(config: Gemm) -> Any:
     """Returns the function that launches the kernel."""
-    return GroupedProduct(config)
+    return GroupedGemm(config)
 
 
-def fake_arguments(config: Product) -> tuple[Any, ...]:
+def fake_arguments(config: Gemm) -> tuple[Any, ...]:
     """Returns fake arguments for `host`'s function."""
     size, rows = arguments.size, arguments.rows
     out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
@@ -36,7 +36,7 @@ def fake_arguments(config: Product) -> tuple[Any, ...]:
     return given, out, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
 
 
-class GroupedProduct(Loader, Consumers):
+class GroupedGemm(Loader, Consumers):
     """A grouped GEMM of one configuration.
 
     Persistent CTAs, one per SM; CTA i computes every n-th item from i on, of n CTAs. Roles:

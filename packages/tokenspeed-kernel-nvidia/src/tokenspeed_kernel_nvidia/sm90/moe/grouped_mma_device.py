@@ -26,9 +26,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_panel_device import PanelProducts
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_panel_device import PanelMainloop
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpMainloop
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
@@ -64,7 +64,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(WarpProducts, PanelProducts):
+class Consumers(WarpMainloop, PanelMainloop):
     """The MMA warpgroups of the kernel."""
 
     @cute.jit
@@ -76,7 +76,7 @@ class Consumers(WarpProducts, PanelProducts):
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
         if const_expr(self.config.several_panels):
-            left = self.left_of_panels()
+            left = self.a_fragments_of_panels()
         else:
             # Double-buffered A fragments: a warp dequantises the next k step while wgmma reads this one.
             mma = self.mma_of(8).get_slice(0)
@@ -479,7 +479,7 @@ class Consumers(WarpProducts, PanelProducts):
             self.sync_warpgroup(wg)
             column, piece = thread % 128 // 4, thread % 4
             place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
-            self.store_piece(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
+            self.store_chunk_of_column(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
 
     @cute.jit
     def store_sums(
@@ -517,7 +517,7 @@ class Consumers(WarpProducts, PanelProducts):
                 column = 16 * half + thread % 128 // 8
                 place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
                 inside = strip + piece // 2 < call.strips
-                self.store_piece(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
+                self.store_chunk_of_column(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
 
     @cute.jit
     def store_wide(
@@ -569,7 +569,7 @@ class Consumers(WarpProducts, PanelProducts):
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
     @cute.jit
-    def store_piece(self, call: Call, item: Item, place: Int32, column: Int32, feature: Int32, inside: Boolean):
+    def store_chunk_of_column(self, call: Call, item: Item, place: Int32, column: Int32, feature: Int32, inside: Boolean):
         """Stores eight features of a column, if the item has the column."""
         if inside and column < item.count:
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2

@@ -44,10 +44,10 @@ HALVES = 2  # of a block, with a scale each
 WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
 
 
-class PanelProducts(Shapes):
+class PanelMainloop(Shapes):
     """The mainloops of warpgroups that have several panels."""
 
-    def left_of_panels(self) -> list:
+    def a_fragments_of_panels(self) -> list:
         """Returns the double-buffered A registers, which the loops of all widths share."""
         mma = self.mma_of(8).get_slice(0)
         rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
@@ -86,7 +86,7 @@ class PanelProducts(Shapes):
         places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
         heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        multiply = self.multiply_codes if const_expr(c.inputs == PARTS) else self.multiply_values
+        multiply = self.mainloop_fp8 if const_expr(c.inputs == PARTS) else self.mainloop_16bit
         sums, at, columns = multiply(call, storage, left, at, columns, slot, lane, wg, width)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         for each in cutlass.range_constexpr(panels):
@@ -104,7 +104,7 @@ class PanelProducts(Shapes):
         return mma, right, mine.partition_shape_C((c.tile.warpgroups * PANEL_STRIPS * STRIP, width))
 
     @cute.jit
-    def multiply_values(
+    def mainloop_16bit(
         self,
         call: Call,
         storage: Any,
@@ -172,7 +172,7 @@ class PanelProducts(Shapes):
         return acc, at, columns
 
     @cute.jit
-    def multiply_codes(
+    def mainloop_fp8(
         self,
         call: Call,
         storage: Any,
@@ -217,14 +217,14 @@ class PanelProducts(Shapes):
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(block > 0):
                     warpgroup.wait_group(1)
-                    self.add_products(acc[1], sums[(panel - 1) % panels], scales, 1)
+                    self.add_scaled_partials(acc[1], sums[(panel - 1) % panels], scales, 1)
                 self.decode_half(call, words, left[1], 1)
                 scales = words[WORDS]
                 self.multiply(mma, acc[1], left[1], right, place + 1, columns)
                 if const_expr(block < blocks - 1):
                     words = self.load_part(call, at, slot, lane, block + 1, last)
                     warpgroup.wait_group(1)
-                    self.add_products(acc[0], sums[panel], scales, 0)
+                    self.add_scaled_partials(acc[0], sums[panel], scales, 0)
                     self.decode_half(call, words, left[0], 0)
                 else:
                     # No accumulator is in flight across the loop's back edge; otherwise ptxas would serialise the wgmmas.
@@ -232,7 +232,7 @@ class PanelProducts(Shapes):
                     self.column_pipe(storage).release(columns)
                     self.weight_pipe(storage).release(at)
                     for half in cutlass.range_constexpr(HALVES):
-                        self.add_products(acc[half], sums[panel], scales, half)
+                        self.add_scaled_partials(acc[half], sums[panel], scales, half)
             at, columns = following, next_columns
             if not last:
                 if not weights_ready:
@@ -293,7 +293,7 @@ class PanelProducts(Shapes):
                     registers[len(decoded) * word + each] = decoded[each]
 
     @cute.jit
-    def add_products(self, products: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
+    def add_scaled_partials(self, products: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
         """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair are
         neighbouring columns.
         """

@@ -32,7 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     PARTS,
     REST,
     ROUNDED_TOGETHER,
-    SMALL_SHARE,
+    SMALL_DIVISOR,
     Rounding,
 )
 
@@ -162,7 +162,7 @@ class RoundRows:
             small = Int32(0)
             for warp in cutlass.range_constexpr(WARPS):
                 small += counts[warp]
-            if small * SMALL_SHARE > rows.k:
+            if small * SMALL_DIVISOR > rows.k:
                 stored = -scale
         if thread == 0:
             store_floats("global", rows.scales + Int64(row) * 4, [stored])

@@ -152,7 +152,7 @@ class SchedulePairs:
                     if ids[each] >= 0:
                         store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [place])
         cute.arch.sync_threads()
-        self.place_experts(pairs, storage, rank, thread, warp, lane)
+        self.scan_experts(pairs, storage, rank, thread, warp, lane)
         begins = storage.begins.data_ptr()
         for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
@@ -206,7 +206,7 @@ class SchedulePairs:
         return place
 
     @cute.jit
-    def place_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
+    def scan_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
         """Turns counts into exclusive prefix sums over warps, finds the experts' starts, and lists the tiles. A thread has an
         expert.
         """

@@ -1,6 +1,6 @@
 """Shared by all warps of `grouped_device`: the call's arguments, the tile scheduler, and shared memory.
 
-An *item* (work item) is a tile of the schedule, that is some pairs of one expert, times `Product.rows` rows of that expert's
+An *item* (work item) is a tile of the schedule, that is some pairs of one expert, times `Gemm.rows` rows of that expert's
 weights. With n CTAs, a CTA computes every n-th item. The schedule's longest tiles come first.
 """
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, Gemm
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
@@ -105,7 +105,7 @@ class Weights:
 class Shapes:
     """Shapes, types and shared memory of a configuration."""
 
-    def __init__(self, config: Product):
+    def __init__(self, config: Gemm):
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.is_fp8 = config.bytewise

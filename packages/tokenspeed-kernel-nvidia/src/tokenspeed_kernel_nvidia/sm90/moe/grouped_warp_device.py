@@ -33,7 +33,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 STEPS = 4  # MMA steps (k = 16) of a block, one word each
 
 
-class WarpProducts(Shapes):
+class WarpMainloop(Shapes):
     """The mainloop of warps that use mma.sync."""
 
     @cute.jit
@@ -89,7 +89,7 @@ class WarpProducts(Shapes):
             # Release stages only when the next k step begins, when all loaded values have been used. ptxas may move an arrive ahead
             # of MMAs that still wait for their loads.
             if unit > 0:
-                self.leave_stages(storage, columns_before, weights_before)
+                self.release_stages(storage, columns_before, weights_before)
             stage = columns.stage * c.column_bytes
             columns_before, weights_before = columns, weights.at
             columns = advance(columns, c.column_stages)
@@ -110,7 +110,7 @@ class WarpProducts(Shapes):
             first = item.strip + (wg * c.tile.strips + each) * PANEL_STRIPS
             self.store_panel(call, storage, item, [acc[each]], heads[each], scales_at, thread, wg, first, width)
             if const_expr(each == 0):
-                self.leave_stages(storage, columns_before, weights_before)
+                self.release_stages(storage, columns_before, weights_before)
         return weights, columns
 
     @cute.jit
@@ -148,7 +148,7 @@ class WarpProducts(Shapes):
                         acc[each][4 * n + at] = sums[at]
 
     @cute.jit
-    def leave_stages(self, storage: Any, columns: Cursor, weights: Cursor):
+    def release_stages(self, storage: Any, columns: Cursor, weights: Cursor):
         """Releases the columns and weights of a k step."""
         cute.arch.sync_warp()
         self.column_pipe(storage).release(columns)

@@ -51,7 +51,7 @@ def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
 
 
 @functools.cache
-def _require_served(plan: MoEPlan) -> None:
+def _require_supported(plan: MoEPlan) -> None:
     """Raises ValueError for a plan that names this kernel but needs unsupported sizes: naming a kernel skips its traits."""
     limits = {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()}
     for name, most in limits.items():
@@ -123,7 +123,7 @@ def moe_apply(
     ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. fp8 activations and exact activations
     always use `grouped`.
     """
-    _require_served(plan)
+    _require_supported(plan)
     if plan.activation_dtype == "fp8":
         return moe_apply_rounded(x, weights, topk_weights, topk_ids, plan, out)
     pairs = topk_ids.numel()

@@ -8,9 +8,9 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, blocks_of
 
 GROUPS = 3  # MMA warpgroups
-MULTIPLIERS = 4 * GROUPS  # MMA warps
-LOAD_WARP = MULTIPLIERS  # the producer warp
-FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that reduce the warpgroups' partial sums
+MMA_WARPS = 4 * GROUPS  # MMA warps
+LOAD_WARP = MMA_WARPS  # the producer warp
+FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the warpgroups' partial sums
 FINISHERS = 2  # the number of these warps
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 # fp8 parts that an element of a row is split into, each with four of its significant bits: bfloat16 has 8, float16 11.

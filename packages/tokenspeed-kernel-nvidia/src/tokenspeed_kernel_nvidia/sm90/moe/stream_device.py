@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     FINISHERS,
     GROUPS,
     LOAD_WARP,
-    MULTIPLIERS,
+    MMA_WARPS,
     THREADS,
     Config,
 )
@@ -144,7 +144,7 @@ class Stream(Schedule, Consumers):
                 for stage in cutlass.range_constexpr(self.stages):
                     call.pipe.init(stage, PANEL_STRIPS)
                 for buffer in cutlass.range_constexpr(BUFFERS):
-                    call.partial.full.init(buffer, MULTIPLIERS)
+                    call.partial.full.init(buffer, MMA_WARPS)
                     call.partial.empty.init(buffer, FINISHERS)
             cute.arch.mbarrier_init_fence()
         self.clear(counts)

@@ -42,11 +42,11 @@ def floats_of(word: Uint32) -> Any:
     return cute.arch.inline_ptx(_FLOATS, write_only_types=[Float32] * 4, read_only_args=[word])
 
 
-class ExactSums(Rows):
+class ExactDotProducts(Rows):
     """The part of the kernel that multiplies without tensor cores."""
 
     @cute.jit
-    def exact_sums(self, call: Call, unit: Int32, strip: Int32, pair: Int32):
+    def exact_dot_products(self, call: Call, unit: Int32, strip: Int32, pair: Int32):
         """Returns a pair's dot products with rows ``lane / 4`` and eight further of a strip; replaces the sums of `multiply`."""
         layer = call.layer
         lane = cute.arch.lane_idx()

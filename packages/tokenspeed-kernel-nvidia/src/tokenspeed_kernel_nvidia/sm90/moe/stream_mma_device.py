@@ -35,9 +35,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     FINISHERS,
     GROUPS,
     MAX_TOP_K,
-    MULTIPLIERS,
+    MMA_WARPS,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.stream_exact_device import ExactSums
+from tokenspeed_kernel_nvidia.sm90.moe.stream_exact_device import ExactDotProducts
 from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, PREPARING_THREADS, REST, as_float, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     COMBINE,
@@ -78,7 +78,7 @@ def scales_of(scales: Uint32) -> Any:
     return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
 
 
-class Consumers(ExactSums):
+class Consumers(ExactDotProducts):
     """The MMA and epilogue warps of the kernel."""
 
     # -- MMAs --------------------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Consumers(ExactSums):
                 if cute.arch.vote_any_sync(beyond[tile] != 0):
                     for column in cutlass.range(4, unroll=1):
                         if cute.arch.shuffle_sync(beyond[tile], column) != 0:
-                            exact = self.exact_sums(call, unit, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                            exact = self.exact_dot_products(call, unit, strip, cute.arch.shuffle_sync(pairs[tile], column))
                             if lane % 4 == column:
                                 upper, lower = exact
                 upper = upper * factor + bias
@@ -350,7 +350,7 @@ class Consumers(ExactSums):
         """
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
-        if warp == MULTIPLIERS - 1:
+        if warp == MMA_WARPS - 1:
             self.leave(call)
         ctas, _, _ = cute.arch.grid_dim()
         part, _, _ = cute.arch.block_idx()

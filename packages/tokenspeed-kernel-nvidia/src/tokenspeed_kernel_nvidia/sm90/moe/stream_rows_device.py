@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import widened
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, MULTIPLIERS
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, MMA_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     ROWS_AT_ONCE,
     W13,
@@ -37,11 +37,11 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
 
 CHUNK = 16  # elements of a row that a thread splits together; also the elements of k of wgmma's core matrix
 CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
-SMALL_SHARE = 4  # at most a 1 / SMALL_SHARE of a row's elements may be inexact
+SMALL_DIVISOR = 4  # at most a 1 / SMALL_DIVISOR of a row's elements may be inexact
 REST = 32.0  # factor of the remainders
 PREPARING = 2  # the named barrier of the MMA warps
-PREPARING_THREADS = 32 * MULTIPLIERS
-ROW_WARPS = MULTIPLIERS // ROWS_AT_ONCE
+PREPARING_THREADS = 32 * MMA_WARPS
+ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE
 ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
 
 # Converts two values to fp8, the first in the lower byte, and replaces them by their remainders.
@@ -127,7 +127,7 @@ class Rows(Shapes):
             small = Int32(0)
             for warp in cutlass.range_constexpr(ROW_WARPS):
                 small += shared_int(call.small)[thread * ROW_WARPS + warp]
-            if small * SMALL_SHARE > k:
+            if small * SMALL_DIVISOR > k:
                 call.order[entry.first + thread] |= beyond_bit(unit)
 
     @property

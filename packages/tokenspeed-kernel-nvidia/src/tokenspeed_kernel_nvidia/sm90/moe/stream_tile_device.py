@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, MAX_EXPERTS, MAX_PAIRS, MULTIPLIERS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, MAX_EXPERTS, MAX_PAIRS, MMA_WARPS, Config
 
 # Counters in global memory: the next range; finished units of w2; finished CTAs; from READY on, finished units of w13 of each
 # entry.
@@ -219,8 +219,8 @@ class Shapes:
             partial_units: cute.struct.MemRange[Int32, BUFFERS]
             sizes: cute.struct.MemRange[Int32, 2]
             totals: cute.struct.MemRange[Int32, 32]
-            maxima: cute.struct.MemRange[Int32, 2 * MULTIPLIERS]
-            small: cute.struct.MemRange[Int32, config.pairs * MULTIPLIERS // ROWS_AT_ONCE]
+            maxima: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
+            small: cute.struct.MemRange[Int32, config.pairs * MMA_WARPS // ROWS_AT_ONCE]
             factors: cute.struct.MemRange[Int32, config.pairs]
             counts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             starts: cute.struct.MemRange[Int32, MAX_EXPERTS]
