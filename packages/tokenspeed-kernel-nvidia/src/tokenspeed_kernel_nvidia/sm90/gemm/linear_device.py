@@ -36,7 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (
     THREADS,
     Config,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_mma_device import Call, Products, Share, arrive_at
+from tokenspeed_kernel_nvidia.sm90.gemm.linear_mma_device import Call, MmaWarps, WorkSlice, arrive_at
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Matrix, Table, store_number
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL, PANEL_STRIPS
 
@@ -53,7 +53,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(3)), Int32(0), arguments.stream()
 
 
-class Linear(Products):
+class Linear(MmaWarps):
     """Launches and runs the kernel of one configuration.
 
     Launched in clusters of 8 CTAs of 19 warps, one CTA per SM (`min_blocks_per_mp=1`, up to 227 KiB of shared memory):
@@ -104,7 +104,7 @@ class Linear(Products):
         rank, cluster, clusters = cta % CLUSTER, cta // CLUSTER, ctas // CLUSTER
         panels, blocks = (n + (PANEL - 1)) // PANEL, (k + (BLOCK - 1)) // BLOCK
         first, first_block = cluster * panels // clusters, rank * blocks // CLUSTER
-        share = Share(
+        work = WorkSlice(
             rank,
             first,
             (cluster + 1) * panels // clusters - first,
@@ -118,7 +118,7 @@ class Linear(Products):
         base = barriers.toint() + HEAD_BYTES
         buffers = base + config.columns_bytes
         call = Call(
-            x, m, k, out, n, weights, factors, bias, share, ring, sums, base, buffers,
+            x, m, k, out, n, weights, factors, bias, work, ring, sums, base, buffers,
             buffers + GROUPS * config.buffer_bytes,
         )  # fmt: skip
         # The next kernel may start as SMs become free; its own griddepcontrol.wait covers all that is done here.
@@ -158,16 +158,16 @@ class Linear(Products):
     @cute.jit
     def load(self, call: Call):
         """Loads this CTA's k blocks of all panels into the ring buffer, round-robin over the groups' panels, a slab each."""
-        config, share = self.config, call.share
+        config, work = self.config, call.work
         at = first_to_fill()  # of each group's stages
         if cute.arch.lane_idx() == 0:
-            for panel in cutlass.range(0, share.panels, GROUPS, unroll=1):
-                for block in cutlass.range(0, share.blocks, SLAB, unroll=1):
-                    count = cutlass.min(share.blocks - block, SLAB) * config.panel_block_bytes
+            for panel in cutlass.range(0, work.panels, GROUPS, unroll=1):
+                for block in cutlass.range(0, work.blocks, SLAB, unroll=1):
+                    count = cutlass.min(work.blocks - block, SLAB) * config.panel_block_bytes
                     for group in cutlass.range_constexpr(GROUPS):
-                        if panel + group < share.panels:
+                        if panel + group < work.panels:
                             stage = self.stage_of(at, group)
-                            whole = Int64(share.first + panel + group) * share.all_blocks + (share.first_block + block)
+                            whole = Int64(work.first + panel + group) * work.all_blocks + (work.first_block + block)
                             call.ring.acquire(stage)
                             call.ring.commit(stage, count)
                             to = call.ring_at + stage.stage * config.stage_bytes
@@ -180,22 +180,22 @@ class Linear(Products):
     @cute.jit
     def expect_sums(self, call: Call, at: Cursor):
         """Expects a panel's partial sums on a buffer's barrier: each CTA that has k blocks sends its own."""
-        call.sums.commit(at, cutlass.min(call.share.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
+        call.sums.commit(at, cutlass.min(call.work.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
         """Finishes this CTA's rows of all panels in panel order."""
         index = (warp - FINISH_WARP) * LANES + cute.arch.lane_idx()
-        for panel in cutlass.range(call.share.panels, unroll=1):
+        for panel in cutlass.range(call.work.panels, unroll=1):
             self.finish_rows(call, Cursor(panel % GROUPS, panel // GROUPS % 2), panel, index)
 
     @cute.jit
     def finish_rows(self, call: Call, at: Cursor, panel: Int32, index: Int32):
         """Adds the partial sums of all CTAs for a panel, and writes the results. A lane has some rows of one token."""
-        config, share = self.config, call.share
+        config, work = self.config, call.work
         rows = config.tokens * ROWS // (FINISHERS * LANES)
         token, own = index % config.tokens, index // config.tokens * rows
-        row = (share.first + panel) * PANEL + share.rank * ROWS + own
+        row = (work.first + panel) * PANEL + work.rank * ROWS + own
         factors = [load_floats("global", call.factors + Int64(row + i) * 4, 1) for i in range(rows)]
         biases = [Float32(0.0)] * rows
         if call.bias != 0:
@@ -204,7 +204,7 @@ class Linear(Products):
         call.sums.wait(at)
         place = call.buffers + at.stage * config.buffer_bytes + (own * config.tokens + token) * 4
         for source in cutlass.range_constexpr(CLUSTER):
-            there = (source + 1) * share.all_blocks // CLUSTER > source * share.all_blocks // CLUSTER
+            there = (source + 1) * work.all_blocks // CLUSTER > source * work.all_blocks // CLUSTER
             for i in cutlass.range_constexpr(rows):
                 number = load_floats("shared", place + (source * ROWS + i) * config.tokens * 4, 1)
                 totals[i] += cutlass.select_(there, number, Float32(0.0))

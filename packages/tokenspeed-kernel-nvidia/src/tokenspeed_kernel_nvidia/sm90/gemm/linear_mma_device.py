@@ -32,7 +32,7 @@ STEPS = 4  # MMA steps (k = 16) of a block, one word each
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkSlice:
     """A CTA's slice of the weights.
 
     Attributes:
@@ -60,7 +60,7 @@ class Call:
         out: the results, with ``n`` columns.
         weights, factors: addresses of the tensors of `linear_layout`.
         bias: the address of the bias; 0 if there is none.
-        share: this CTA's slice of the weights.
+        work: this CTA's slice of the weights.
         ring: the barriers of the ring buffer; the groups' stages follow one another.
         sums: the barriers of the buffers of partial sums.
         columns, buffers, ring_at: shared-memory addresses of the tokens, the buffers of partial sums and the ring buffer.
@@ -74,7 +74,7 @@ class Call:
     weights: Int64
     factors: Int64
     bias: Int64
-    share: Share
+    work: WorkSlice
     ring: Pipeline
     sums: Pipeline
     columns: Int32
@@ -95,7 +95,7 @@ def send_pair(address: Int32, values: Any, barrier: Int32) -> None:
     )
 
 
-class Products:
+class MmaWarps:
     """The MMA warps of the kernel."""
 
     def __init__(self, config: Config) -> None:
@@ -108,14 +108,14 @@ class Products:
     def multiply(self, call: Call, warp: Int32):
         """Multiplies this CTA's k blocks of every panel by the tokens. A group has every fourth panel, each warp a strip of it."""
         self.copy_tokens(call, warp)
-        if call.share.blocks > 0:
+        if call.work.blocks > 0:
             self.multiply_panels(call, warp // PANEL_STRIPS, warp % PANEL_STRIPS)
 
     @cute.jit
     def copy_tokens(self, call: Call, warp: Int32):
         """Copies this CTA's features of all tokens, zero-filled past the ends. A warp copies 32 features of eight tokens."""
-        lane, first = cute.arch.lane_idx(), call.share.first_block * BLOCK
-        for turn in cutlass.range(warp, call.share.blocks * (BLOCK // 32 * self.tiles), MMA_WARPS, unroll=1):
+        lane, first = cute.arch.lane_idx(), call.work.first_block * BLOCK
+        for turn in cutlass.range(warp, call.work.blocks * (BLOCK // 32 * self.tiles), MMA_WARPS, unroll=1):
             tile, chunk = turn % self.tiles, turn // self.tiles * 4 + lane // 8
             token, feature = tile * 8 + lane % 8, first + chunk * 8
             inside = (token < call.m) & (feature < call.k)
@@ -130,16 +130,16 @@ class Products:
     @cute.jit
     def multiply_panels(self, call: Call, group: Int32, strip: Int32):
         """Multiplies a strip of each of a group's panels."""
-        share, lane = call.share, cute.arch.lane_idx()
+        work, lane = call.work, cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((4 * self.tiles,), Float32)
         at = first_to_read()
-        for panel in cutlass.range(group, share.panels, GROUPS, unroll=1):
+        for panel in cutlass.range(group, work.panels, GROUPS, unroll=1):
             acc.fill(0.0)
-            for begin in cutlass.range(0, share.blocks, SLAB, unroll=1):
+            for begin in cutlass.range(0, work.blocks, SLAB, unroll=1):
                 stage = self.stage_of(at, group)
                 call.ring.wait(stage)
                 for each in cutlass.range_constexpr(SLAB):
-                    if each == 0 or begin + each < share.blocks:
+                    if each == 0 or begin + each < work.blocks:
                         columns = call.columns + (begin + each) * (BLOCK // 8 * self.tiles * CORE_BYTES)
                         self.multiply_block(acc, *self.load_block(call, stage, strip, each, lane), columns, lane)
                 cute.arch.sync_warp()
@@ -191,7 +191,7 @@ class Products:
     def send(self, call: Call, panel: Int32, strip: Int32, lane: Int32, acc: cute.Tensor):
         """Sends a panel's partial sums: eight rows of a strip to each of two CTAs."""
         config, group = self.config, panel % GROUPS
-        place = call.buffers + group * config.buffer_bytes + (call.share.rank * ROWS + lane // 4) * (config.tokens * 4)
+        place = call.buffers + group * config.buffer_bytes + (call.work.rank * ROWS + lane // 4) * (config.tokens * 4)
         to = Cursor(group, (panel // GROUPS + 1) % 2)
         call.sums.acquire(to)
         for row in cutlass.range_constexpr(2):
