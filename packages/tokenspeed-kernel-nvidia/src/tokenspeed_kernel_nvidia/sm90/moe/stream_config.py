@@ -125,8 +125,8 @@ def wanted_experts(pairs: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** pairs)
 
 
-def turns_of(units: float) -> int:
-    """Returns the number of ranges of w13, and of w2, that a CTA takes; ``units``: panels of w13 per CTA.
+def turns_of(items: float) -> int:
+    """Returns the number of ranges of w13, and of w2, that a CTA takes; ``items``: panels of w13 per CTA.
 
     With several ranges, faster CTAs take more of them (load balancing), and the first entries of w2 need not wait for all CTAs. But
     each range begins with preparing rows. On an H200, microseconds for GPT-OSS-120B with one, two and three ranges: 64.4, 59.9 and
@@ -134,7 +134,7 @@ def turns_of(units: float) -> int:
     along k as well, so that all CTAs have equally many of few, gains nothing: 25.2 whole, 25.6 in three parts, 26.6 in five for 1
     token.
     """
-    return 1 if units < 8 else 2 if units < 24 else 3
+    return 1 if items < 8 else 2 if items < 24 else 3
 
 
 def entries_of(config: Config, pairs: int, experts: int) -> int:

@@ -55,15 +55,15 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     is_last,
     kind_of,
     pair_of,
-    place_of,
+    panel_of,
     rows_of,
 )
 
 CONSUMING = 1  # the named barrier of the MMA warps
 # The fp8 weights are 2^-14 times the e2m1 values, and the scales are times 2^62.
-UNIT_FACTOR = 2.0 ** (14 - 62)
+SUM_FACTOR = 2.0 ** (14 - 62)
 # Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64
-# from the exponent field, because 253 would overflow when summed.
+# from the exponent field, because 253 would overflow in a sum.
 _SCALES = (
     "{ .reg .b32 a;"
     + "".join(
@@ -93,19 +93,19 @@ class Consumers(ExactDotProducts):
         kind = Int32(COMBINE)
         while kind != END:
             call.pipe.wait(at)
-            unit = call.units[at.stage]
-            kind = kind_of(unit)
-            if kind == COMBINE or is_ahead(unit):
+            item = call.items[at.stage]
+            kind = kind_of(item)
+            if kind == COMBINE or is_ahead(item):
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 if kind == COMBINE:
                     self.combine(call, warp)
                 else:
                     if kind == W2:
-                        self.meet(warp, call.counter(READY + index_of(unit)), call.layer.w13_units * FINISHERS)
-                    self.prepare_rows(call, unit, factors)
+                        self.meet(warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
+                    self.prepare_rows(call, item, factors)
             else:
-                at = self.multiply(call, warp, group, at, to, unit, factors)
+                at = self.multiply(call, warp, group, at, to, item, factors)
                 to = advance(to, BUFFERS)
 
     @cute.jit
@@ -125,13 +125,13 @@ class Consumers(ExactDotProducts):
         cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
 
     @cute.jit
-    def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
+    def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
         """Computes this warpgroup's partial sums of a panel and stores them in a buffer. Returns the next position in
         the ring buffer.
         """
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
-        kind = kind_of(unit)
+        kind = kind_of(item)
         blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
         sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # of both rows of a lane
@@ -165,11 +165,11 @@ class Consumers(ExactDotProducts):
         sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
             # Multiply in this order: sums are about 2^60, and a row factor above 2^67 would make them infinite.
-            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * UNIT_FACTOR * factors[tile] for row in range(2)])
+            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)])
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
             if warp == 0 and lane == 0:
-                call.partial_units[to.stage] = unit
+                call.partial_items[to.stage] = item
         cute.arch.sync_warp()
         if lane == 0:
             call.partial.full.arrive(to)
@@ -241,43 +241,43 @@ class Consumers(ExactDotProducts):
         weights.fill(0.0)
         known, done = Int32(-1), Int32(0)
         at = first_to_read()
-        unit = Int32(0)
+        item = Int32(0)
         kind = Int32(COMBINE)
         while kind != END:
             call.partial.wait(at)
-            unit = call.partial_units[at.stage]
-            kind = kind_of(unit)
+            item = call.partial_items[at.stage]
+            kind = kind_of(item)
             if kind != END:
-                if rows_of(unit) != known:
-                    known = rows_of(unit)
-                    self.load_pairs(call, unit, pairs, beyond, weights)
+                if rows_of(item) != known:
+                    known = rows_of(item)
+                    self.load_pairs(call, item, pairs, beyond, weights)
                 for strip in cutlass.range(warp - FINISH_WARP, PANEL_STRIPS, FINISHERS, unroll=1):
-                    self.finish_strip(call, at, unit, strip, lane, pairs, beyond, weights)
+                    self.finish_strip(call, at, item, strip, lane, pairs, beyond, weights)
                 cute.arch.sync_warp()
                 if lane == 0:
                     call.partial.empty.arrive(at)
                 done += 1
-                if is_last(unit):
+                if is_last(item):
                     if lane == 0:
-                        flag = cutlass.select_(kind == W13, READY + index_of(unit), Int32(DONE))
+                        flag = cutlass.select_(kind == W13, READY + index_of(item), Int32(DONE))
                         release_add(call.counter(flag), done)
                     done = Int32(0)
             at = advance(at, BUFFERS)
 
     @cute.jit
-    def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
+    def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
         """Finds the pairs of this lane's columns (-1 for none), whether the fp8 parts fail to represent their rows, and for the
         second GEMM their weights.
         """
-        entry = entry_of(call.entries[index_of(unit)])
+        entry = entry_of(call.entries[index_of(item)])
         for tile in cutlass.range_constexpr(self.tiles):
             column = tile * 4 + cute.arch.lane_idx() % 4
             pairs[tile], beyond[tile] = Int32(-1), Int32(0)
             if column < entry.count:
                 place = call.order[entry.first + column]
                 pair = pair_of(place)
-                pairs[tile], beyond[tile] = pair, place & beyond_bit(unit)
-                if kind_of(unit) == W2:
+                pairs[tile], beyond[tile] = pair, place & beyond_bit(item)
+                if kind_of(item) == W2:
                     weights[tile] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
 
     @cute.jit
@@ -285,7 +285,7 @@ class Consumers(ExactDotProducts):
         self,
         call: Call,
         at: Any,
-        unit: Int32,
+        item: Int32,
         strip: Int32,
         lane: Int32,
         pairs: cute.Tensor,
@@ -294,8 +294,8 @@ class Consumers(ExactDotProducts):
     ):
         """The epilogue of a strip. Each lane has two rows of it."""
         layer = call.layer
-        whole = place_of(unit) * PANEL_STRIPS + strip
-        first = kind_of(unit) == W13
+        whole = panel_of(item) * PANEL_STRIPS + strip
+        first = kind_of(item) == W13
         if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
             head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
             factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
@@ -309,7 +309,7 @@ class Consumers(ExactDotProducts):
                 if cute.arch.vote_any_sync(beyond[tile] != 0):
                     for column in cutlass.range(4, unroll=1):
                         if cute.arch.shuffle_sync(beyond[tile], column) != 0:
-                            exact = self.exact_dot_products(call, unit, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                            exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
                             if lane % 4 == column:
                                 upper, lower = exact
                 upper = upper * factor + bias
@@ -349,7 +349,7 @@ class Consumers(ExactDotProducts):
         All MMA warps call it.
         """
         layer = call.layer
-        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
+        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
         if warp == MMA_WARPS - 1:
             self.leave(call)
         ctas, _, _ = cute.arch.grid_dim()

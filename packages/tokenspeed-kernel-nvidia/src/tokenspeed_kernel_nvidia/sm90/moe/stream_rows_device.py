@@ -68,7 +68,7 @@ class Rows(Shapes):
     """The part of the kernel that prepares rows."""
 
     @cute.jit
-    def prepare_rows(self, call: Call, unit: Int32, factors: cute.Tensor):
+    def prepare_rows(self, call: Call, item: Int32, factors: cute.Tensor):
         """Splits the rows of an entry into fp8 parts in shared memory. All MMA warps call it when they are done with the previous
         rows.
 
@@ -82,12 +82,12 @@ class Rows(Shapes):
         lane = thread % 32
         half, warp = thread // ROW_THREADS, thread % ROW_THREADS // 32
         layer = call.layer
-        entry = entry_of(call.entries[index_of(unit)])
-        chunks = cutlass.select_(kind_of(unit) == W13, layer.w13_blocks, layer.w2_blocks) * 4
-        numbers = self.chunks_of_row(call, unit, entry, half)
+        entry = entry_of(call.entries[index_of(item)])
+        chunks = cutlass.select_(kind_of(item) == W13, layer.w13_blocks, layer.w2_blocks) * 4
+        numbers = self.chunks_of_row(call, item, entry, half)
         for begin in cutlass.range(0, entry.count, ROWS_AT_ONCE, unroll=1):
             row = begin + half
-            ahead = self.chunks_of_row(call, unit, entry, row + ROWS_AT_ONCE)
+            ahead = self.chunks_of_row(call, item, entry, row + ROWS_AT_ONCE)
             largest = cute.arch.warp_redux_sync(self.largest_of(numbers), "max")
             # Two sets of maxima alternate, so that the next rows need not wait until these have been read.
             maxima = shared_int(call.maxima + (begin // ROWS_AT_ONCE % 2 * ROWS_AT_ONCE + half) * (4 * ROW_WARPS))
@@ -114,21 +114,21 @@ class Rows(Shapes):
             numbers = ahead
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
-        self.mark_rows(call, unit, entry)
+        self.mark_rows(call, item, entry)
         for tile in cutlass.range_constexpr(self.tiles):
             factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
 
     @cute.jit
-    def mark_rows(self, call: Call, unit: Int32, entry: Any):
+    def mark_rows(self, call: Call, item: Int32, entry: Any):
         """Marks pairs whose rows have too many elements that their fp8 parts do not represent, see `stream_exact_device`."""
         thread, _, _ = cute.arch.thread_idx()
-        k = cutlass.select_(kind_of(unit) == W13, call.layer.hidden, call.layer.intermediate)
+        k = cutlass.select_(kind_of(item) == W13, call.layer.hidden, call.layer.intermediate)
         if thread < entry.count:
             small = Int32(0)
             for warp in cutlass.range_constexpr(ROW_WARPS):
                 small += shared_int(call.small)[thread * ROW_WARPS + warp]
             if small * SMALL_DIVISOR > k:
-                call.order[entry.first + thread] |= beyond_bit(unit)
+                call.order[entry.first + thread] |= beyond_bit(item)
 
     @property
     def turns(self) -> int:
@@ -153,13 +153,13 @@ class Rows(Shapes):
         return Int32(cutlass.max(largest & 0xFFFF, largest >> 16)) << 16
 
     @cute.jit
-    def chunks_of_row(self, call: Call, unit: Int32, entry: Any, row: Int32) -> Any:
+    def chunks_of_row(self, call: Call, item: Int32, entry: Any, row: Int32) -> Any:
         """Returns a thread's elements of a row, `chunk_words` registers a chunk; zeros past its end, and for rows
         that do not exist.
         """
         layer = call.layer
         thread, _, _ = cute.arch.thread_idx()
-        first = kind_of(unit) == W13
+        first = kind_of(item) == W13
         k = cutlass.select_(first, layer.hidden, layer.intermediate)
         found = []
         pair = pair_of(call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)])

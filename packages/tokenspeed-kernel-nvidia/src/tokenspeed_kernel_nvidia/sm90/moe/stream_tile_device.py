@@ -1,7 +1,7 @@
-"""Types shared by all warps of `stream_device`: the call's arguments, entries, and units.
+"""Types shared by all warps of `stream_device`: the call's arguments, entries, and items.
 
-An *entry* is some pairs of one expert, at most as many as are computed at once; weights are read once for them. A *unit* is a work
-item: one panel for one entry. Units of w13 and w2 are divided into *ranges*, which a global counter hands out, all of w13 before
+An *entry* is some pairs of one expert, at most as many as are computed at once; weights are read once for them. An *item* is a work
+item: one panel for one entry. Items of w13 and w2 are divided into *ranges*, which a global counter hands out, all of w13 before
 any of w2. So a CTA only ever waits for CTAs that are already running, whatever their number. At the end each CTA writes a part of
 the output, for which no other CTA waits.
 """
@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, MAX_EXPERTS, MAX_PAIRS, MMA_WARPS, Config
 
-# Counters in global memory: the next range; finished units of w2; finished CTAs; from READY on, finished units of w13 of each
+# Counters in global memory: the next range; finished items of w2; finished CTAs; from READY on, finished items of w13 of each
 # entry.
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
 # Kinds of stages: slabs of the two GEMMs, the request to write the output, and the end.
@@ -38,7 +38,7 @@ class Layer:
         w13_strips, w2_strips: the number of strips of an expert.
         w13_bytes, w2_bytes: the bytes of a panel.
         w13_blocks, w2_blocks: the number of k blocks of a panel.
-        w13_units, w2_units: the number of panels of an expert.
+        w13_items, w2_items: the number of panels of an expert.
         turns: the number of ranges of w13, and of w2, that a CTA takes on average.
         experts, hidden, intermediate, top_k: the plan's sizes.
         alpha, limit, beta: the plan's options; an infinite limit means none.
@@ -52,8 +52,8 @@ class Layer:
     w2_bytes: Int32
     w13_blocks: Int32
     w2_blocks: Int32
-    w13_units: Int32
-    w2_units: Int32
+    w13_items: Int32
+    w2_items: Int32
     turns: Int32
     experts: Int32
     hidden: Int32
@@ -83,8 +83,8 @@ class Call:
         rows: the address of an entry's rows, see `stream_rows_device`.
         maxima, small, factors: the addresses of each warp's amax of rows, of its counts of inexact elements, and of the rows'
             factors.
-        units: the unit of each stage, see `unit_code`.
-        partial_units: the unit of each buffer of partial sums.
+        items: the item of each stage, see `item_code`.
+        partial_items: the item of each buffer of partial sums.
         sums, heads: the addresses of the buffers: partial sums, and factors and biases of their strips.
         sizes, starts, entries, order, places: the lists that `stream_schedule_device` makes.
     """
@@ -107,8 +107,8 @@ class Call:
     maxima: Int32
     small: Int32
     factors: Int32
-    units: cute.Pointer
-    partial_units: cute.Pointer
+    items: cute.Pointer
+    partial_items: cute.Pointer
     sums: Int32
     heads: Int32
     sizes: cute.Pointer
@@ -147,49 +147,49 @@ def pair_of(place: Int32) -> Int32:
     return place & (MAX_PAIRS - 1)
 
 
-def beyond_bit(unit: Int32) -> Int32:
-    """Returns the bit that marks a pair whose row the fp8 parts do not represent, in the GEMM of a unit."""
-    return Int32(MAX_PAIRS) << kind_of(unit)
+def beyond_bit(item: Int32) -> Int32:
+    """Returns the bit that marks a pair whose row the fp8 parts do not represent, in the GEMM of an item."""
+    return Int32(MAX_PAIRS) << kind_of(item)
 
 
-def unit_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
-    """Packs a unit into an int32. ``last`` is 1 for the last unit of an entry in its range."""
+def item_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
+    """Packs an item into an int32. ``last`` is 1 for the last item of an entry in its range."""
     return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
 
 
-def kind_of(unit: Int32) -> Int32:
+def kind_of(item: Int32) -> Int32:
     """Returns W13, W2, COMBINE or END."""
-    return unit & ((1 << _LAST_BIT) - 1)
+    return item & ((1 << _LAST_BIT) - 1)
 
 
-def is_last(unit: Int32) -> Any:
-    """Whether it is the last unit of an entry in its range."""
-    return (unit >> _LAST_BIT & 1) == 1
+def is_last(item: Int32) -> Any:
+    """Whether it is the last item of an entry in its range."""
+    return (item >> _LAST_BIT & 1) == 1
 
 
-def ahead_of(unit: Int32) -> Int32:
-    """Returns the message that units of this one's entry follow. Its rows are prepared while their weights are in flight."""
-    return unit | 1 << _AHEAD_BIT
+def ahead_of(item: Int32) -> Int32:
+    """Returns the message that items of this one's entry follow. Its rows are prepared while their weights are in flight."""
+    return item | 1 << _AHEAD_BIT
 
 
-def is_ahead(unit: Int32) -> Any:
+def is_ahead(item: Int32) -> Any:
     """Whether it is a message of `ahead_of`."""
-    return (unit >> _AHEAD_BIT & 1) == 1
+    return (item >> _AHEAD_BIT & 1) == 1
 
 
-def index_of(unit: Int32) -> Int32:
-    """Returns the index of a unit's entry."""
-    return unit >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
+def index_of(item: Int32) -> Int32:
+    """Returns the index of an item's entry."""
+    return item >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
 
 
-def place_of(unit: Int32) -> Int32:
-    """Returns the index of a unit's panel among those of its expert."""
-    return unit >> _PLACE_BIT
+def panel_of(item: Int32) -> Int32:
+    """Returns the index of an item's panel among those of its expert."""
+    return item >> _PLACE_BIT
 
 
-def rows_of(unit: Int32) -> Int32:
-    """Returns an identifier of a unit's entry and GEMM."""
-    return unit & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
+def rows_of(item: Int32) -> Int32:
+    """Returns an identifier of an item's entry and GEMM."""
+    return item & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
 
 
 class Shapes:
@@ -213,10 +213,10 @@ class Shapes:
         class Storage:
             full: cute.struct.MemRange[Int64, config.stages]
             empty: cute.struct.MemRange[Int64, config.stages]
-            summed: cute.struct.MemRange[Int64, BUFFERS]
-            taken: cute.struct.MemRange[Int64, BUFFERS]
-            units: cute.struct.MemRange[Int32, config.stages]
-            partial_units: cute.struct.MemRange[Int32, BUFFERS]
+            partial_full: cute.struct.MemRange[Int64, BUFFERS]
+            partial_empty: cute.struct.MemRange[Int64, BUFFERS]
+            items: cute.struct.MemRange[Int32, config.stages]
+            partial_items: cute.struct.MemRange[Int32, BUFFERS]
             sizes: cute.struct.MemRange[Int32, 2]
             totals: cute.struct.MemRange[Int32, 32]
             maxima: cute.struct.MemRange[Int32, 2 * MMA_WARPS]
