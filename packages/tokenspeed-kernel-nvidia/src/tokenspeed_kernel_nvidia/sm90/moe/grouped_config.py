@@ -40,7 +40,7 @@ class Tile:
     Attributes:
         warpgroups: number of MMA warpgroups, each with 64 rows of weights.
         widths: the numbers of columns that loops are compiled for, ascending; a tile uses the first that holds its columns.
-        unit: k blocks of weights that are dequantised and multiplied together: a k step.
+        k_step: k blocks of weights that are dequantised and multiplied together: a k step.
         blocks: k blocks in a stage of weights. Narrow tiles are memory-bound, which long copies suit better.
         column_blocks: panels of columns in flight.
         registers: registers of an MMA thread.
@@ -50,7 +50,7 @@ class Tile:
 
     warpgroups: int
     widths: tuple[int, ...]
-    unit: int
+    k_step: int
     blocks: int
     column_blocks: int
     registers: int
@@ -198,19 +198,19 @@ class Gemm:
         return self.inputs == CODES
 
     @property
-    def unit(self) -> int:
+    def k_step(self) -> int:
         """The number of k blocks of a k step; a stage of columns has as many."""
-        return 2 if self.bytewise else self.tile.unit
+        return 2 if self.bytewise else self.tile.k_step
 
     @property
     def panels(self) -> int:
         """The number of panels in a stage of columns; a panel has 128 bytes of every column."""
-        return self.unit // 2 if self.bytewise else self.unit
+        return self.k_step // 2 if self.bytewise else self.k_step
 
     @property
     def panel_k(self) -> int:
         """The number of elements of a column in a panel."""
-        return self.unit * BLOCK // self.panels
+        return self.k_step * BLOCK // self.panels
 
     @property
     def parts(self) -> int:

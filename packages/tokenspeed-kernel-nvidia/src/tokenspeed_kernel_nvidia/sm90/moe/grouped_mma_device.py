@@ -80,7 +80,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         else:
             # Double-buffered A fragments: a warp dequantises the next k step while wgmma reads this one.
             mma = self.mma_of(8).get_slice(0)
-            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
+            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.k_step))) for _ in range(2)]
             for registers in left:
                 cute.recast_tensor(registers, Uint32).fill(0)
         if index < items:
@@ -135,7 +135,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         products = -(-width // 256)
         mma = self.mma_of(width // products)
         mine = mma.get_slice(wg * 128)
-        right = cute.local_tile(self.columns(storage, width), (width // products, c.unit * BLOCK), (None, 0, None))
+        right = cute.local_tile(self.columns(storage, width), (width // products, c.k_step * BLOCK), (None, 0, None))
         right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(products)]
         acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // products)), Float32) for _ in range(products)]
         lane = thread % 32
@@ -176,16 +176,16 @@ class Consumers(WarpMainloop, PanelMainloop):
         acc = totals
         if const_expr(c.promoted):
             acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
-        units = (call.blocks + (c.unit - 1)) // c.unit
-        words = self.load_words(call, weights, slot, lane, units == 1)
-        self.decode_words(call, words, left[0], 0, WORDS * c.unit)
-        weights, words = self.next_unit(call, storage, weights, words, Boolean(False), slot, lane, units - 1)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        words = self.load_words(call, weights, slot, lane, k_steps == 1)
+        self.decode_words(call, words, left[0], 0, WORDS * c.k_step)
+        weights, words = self.next_k_step(call, storage, weights, words, Boolean(False), slot, lane, k_steps - 1)
         before, ready = columns, Boolean(False)
         given = call, storage, mma, acc, right, slot, lane
         # Unrolled by two, so that each k step of a pair has its own A registers.
-        pairs = (units - 1) // 2
+        pairs = (k_steps - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
-            rest = units - 2 * pair
+            rest = k_steps - 2 * pair
             weights, before, columns, words, ready = self.step(
                 *given, left[0], left[1], weights, before, columns, words, ready, pair == 0, c.promoted, rest
             )
@@ -194,15 +194,15 @@ class Consumers(WarpMainloop, PanelMainloop):
             )
             if const_expr(c.promoted):
                 self.add_sums(storage, acc, totals, before)
-        if units % 2 == 0:
+        if k_steps % 2 == 0:
             weights, before, columns, words, ready = self.step(
                 *given, left[0], left[1], weights, before, columns, words, ready, pairs == 0, c.promoted, Int32(2)
             )
-            self.multiply_unit(storage, mma, acc, right, left[1], columns, ready, False)
+            self.multiply_k_step(storage, mma, acc, right, left[1], columns, ready, False)
             warpgroup.wait_group(1)
             self.column_pipe(storage).release(before)
         else:
-            self.multiply_unit(storage, mma, acc, right, left[0], columns, ready, c.promoted)
+            self.multiply_k_step(storage, mma, acc, right, left[0], columns, ready, c.promoted)
             if const_expr(not c.promoted):
                 warpgroup.wait_group(1)
                 if pairs > 0:
@@ -215,7 +215,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         return weights, advance(columns, c.column_stages)
 
     @cute.jit
-    def multiply_unit(
+    def multiply_k_step(
         self,
         storage: Any,
         mma: cute.TiledMma,
@@ -261,7 +261,7 @@ class Consumers(WarpMainloop, PanelMainloop):
         ready: Boolean,
         first: Boolean,
         fresh: cutlass.Constexpr[bool],
-        units: Int32,
+        k_steps: Int32,
     ):
         """Issues the MMAs of a dequantised k step, and dequantises the next one meanwhile.
 
@@ -275,23 +275,23 @@ class Consumers(WarpMainloop, PanelMainloop):
             ready: whether this k step's columns are known to have arrived.
             first: whether there is no previous k step.
             fresh: whether the accumulators start at zero with this k step.
-            units: k steps left, this one included; at least 2.
+            k_steps: k steps left, this one included; at least 2.
 
         Returns:
             the next position in the ring buffer of weights; this k step's and the next one's stage of columns; the words of the k
             step after that; and whether the next k step's columns are known to have arrived.
         """
         c = self.config
-        self.multiply_unit(storage, mma, acc, right, left, columns, ready, fresh)
+        self.multiply_k_step(storage, mma, acc, right, left, columns, ready, fresh)
         next_columns = advance(columns, c.column_stages)
         ready = self.column_pipe(storage).full.poll(next_columns)
-        weights_ready = self.weight_pipe(storage).full.poll(self.following_unit(weights, units == 2).at)
+        weights_ready = self.weight_pipe(storage).full.poll(self.following_k_step(weights, k_steps == 2).at)
         if const_expr(not fresh):
             warpgroup.wait_group(1)  # the previous k step is done
             if not first:
                 self.column_pipe(storage).release(before)
-        self.decode_words(call, words, following, 0, WORDS * c.unit)
-        weights, words = self.next_unit(call, storage, weights, words, weights_ready, slot, lane, units - 2)
+        self.decode_words(call, words, following, 0, WORDS * c.k_step)
+        weights, words = self.next_k_step(call, storage, weights, words, weights_ready, slot, lane, k_steps - 2)
         return weights, columns, next_columns, words, ready
 
     @cute.jit
@@ -304,16 +304,16 @@ class Consumers(WarpMainloop, PanelMainloop):
                 all_sums[at] += sums[at]
 
     @cute.jit
-    def following_unit(self, weights: Weights, last: Boolean) -> Weights:
+    def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
         """Returns the position of the next k step's weights. ``last``: whether that one belongs to another item."""
-        at, block = weights.at, weights.block + self.config.unit
+        at, block = weights.at, weights.block + self.config.k_step
         if last or block == self.config.tile.blocks:
             at = advance(at, self.config.weight_stages)
             block = Int32(0)
         return Weights(at, block)
 
     @cute.jit
-    def next_unit(
+    def next_k_step(
         self,
         call: Call,
         storage: Any,
@@ -322,26 +322,26 @@ class Consumers(WarpMainloop, PanelMainloop):
         ready: Boolean,
         slot: Int32,
         lane: Int32,
-        units: Int32,
+        k_steps: Int32,
     ):
         """Advances to the next k step, and releases the stage of weights if it is used up.
 
         Args:
             words: of this k step, which is dequantised.
             ready: whether the next k step's weights are known to have arrived.
-            units: k steps of the item after this one.
+            k_steps: k steps of the item after this one.
 
         Returns:
             the position of the next k step, and its words if there is one.
         """
-        following = self.following_unit(weights, units == 0)
+        following = self.following_k_step(weights, k_steps == 0)
         if following.block == 0:
             cute.arch.sync_warp()
             self.weight_pipe(storage).release(weights.at)
-        if units > 0:
+        if k_steps > 0:
             if not ready:
                 self.weight_pipe(storage).wait(following.at)
-            words = self.load_words(call, following, slot, lane, units == 1)
+            words = self.load_words(call, following, slot, lane, k_steps == 1)
         return following, words
 
     @cute.jit
@@ -353,10 +353,10 @@ class Consumers(WarpMainloop, PanelMainloop):
         c = self.config
         begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
         words = []
-        for block in cutlass.range_constexpr(c.unit):
+        for block in cutlass.range_constexpr(c.k_step):
             words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
             words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
-        if const_expr(c.unit == 2):
+        if const_expr(c.k_step == 2):
             if last and call.blocks % 2 == 1:
                 words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
         return words

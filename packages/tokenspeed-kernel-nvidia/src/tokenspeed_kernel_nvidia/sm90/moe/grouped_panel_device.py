@@ -99,7 +99,7 @@ class PanelMainloop(Shapes):
         c = self.config
         mma = self.mma_of(width)
         mine = mma.get_slice(wg * 128)
-        right = cute.local_tile(self.columns(storage, width), (width, c.unit * BLOCK), (None, 0, None))
+        right = cute.local_tile(self.columns(storage, width), (width, c.k_step * BLOCK), (None, 0, None))
         right = mine.make_fragment_B(mine.partition_B(right[None, None, 0, None]))
         return mma, right, mine.partition_shape_C((c.tile.warpgroups * PANEL_STRIPS * STRIP, width))
 
@@ -125,15 +125,15 @@ class PanelMainloop(Shapes):
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(panels)]
         for sums in acc:
             sums.fill(0.0)
-        units = (call.blocks + (c.unit - 1)) // c.unit
-        parts = c.unit * panels  # blocks of a unit, panel by panel
-        words = self.load_part(call, at, slot, lane, 0, units == 1)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        parts = c.k_step * panels  # blocks of a k step, panel by panel
+        words = self.load_part(call, at, slot, lane, 0, k_steps == 1)
         self.decode_values(call, words, left[0])
-        words = self.load_part(call, at, slot, lane, 1, units == 1)
+        words = self.load_part(call, at, slot, lane, 1, k_steps == 1)
         before = columns
         ready = Boolean(False)
-        for unit in cutlass.range(units, unroll=1):
-            last = unit + 1 == units
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
             if not ready:
                 self.column_pipe(storage).wait(columns)
             following = advance(at, c.weight_stages)
@@ -151,7 +151,7 @@ class PanelMainloop(Shapes):
                     at = following
                 warpgroup.wait_group(1)
                 if const_expr(part == 0):
-                    if unit > 0:
+                    if k_step > 0:
                         self.column_pipe(storage).release(before)
                 if const_expr(part < parts - 1):
                     self.decode_values(call, words, left[(part + 1) % 2])
@@ -161,11 +161,11 @@ class PanelMainloop(Shapes):
                     if not last:
                         if not weights_ready:
                             self.weight_pipe(storage).wait(following)
-                        words = self.load_part(call, following, slot, lane, 0, unit + 2 == units)
+                        words = self.load_part(call, following, slot, lane, 0, k_step + 2 == k_steps)
                 if const_expr(part == parts - 1):
                     if not last:
                         self.decode_values(call, words, left[0])
-                        words = self.load_part(call, following, slot, lane, 1, unit + 2 == units)
+                        words = self.load_part(call, following, slot, lane, 1, k_step + 2 == k_steps)
             before, columns = columns, next_columns
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(before)
@@ -196,13 +196,13 @@ class PanelMainloop(Shapes):
         sums = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(panels)]
         for registers in [*acc, *sums]:
             registers.fill(0.0)
-        units = (call.blocks + (c.unit - 1)) // c.unit
-        blocks = c.unit * panels  # of a unit, panel by panel
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        blocks = c.k_step * panels  # of a k step, panel by panel
         words = self.load_part(call, at, slot, lane, 0, Boolean(False))
         self.decode_half(call, words, left[0], 0)
         ready = Boolean(False)
-        for unit in cutlass.range(units, unroll=1):
-            last = unit + 1 == units
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
             if not ready:
                 self.column_pipe(storage).wait(columns)
             following = advance(at, c.weight_stages)
@@ -317,7 +317,7 @@ class PanelMainloop(Shapes):
         begin = slot + weights.stage * c.stage_bytes + (panel * c.slot_bytes + block * PANEL_BLOCK_BYTES)
         words = list(load_words("shared", begin + lane * 16, WORDS))
         words.append(Uint32(load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)))
-        if const_expr(block == c.unit - 1):
-            if last and call.blocks % c.unit != 0:
+        if const_expr(block == c.k_step - 1):
+            if last and call.blocks % c.k_step != 0:
                 words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
         return words

@@ -77,18 +77,18 @@ class WarpMainloop(Shapes):
         odd_piece = (lane // 8 ^ lane % 8) * 16
         self.weight_pipe(storage).wait(weights.at)
         words = self.load_strips(weights.at, 0, slot, lane)
-        units = (call.blocks + (c.unit - 1)) // c.unit
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
         columns_before, weights_before = columns, weights.at
         ready = Boolean(False)
-        for unit in cutlass.range(units, unroll=1):
-            last = unit + 1 == units
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
             # If k has an odd number of blocks, the second block of the last k step is loaded but not used.
             second = self.load_strips(weights.at, 1, slot, lane)
             if not ready:
                 self.column_pipe(storage).wait(columns)
             # Release stages only when the next k step begins, when all loaded values have been used. ptxas may move an arrive ahead
             # of MMAs that still wait for their loads.
-            if unit > 0:
+            if k_step > 0:
                 self.release_stages(storage, columns_before, weights_before)
             stage = columns.stage * c.column_bytes
             columns_before, weights_before = columns, weights.at
@@ -102,7 +102,7 @@ class WarpMainloop(Shapes):
                 if not weights_ready:
                     self.weight_pipe(storage).wait(weights.at)
                 words = self.load_strips(weights.at, 0, slot, lane)
-            if not last or call.blocks % c.unit == 0:
+            if not last or call.blocks % c.k_step == 0:
                 stage += c.columns * COLUMN_BYTES
                 self.multiply_block(acc, second, column + stage, piece, odd_column + stage, odd_piece, width)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
