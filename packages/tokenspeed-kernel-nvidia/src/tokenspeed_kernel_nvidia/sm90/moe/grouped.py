@@ -102,7 +102,7 @@ class _Programs(NamedTuple):
     Attributes:
         schedules: sort pairs and divide them into tiles; keyed by the number of CTAs.
         rounding: for each kind of inputs, the kernel that makes each GEMM's inputs, or None if rows are used as given.
-        products: for each kind of inputs, both GEMMs.
+        gemms: for each kind of inputs, both GEMMs.
         repairs: both GEMMs that recompute the rows that `PARTS` cannot represent, or none.
         combine: adds up the slots of each token.
         sm_count: the number of CTAs of a GEMM, one per SM.
@@ -110,7 +110,7 @@ class _Programs(NamedTuple):
 
     schedules: dict[int, Launch]
     rounding: tuple[tuple[Launch | None, Launch | None], ...]
-    products: tuple[tuple[Launch, Launch], ...]
+    gemms: tuple[tuple[Launch, Launch], ...]
     repairs: tuple[Launch, ...]
     combine: Launch
     sm_count: int
@@ -121,23 +121,23 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide
     """Returns the kernels of a call. ``wide``: whether the activation may exceed the range of ``dtype``."""
     name = DTYPES[dtype]
     rounding: list[tuple[Launch | None, Launch | None]] = []
-    products: list[tuple[Launch, Launch]] = []
+    gemms: list[tuple[Launch, Launch]] = []
     for part, kind in enumerate(inputs):
         first = second = None
-        taken = kind
+        gemm_input = kind
         if kind != PLAIN:
             # The first split kernel follows the schedule kernel, which does not write its input rows, so the two overlap.
             first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
             second = rounding_program(Rounding(name, kind, wide=wide))
         elif wide:
-            second, taken = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
+            second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
         rounding.append((first, second))
-        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, taken, Combine(name).wide)
-        products.append((gemm_program(w13), gemm_program(w2)))
+        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, gemm_input, Combine(name).wide)
+        gemms.append((gemm_program(w13), gemm_program(w2)))
     return _Programs(
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
         tuple(rounding),
-        tuple(products),
+        tuple(gemms),
         tuple(gemm_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
         combine_program(Combine(name)),
         multiprocessors(device),
@@ -219,17 +219,17 @@ def moe_apply_many(
     for second, (rows, result, weight, features) in enumerate(
         ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
     ):
-        for part, (kind, rounding, products) in enumerate(zip(inputs, programs.rounding, programs.products, strict=True)):
-            taken = rows
+        for part, (kind, rounding, gemms) in enumerate(zip(inputs, programs.rounding, programs.gemms, strict=True)):
+            gemm_input = rows
             if (launch := rounding[second]) is not None:
                 count, k = rows.shape
-                taken_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
-                taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
-                launch(rows, taken, scales)
-            behind = weight, scales, exact_at, *schedule, features // STRIP, programs.sm_count, *swiglu
-            products[second](taken, result, *behind)
+                input_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
+                gemm_input = memory.rows(len(lengths) + part, input_dtype, count * (SPLIT if kind == PARTS else 1), k)
+                launch(rows, gemm_input, scales)
+            gemm_args = weight, scales, exact_at, *schedule, features // STRIP, programs.sm_count, *swiglu
+            gemms[second](gemm_input, result, *gemm_args)
             for repair in programs.repairs[second : second + 1]:
-                repair(rows, result, *behind)
+                repair(rows, result, *gemm_args)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
     return deliver(written, out)
