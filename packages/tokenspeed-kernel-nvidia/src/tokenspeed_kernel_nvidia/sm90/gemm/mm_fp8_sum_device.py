@@ -299,8 +299,8 @@ class Consumers:
                 words += [pack(BFloat16, *results[r]) for r in range(2)]
                 if const_expr(eight % 2 == 1):
                     # Lanes 0-15 address rows of the first eight columns, lanes 16-31 those of the second.
-                    piece = eight - 1 + lane // 16
-                    stmatrix(place + lane % 16 * 128 + ((piece ^ (lane % 8)) * 16), words)
+                    chunk16 = eight - 1 + lane // 16
+                    stmatrix(place + lane % 16 * 128 + ((chunk16 ^ (lane % 8)) * 16), words)
                     words = []
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()

@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_BYTES, COLUM
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
-PIECE = 16  # bytes of a lane's cp.async
+CHUNK_BYTES = 16  # bytes of a lane's cp.async
 AT_ONCE = 4  # columns that a warp copies per instruction, eight lanes each
 
 
@@ -70,14 +70,14 @@ class Loader(Shapes):
         c = self.config
         pipe = self.column_pipe(storage)
         lane = cute.arch.lane_idx()
-        piece = lane % 8
+        chunk16 = lane % 8
         turns = -(-c.slots * c.columns // (AT_ONCE * COLUMN_WARPS))
         own = AT_ONCE * warp + lane // 8  # this lane's first column
         step = AT_ONCE * COLUMN_WARPS  # to its next column; an odd multiple of four, so column % 8 alternates between two values
         begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
-        places = [begin + ((piece ^ (own % 8)) * PIECE), begin + ((piece ^ ((own + step) % 8)) * PIECE)]
+        places = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
         offsets = cute.make_rmem_tensor((turns,), Int32)
-        numbers = PIECE * c.panel_k // COLUMN_BYTES  # elements of a 16-byte chunk
+        numbers = CHUNK_BYTES * c.panel_k // COLUMN_BYTES  # elements of a 16-byte chunk
         stages = (call.k + (c.panel_k * c.panels - 1)) // (c.panel_k * c.panels)
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
@@ -86,19 +86,19 @@ class Loader(Shapes):
         while index < items:
             item = self.read_item(call, index)
             self.find_columns(call, item, own, offsets)
-            source = call.rows + piece * PIECE
+            source = call.rows + chunk16 * CHUNK_BYTES
             # In the last stage, elements beyond k are zero-filled, since NaN times a zero weight would be NaN.
-            left = call.k - piece * numbers
+            left = call.k - chunk16 * numbers
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
                 # Opaque to the compiler, which would otherwise recompute the addresses for each copy.
                 in_stage = [opt_barrier(place + at.stage * c.column_bytes) for place in places]
                 for panel in cutlass.range_constexpr(c.panels):
-                    count = Int32(PIECE) if left > 0 else Int32(0)
+                    count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)
                     for turn in cutlass.range_constexpr(turns):
                         if offsets[turn] >= 0:
                             behind = (panel * c.slots * c.columns + turn * step) * COLUMN_BYTES
-                            copy_piece(in_stage[turn % 2], behind, source + Int64(offsets[turn]) * PIECE, count)
+                            copy_piece(in_stage[turn % 2], behind, source + Int64(offsets[turn]) * CHUNK_BYTES, count)
                     source += COLUMN_BYTES
                     left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
@@ -110,7 +110,7 @@ class Loader(Shapes):
         """Computes the offsets of a lane's columns, in 16-byte chunks from the first row; -1 for columns that the tile does not
         have.
         """
-        pieces = Int32(call.row_stride // (PIECE * self.config.panel_k // COLUMN_BYTES))
+        chunks16 = Int32(call.row_stride // (CHUNK_BYTES * self.config.panel_k // COLUMN_BYTES))
         for turn in cutlass.range_constexpr(cute.size(offsets)):
             column = own + turn * (AT_ONCE * COLUMN_WARPS)
             offsets[turn] = Int32(-1)
@@ -124,4 +124,4 @@ class Loader(Shapes):
                 row = item.first + column
                 if const_expr(self.config.gated):
                     row = load_int(call.sources + Int64(row) * 4, False)
-                offsets[turn] = (row * self.config.slots + part) * pieces
+                offsets[turn] = (row * self.config.slots + part) * chunks16

@@ -477,9 +477,11 @@ class Consumers(WarpMainloop, PanelMainloop):
             buffer = self.buffer(storage, wg, chunk)
             store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
             self.sync_warpgroup(wg)
-            column, piece = thread % 128 // 4, thread % 4
-            place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
-            self.store_chunk_of_column(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
+            column, chunk16 = thread % 128 // 4, thread % 4
+            place = buffer + column * 64 + ((chunk16 ^ (column // 2 % 4)) * 16)
+            self.store_chunk_of_column(
+                call, item, place, chunk * CHUNK + column, (strip + chunk16) * 8, strip + chunk16 < call.strips
+            )
 
     @cute.jit
     def store_sums(
@@ -509,15 +511,15 @@ class Consumers(WarpMainloop, PanelMainloop):
                     words += [pack(self.dtype, *of_row) for of_row in sums]
                 # A lane addresses eight features of a column: the first or second eight of a warp, one of eight 16-byte chunks.
                 column = 16 * half + lane // 16 * 8 + lane % 8
-                piece = 2 * warp + lane // 8 % 2
-                store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
+                chunk16 = 2 * warp + lane // 8 % 2
+                store_matrices(buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16), words)
             self.sync_warpgroup(wg)
-            piece = thread % 8
+            chunk16 = thread % 8
             for half in cutlass.range_constexpr(2):
                 column = 16 * half + thread % 128 // 8
-                place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
-                inside = strip + piece // 2 < call.strips
-                self.store_chunk_of_column(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
+                place = buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16)
+                inside = strip + chunk16 // 2 < call.strips
+                self.store_chunk_of_column(call, item, place, chunk * CHUNK + column, strip * STRIP + chunk16 * 8, inside)
 
     @cute.jit
     def store_wide(

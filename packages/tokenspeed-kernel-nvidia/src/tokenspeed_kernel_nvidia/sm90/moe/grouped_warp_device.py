@@ -72,9 +72,9 @@ class WarpMainloop(Shapes):
         # second eight elements of k. 16-byte chunks of a column are permuted by its index modulo 8. A last group of eight columns
         # has four matrices along k.
         column = storage.columns.data_ptr().toint() + (lane // 16 * 8 + lane % 8) * COLUMN_BYTES
-        piece = (lane // 8 % 2 ^ lane % 8) * 16
+        chunk16 = (lane // 8 % 2 ^ lane % 8) * 16
         odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
-        odd_piece = (lane // 8 ^ lane % 8) * 16
+        odd_chunk16 = (lane // 8 ^ lane % 8) * 16
         self.weight_pipe(storage).wait(weights.at)
         words = self.load_strips(weights.at, 0, slot, lane)
         k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
@@ -96,7 +96,7 @@ class WarpMainloop(Shapes):
             weights = Weights(advance(weights.at, c.weight_stages), Int32(0))
             # Poll barriers long before waiting for them, because a wait alone takes a hundred cycles.
             weights_ready = self.weight_pipe(storage).full.poll(weights.at)
-            self.multiply_block(acc, words, column + stage, piece, odd_column + stage, odd_piece, width)
+            self.multiply_block(acc, words, column + stage, chunk16, odd_column + stage, odd_chunk16, width)
             ready = self.column_pipe(storage).full.poll(columns)
             if not last:
                 if not weights_ready:
@@ -104,7 +104,7 @@ class WarpMainloop(Shapes):
                 words = self.load_strips(weights.at, 0, slot, lane)
             if not last or call.blocks % c.k_step == 0:
                 stage += c.columns * COLUMN_BYTES
-                self.multiply_block(acc, second, column + stage, piece, odd_column + stage, odd_piece, width)
+                self.multiply_block(acc, second, column + stage, chunk16, odd_column + stage, odd_chunk16, width)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         for each in cutlass.range_constexpr(c.tile.strips):
             first = item.strip + (wg * c.tile.strips + each) * PANEL_STRIPS
@@ -119,24 +119,24 @@ class WarpMainloop(Shapes):
         acc: list,
         words: list,
         column: Int32,
-        piece: Int32,
+        chunk16: Int32,
         odd_column: Int32,
-        odd_piece: Int32,
+        odd_chunk16: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Dequantises a block of each strip and multiplies it by the columns; ``column + piece`` addresses the lane's
+        """Dequantises a block of each strip and multiplies it by the columns; ``column + chunk16`` addresses the lane's
         first chunk.
         """
         odd = []
         for step in cutlass.range_constexpr(STEPS):
             right = []
             for pair in cutlass.range_constexpr(width // 16):
-                at = column + (piece ^ (32 * step)) + pair * (16 * COLUMN_BYTES)
+                at = column + (chunk16 ^ (32 * step)) + pair * (16 * COLUMN_BYTES)
                 first_low, first_high, second_low, second_high = ldmatrix(at, False)
                 right += [(first_low, first_high), (second_low, second_high)]
             if const_expr(width % 16 != 0):
                 if const_expr(step % 2 == 0):
-                    odd = ldmatrix(odd_column + (odd_piece ^ (32 * step)), False)
+                    odd = ldmatrix(odd_column + (odd_chunk16 ^ (32 * step)), False)
                 right.append((odd[step % 2 * 2], odd[step % 2 * 2 + 1]))
             for each in cutlass.range_constexpr(self.config.tile.strips):
                 of_strip = words[each * (STEPS + 1) : (each + 1) * (STEPS + 1)]
