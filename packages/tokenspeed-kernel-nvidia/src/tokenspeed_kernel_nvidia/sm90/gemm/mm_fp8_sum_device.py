@@ -181,7 +181,7 @@ class Consumers:
         left = mine.make_fragment_A(mine.partition_A(self.a_ring.tiles(storage.a, dtype=kind)))
         right = mine.make_fragment_B(mine.partition_B(self.b_ring.tiles(storage.b, dtype=kind)))
         shape = mine.partition_shape_C((ROWS, HALF))
-        products = cute.make_rmem_tensor(shape, Float32)
+        partials = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
         # Scales of a thread's two rows and of each half's columns for the blocks along k of this stage, and of the next stage.
         factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
@@ -203,14 +203,14 @@ class Consumers:
                     b = right[None, None, None, at.stage * c.halves + half]
                     for part in cutlass.range_constexpr(c.parts):
                         count = BLOCK // STEP // c.parts
-                        start_mma(call.mma, products, a, b, steps=count, first=part * count)
+                        start_mma(call.mma, partials, a, b, steps=count, first=part * count)
                         warpgroup.wait_group(0)
                         if const_expr(c.scales == "column"):
-                            self.add_scaled(sums[half], products, factors, self.column_scales(storage, at), half, part)
+                            self.add_scaled(sums[half], partials, factors, self.column_scales(storage, at), half, part)
                         if const_expr(half == c.halves - 1 and part == c.parts - 1):
                             self.release(pipe, at)
                         if const_expr(c.scales == "block"):
-                            self.add(sums[half], products, factors, half)
+                            self.add(sums[half], partials, factors, half)
                 at = advance(at, c.stages)
             self.store(call, storage, sums, biases_at, row, column)
             biases_at = advance(biases_at, 1)
@@ -248,19 +248,19 @@ class Consumers:
         return scale
 
     @cute.jit
-    def add(self, sums: cute.Tensor, products: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
+    def add(self, sums: cute.Tensor, partials: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
         """Accumulates the partial sums of a block along k if 128 columns share a scale."""
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * r + column
-                    sums[at] = products[at] * (factors[r] * factors[2 + half]) + sums[at]
+                    sums[at] = partials[at] * (factors[r] * factors[2 + half]) + sums[at]
 
     @cute.jit
     def add_scaled(
         self,
         sums: cute.Tensor,
-        products: cute.Tensor,
+        partials: cute.Tensor,
         factors: cute.Tensor,
         scales: Int32,
         half: cutlass.Constexpr[int],
@@ -273,7 +273,7 @@ class Consumers:
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * r + column
-                    sums[at] = products[at] * (factors[2 * part + r] * columns[column]) + sums[at]
+                    sums[at] = partials[at] * (factors[2 * part + r] * columns[column]) + sums[at]
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 

@@ -293,14 +293,14 @@ class PanelMainloop(Shapes):
                     registers[len(decoded) * word + each] = decoded[each]
 
     @cute.jit
-    def add_scaled_partials(self, products: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
+    def add_scaled_partials(self, partials: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
         """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair are
         neighbouring columns.
         """
         factors = scales_of(scales)
         for tile in cutlass.range_constexpr(cute.size(sums) // 2):
             for r in cutlass.range_constexpr(2):
-                number = products[4 * tile + 2 * r] + products[4 * tile + 2 * r + 1] * (1.0 / REST)
+                number = partials[4 * tile + 2 * r] + partials[4 * tile + 2 * r + 1] * (1.0 / REST)
                 to = tile // 2 * 4 + 2 * r + tile % 2
                 sums[to] += number * factors[HALVES * half + r]
 

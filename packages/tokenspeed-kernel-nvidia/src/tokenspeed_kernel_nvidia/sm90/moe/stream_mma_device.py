@@ -186,14 +186,14 @@ class Consumers(ExactDotProducts):
             scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
             rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
-        products = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
+        partials = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
         for half in cutlass.range_constexpr(2 * count):
             for tile in cutlass.range_constexpr(self.tiles):
                 for row in cutlass.range_constexpr(2):
                     at = 4 * self.layers * tile + 2 * row
-                    number, rest = products[half][at], products[half][at + 1]
+                    number, rest = partials[half][at], partials[half][at + 1]
                     if const_expr(self.layers == 2):
-                        rest += products[half][at + 4] * (1.0 / REST)
+                        rest += partials[half][at + 4] * (1.0 / REST)
                     sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
 
     def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
