@@ -132,12 +132,12 @@ class Consumers(WarpMainloop, PanelMainloop):
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
         # wgmma has at most 256 columns. More are two wgmmas with the same A operand.
-        products = -(-width // 256)
-        mma = self.mma_of(width // products)
+        wgmmas = -(-width // 256)
+        mma = self.mma_of(width // wgmmas)
         mine = mma.get_slice(wg * 128)
-        right = cute.local_tile(self.columns(storage, width), (width // products, c.k_step * BLOCK), (None, 0, None))
-        right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(products)]
-        acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // products)), Float32) for _ in range(products)]
+        right = cute.local_tile(self.columns(storage, width), (width // wgmmas, c.k_step * BLOCK), (None, 0, None))
+        right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(wgmmas)]
+        acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // wgmmas)), Float32) for _ in range(wgmmas)]
         lane = thread % 32
         strip = thread // 32 % PANEL_STRIPS
         slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
