@@ -132,7 +132,7 @@ class Split:
         wait_after([source, *rows])
         x, y = self.load(source, rows, left - quad, m)
         stored = bias.load(first + rank, (rank < count) & (thread < m))
-        acc = self.products(x, y)
+        acc = self.multiply(x, y)
         for half in cutlass.range_constexpr(config.halves):
             token = lane // 4 + half * ROWS
             if token < m:
@@ -171,7 +171,7 @@ class Split:
                 y[-1].append(load_words_if(row + each * QUAD_BYTES, live))
         return x, y
 
-    def products(self, x: list, y: list) -> list:
+    def multiply(self, x: list, y: list) -> list:
         """Issues the MMAs in two independent chains, which hide their latency."""
         acc = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
         for words, activations in zip(x, y, strict=True):
