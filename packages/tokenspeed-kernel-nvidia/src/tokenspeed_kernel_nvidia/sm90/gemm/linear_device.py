@@ -202,11 +202,11 @@ class Linear(MmaWarps):
             biases = [load_floats("global", call.bias + Int64(row + i) * 4, 1) for i in range(rows)]
         totals = [Float32(0.0)] * rows
         call.sums.wait(at)
-        place = call.buffers + at.stage * config.buffer_bytes + (own * config.tokens + token) * 4
+        smem_at = call.buffers + at.stage * config.buffer_bytes + (own * config.tokens + token) * 4
         for source in cutlass.range_constexpr(CLUSTER):
             there = (source + 1) * work.all_blocks // CLUSTER > source * work.all_blocks // CLUSTER
             for i in cutlass.range_constexpr(rows):
-                number = load_floats("shared", place + (source * ROWS + i) * config.tokens * 4, 1)
+                number = load_floats("shared", smem_at + (source * ROWS + i) * config.tokens * 4, 1)
                 totals[i] += cutlass.select_(there, number, Float32(0.0))
         if index == 0:  # rearm before other CTAs may send again
             self.expect_sums(call, at)

@@ -191,12 +191,12 @@ class MmaWarps:
     def send(self, call: Call, panel: Int32, strip: Int32, lane: Int32, acc: cute.Tensor):
         """Sends a panel's partial sums: eight rows of a strip to each of two CTAs."""
         config, group = self.config, panel % GROUPS
-        place = call.buffers + group * config.buffer_bytes + (call.work.rank * ROWS + lane // 4) * (config.tokens * 4)
+        smem_at = call.buffers + group * config.buffer_bytes + (call.work.rank * ROWS + lane // 4) * (config.tokens * 4)
         to = Cursor(group, (panel // GROUPS + 1) % 2)
         call.sums.acquire(to)
         for row in cutlass.range_constexpr(2):
             rank = 2 * strip + row
-            there, barrier = of_rank(place + lane % 4 * 8, rank), of_rank(call.sums.full.of(to).toint(), rank)
+            there, barrier = of_rank(smem_at + lane % 4 * 8, rank), of_rank(call.sums.full.of(to).toint(), rank)
             for tile in cutlass.range_constexpr(self.tiles):
                 at = 4 * tile + 2 * row
                 send_pair(there + tile * 32, [acc[at], acc[at + 1]], barrier)

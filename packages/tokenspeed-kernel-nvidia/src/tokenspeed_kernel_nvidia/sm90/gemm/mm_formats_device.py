@@ -292,11 +292,11 @@ class Formats:
             if const_expr(config.scales == "block"):
                 apart = self.chain(x, words, [[Float32(0.0)] * 4] * 2)
                 blocks = call.at.chunk_bytes // BLOCK
-                place = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
-                pair = [load_floats("shared", place, 1), load_floats("shared", place + blocks * 4, 1)]
+                smem_at = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
+                pair = [load_floats("shared", smem_at, 1), load_floats("shared", smem_at + blocks * 4, 1)]
                 for half in cutlass.range_constexpr(self.halves):
                     token = cutlass.min(lane // 4 + half * 8, call.m - 1)
-                    other = load_floats("shared", place + (2 + token) * blocks * 4, 1)
+                    other = load_floats("shared", smem_at + (2 + token) * blocks * 4, 1)
                     for column in cutlass.range_constexpr(2):
                         scale = cutlass.select_(row + (lane % 4 * 2 + column) < edge, pair[0], pair[1])
                         index = 2 * half + column

@@ -197,10 +197,10 @@ class MmFp8(Consumers):
                         line = cutlass.min(column + i * lanes + lane, call.n - 1) // call.b_lines
                         scales[part, i] = self.load_scale(call.b_scale, line, own)
                 pipe.acquire(at)
-                place = self.column_scales(storage, at) + lane * 4
+                smem_at = self.column_scales(storage, at) + lane * 4
                 for part in cutlass.range_constexpr(c.parts):
                     for i in cutlass.range_constexpr(each):
-                        store_floats("shared", place + (part * c.columns + i * lanes) * 4, [scales[part, i]])
+                        store_floats("shared", smem_at + (part * c.columns + i * lanes) * 4, [scales[part, i]])
                 pipe.full.arrive(at)
                 at = advance(at, c.stages)
             index += step

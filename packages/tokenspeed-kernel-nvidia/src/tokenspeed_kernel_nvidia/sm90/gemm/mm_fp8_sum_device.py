@@ -288,7 +288,7 @@ class Consumers:
         boxes = self.out_ring.boxes(storage.out, WARP_ROWS)
         for panel in cutlass.range_constexpr(c.columns // PANEL):
             buffer = warp * c.panels + panel % c.panels
-            place = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
+            smem_at = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
             # Wait until the TMA store that used this buffer has read it.
             cute.arch.cp_async_bulk_wait_group(c.panels - 1, read=True)
             cute.arch.sync_warp()
@@ -300,7 +300,7 @@ class Consumers:
                 if const_expr(eight % 2 == 1):
                     # Lanes 0-15 address rows of the first eight columns, lanes 16-31 those of the second.
                     chunk16 = eight - 1 + lane // 16
-                    stmatrix(place + lane % 16 * 128 + ((chunk16 ^ (lane % 8)) * 16), words)
+                    stmatrix(smem_at + lane % 16 * 128 + ((chunk16 ^ (lane % 8)) * 16), words)
                     words = []
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()

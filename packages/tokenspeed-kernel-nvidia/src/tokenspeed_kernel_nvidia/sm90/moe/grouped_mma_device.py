@@ -478,9 +478,9 @@ class Consumers(WarpMainloop, PanelMainloop):
             store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
             self.sync_warpgroup(wg)
             column, chunk16 = thread % 128 // 4, thread % 4
-            place = buffer + column * 64 + ((chunk16 ^ (column // 2 % 4)) * 16)
+            smem_at = buffer + column * 64 + ((chunk16 ^ (column // 2 % 4)) * 16)
             self.store_chunk_of_column(
-                call, item, place, chunk * CHUNK + column, (strip + chunk16) * 8, strip + chunk16 < call.strips
+                call, item, smem_at, chunk * CHUNK + column, (strip + chunk16) * 8, strip + chunk16 < call.strips
             )
 
     @cute.jit
@@ -517,9 +517,9 @@ class Consumers(WarpMainloop, PanelMainloop):
             chunk16 = thread % 8
             for half in cutlass.range_constexpr(2):
                 column = 16 * half + thread % 128 // 8
-                place = buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16)
+                smem_at = buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16)
                 inside = strip + chunk16 // 2 < call.strips
-                self.store_chunk_of_column(call, item, place, chunk * CHUNK + column, strip * STRIP + chunk16 * 8, inside)
+                self.store_chunk_of_column(call, item, smem_at, chunk * CHUNK + column, strip * STRIP + chunk16 * 8, inside)
 
     @cute.jit
     def store_wide(
@@ -571,11 +571,11 @@ class Consumers(WarpMainloop, PanelMainloop):
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
     @cute.jit
-    def store_chunk_of_column(self, call: Call, item: Item, place: Int32, column: Int32, feature: Int32, inside: Boolean):
+    def store_chunk_of_column(self, call: Call, item: Item, smem_at: Int32, column: Int32, feature: Int32, inside: Boolean):
         """Stores eight features of a column, if the item has the column."""
         if inside and column < item.count:
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
-            store_words(at, load_words("shared", place, 4))
+            store_words(at, load_words("shared", smem_at, 4))
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):
