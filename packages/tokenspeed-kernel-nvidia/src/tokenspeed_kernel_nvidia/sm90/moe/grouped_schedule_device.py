@@ -142,15 +142,15 @@ class SchedulePairs:
         counts += warp * MAX_EXPERTS
         # Multiply-high by this inverse replaces division by top_k. Exact for fewer than 2^28 pairs, since top_k is at most 8.
         inverse = Int32((Int64(1) << 31) // pairs.top_k + 1)
-        ids, places = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
+        ids, indices = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
         for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
                 ids[each] = self.read_id(pairs, first + 32 * each + lane, end, inverse)
             for each in cutlass.range_constexpr(AT_ONCE):
                 if first + 32 * each < end:
-                    place = self.count_pair(counts, ids[each], lane)
+                    index = self.count_pair(counts, ids[each], lane)
                     if ids[each] >= 0:
-                        store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [place])
+                        store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [index])
         cute.arch.sync_threads()
         self.scan_experts(pairs, storage, rank, thread, warp, lane)
         begins = storage.begins.data_ptr()
@@ -159,15 +159,15 @@ class SchedulePairs:
                 pair = first + 32 * each + lane
                 ids[each] = self.read_id(pairs, pair, end, inverse)
                 if ids[each] >= 0:
-                    places[each] = load_int(pairs.positions + Int64(pair) * 4, False)
+                    indices[each] = load_int(pairs.positions + Int64(pair) * 4, False)
             for each in cutlass.range_constexpr(AT_ONCE):
                 pair = first + 32 * each + lane
                 if pair < end:
-                    place = Int32(-1)
+                    index = Int32(-1)
                     if ids[each] >= 0:
-                        place = begins[ids[each]] + counts[ids[each]] + places[each]
-                        store_words(pairs.sources + Int64(place) * 4, [self.token_of(pair, inverse)])
-                    store_words(pairs.positions + Int64(pair) * 4, [place])
+                        index = begins[ids[each]] + counts[ids[each]] + indices[each]
+                        store_words(pairs.sources + Int64(index) * 4, [self.token_of(pair, inverse)])
+                    store_words(pairs.positions + Int64(pair) * 4, [index])
 
     def token_of(self, pair: Int32, inverse: Int32) -> Int32:
         """Returns ``pair // top_k``."""
@@ -196,14 +196,14 @@ class SchedulePairs:
             mine = expert << (31 - bit) >> 31 if bit < ID_BITS else expert >> 31
             same &= ~(ballot(mine != 0) ^ mine)
         below = cute.arch.popc(same & ((1 << lane) - 1))
-        place = Int32(0)
+        index = Int32(0)
         if expert >= 0:
-            place = own[expert] + below
+            index = own[expert] + below
         cute.arch.sync_warp()
         if expert >= 0 and below == 0:
-            own[expert] = place + cute.arch.popc(same)
+            own[expert] = index + cute.arch.popc(same)
         cute.arch.sync_warp()
-        return place
+        return index
 
     @cute.jit
     def scan_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
