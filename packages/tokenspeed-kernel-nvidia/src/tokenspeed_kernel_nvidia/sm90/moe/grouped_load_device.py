@@ -75,7 +75,7 @@ class Loader(Shapes):
         own = AT_ONCE * warp + lane // 8  # this lane's first column
         step = AT_ONCE * COLUMN_WARPS  # to its next column; an odd multiple of four, so column % 8 alternates between two values
         begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
-        places = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
+        addresses = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
         offsets = cute.make_rmem_tensor((turns,), Int32)
         numbers = CHUNK_BYTES * c.panel_k // COLUMN_BYTES  # elements of a 16-byte chunk
         stages = (call.k + (c.panel_k * c.panels - 1)) // (c.panel_k * c.panels)
@@ -92,7 +92,7 @@ class Loader(Shapes):
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
                 # Opaque to the compiler, which would otherwise recompute the addresses for each copy.
-                in_stage = [opt_barrier(place + at.stage * c.column_bytes) for place in places]
+                in_stage = [opt_barrier(address + at.stage * c.column_bytes) for address in addresses]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)
                     for turn in cutlass.range_constexpr(turns):
