@@ -217,14 +217,14 @@ class Stream(Schedule, Consumers):
         if cutlass.const_expr(kind == W2):
             items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
         index = first // items
-        place = first - index * items
+        panel = first - index * items
         expert = entry_of(call.entries[index]).expert
         left = end - first
         at = self.tell(call, at, ahead_of(item_code(kind, index)))
         while left > 0:
-            last = cutlass.select_(left == 1 or place == items - 1, Int32(1), Int32(0))
-            item = item_code(kind, index, place, last)
-            source = weights + (Int64(expert) * items + place) * size
+            last = cutlass.select_(left == 1 or panel == items - 1, Int32(1), Int32(0))
+            item = item_code(kind, index, panel, last)
+            source = weights + (Int64(expert) * items + panel) * size
             head = Int32(PANEL_HEAD_BYTES)  # the head is copied with the first slab
             for begin in cutlass.range(0, blocks, self.slab, unroll=1):
                 count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
@@ -241,9 +241,9 @@ class Stream(Schedule, Consumers):
             for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
                 at = self.tell_one(call, at, item)
             left -= 1
-            place += 1
-            if place == items and left > 0:
-                place = Int32(0)
+            panel += 1
+            if panel == items and left > 0:
+                panel = Int32(0)
                 index += 1
                 expert = entry_of(call.entries[index]).expert
                 at = self.tell(call, at, ahead_of(item_code(kind, index)))
