@@ -137,7 +137,7 @@ class Stream(Schedule, Consumers):
             storage.factors.data_ptr().toint(),
             storage.items.data_ptr(), storage.partial_items.data_ptr(), storage.sums.data_ptr().toint(),
             storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
-            storage.order.data_ptr(), storage.places.data_ptr(),
+            storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(),
         )  # fmt: skip
         counts = storage.counts.data_ptr()
         if warp == LOAD_WARP:

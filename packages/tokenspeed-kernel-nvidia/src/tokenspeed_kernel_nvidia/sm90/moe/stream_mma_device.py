@@ -367,7 +367,7 @@ class Consumers(ExactDotProducts):
             for slot in cutlass.range_constexpr(MAX_TOP_K):
                 if slot < layer.top_k:
                     pair = token * layer.top_k + slot
-                    if call.places[pair] >= 0:
+                    if call.experts_of_pairs[pair] >= 0:
                         found = load_floats("global.cg", call.slots + (Int64(pair) * layer.hidden + column) * 4, 4)
                         for each in cutlass.range_constexpr(4):
                             parts_of[slot, each] = found[each]

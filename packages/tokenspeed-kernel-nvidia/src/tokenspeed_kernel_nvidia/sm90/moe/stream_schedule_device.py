@@ -12,7 +12,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, lanes_w
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
-_PLACE_BIT = 9  # of a pair in `places`: its expert below this bit, its index among the expert's pairs above
+_INDEX_BIT = 9  # of a pair in `experts_of_pairs`: its expert below this bit, its index among the expert's pairs above
 _TOTAL_BIT = 16  # of a total: pairs below this bit, entries above
 
 
@@ -31,25 +31,25 @@ class Schedule(Shapes):
     def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
         """Lists the pairs of each expert, and the entries. All threads of a CTA call it, and each CTA makes its own lists.
 
-        ``order`` has the pairs sorted by expert, stably: all CTAs must have the same pairs in an entry. ``places`` is negative for
+        ``order`` has the pairs sorted by expert, stably: all CTAs must have the same pairs in an entry. ``experts_of_pairs`` is negative for
         pairs that have no expert here. Loops are not unrolled: the code runs once per launch, so instruction fetches take longer
         than execution.
         """
-        places = call.places
+        experts_of_pairs = call.experts_of_pairs
         thread, _, _ = cute.arch.thread_idx()
         pairs = call.tokens * call.layer.top_k
         for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
             expert = load_int(call.ids + Int64(pair) * 4, False)
-            places[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
+            experts_of_pairs[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
         cute.arch.sync_threads()
         if thread < 32:
-            self.count_pairs(pairs, counts, places)
+            self.count_pairs(pairs, counts, experts_of_pairs)
         cute.arch.sync_threads()
         self.list_entries(call, counts, totals)
         for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
-            place = places[pair]
+            place = experts_of_pairs[pair]
             if place >= 0:
-                call.order[call.starts[place & (1 << _PLACE_BIT) - 1] + (place >> _PLACE_BIT)] = pair
+                call.order[call.starts[place & (1 << _INDEX_BIT) - 1] + (place >> _INDEX_BIT)] = pair
         cute.arch.sync_threads()
 
     @cute.jit
@@ -74,7 +74,7 @@ class Schedule(Shapes):
         first_lane = cute.arch.popc((alike & -alike) - 1)
         start = cute.arch.shuffle_sync(ends - both, first_lane)
         at, entry = (start & (1 << _TOTAL_BIT) - 1) + before, (start >> _TOTAL_BIT) + before // step
-        call.places[lane] = expert
+        call.experts_of_pairs[lane] = expert
         if real:
             call.order[at] = lane
             if before % step == 0:
@@ -83,14 +83,14 @@ class Schedule(Shapes):
             call.sizes[ENTRIES] = ends >> _TOTAL_BIT
 
     @cute.jit
-    def count_pairs(self, pairs: Int32, counts: cute.Pointer, places: cute.Pointer):
-        """Counts the pairs of each expert, and stores each pair's index among them in `places`. One warp calls it."""
+    def count_pairs(self, pairs: Int32, counts: cute.Pointer, experts_of_pairs: cute.Pointer):
+        """Counts the pairs of each expert, and stores each pair's index among them in `experts_of_pairs`. One warp calls it."""
         lane = cute.arch.lane_idx()
         for first in cutlass.range(0, pairs, 32, unroll=1):
             pair = first + lane
             expert = Int32(-1)
             if pair < pairs:
-                expert = places[pair]
+                expert = experts_of_pairs[pair]
             alike = lanes_with(expert)
             before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
             count = Int32(0)
@@ -98,7 +98,7 @@ class Schedule(Shapes):
                 count = counts[expert]
             cute.arch.sync_warp()
             if expert >= 0:
-                places[pair] = expert | (count + before) << _PLACE_BIT
+                experts_of_pairs[pair] = expert | (count + before) << _INDEX_BIT
                 if before == 0:
                     counts[expert] = count + cute.arch.popc(alike)
             cute.arch.sync_warp()

@@ -23,7 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, M
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
 # Kinds of stages: slabs of the two GEMMs, the request to write the output, and the end.
 W13, W2, COMBINE, END = range(4)
-_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
+_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _INDEX_BIT = 2, 3, 4, 15
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 ENTRIES = 0  # index of the number of entries in `sizes`
 ROWS_AT_ONCE = 2  # rows that are prepared at once
@@ -86,7 +86,7 @@ class Call:
         items: the item of each stage, see `item_code`.
         partial_items: the item of each buffer of partial sums.
         sums, heads: the addresses of the buffers: partial sums, and factors and biases of their strips.
-        sizes, starts, entries, order, places: the lists that `stream_schedule_device` makes.
+        sizes, starts, entries, order, experts_of_pairs: the lists that `stream_schedule_device` makes.
     """
 
     layer: Layer
@@ -115,7 +115,7 @@ class Call:
     starts: cute.Pointer
     entries: cute.Pointer
     order: cute.Pointer
-    places: cute.Pointer
+    experts_of_pairs: cute.Pointer
 
     def counter(self, index: Any) -> Int64:
         """Returns the address of a counter."""
@@ -154,7 +154,7 @@ def beyond_bit(item: Int32) -> Int32:
 
 def item_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
     """Packs an item into an int32. ``last`` is 1 for the last item of an entry in its range."""
-    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
+    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _INDEX_BIT
 
 
 def kind_of(item: Int32) -> Int32:
@@ -179,17 +179,17 @@ def is_ahead(item: Int32) -> Any:
 
 def index_of(item: Int32) -> Int32:
     """Returns the index of an item's entry."""
-    return item >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
+    return item >> _ENTRY_BIT & ((1 << (_INDEX_BIT - _ENTRY_BIT)) - 1)
 
 
 def panel_of(item: Int32) -> Int32:
     """Returns the index of an item's panel among those of its expert."""
-    return item >> _PLACE_BIT
+    return item >> _INDEX_BIT
 
 
 def rows_of(item: Int32) -> Int32:
     """Returns an identifier of an item's entry and GEMM."""
-    return item & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
+    return item & ((1 << _INDEX_BIT) - 1 - (1 << _LAST_BIT))
 
 
 class Shapes:
@@ -226,7 +226,7 @@ class Shapes:
             starts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             entries: cute.struct.MemRange[Int32, MAX_PAIRS]
             order: cute.struct.MemRange[Int32, MAX_PAIRS]
-            places: cute.struct.MemRange[Int32, MAX_PAIRS]
+            experts_of_pairs: cute.struct.MemRange[Int32, MAX_PAIRS]
             heads: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * PANEL_HEAD_BYTES], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * config.sums_bytes], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Uint8, config.rows_bytes], 128]
