@@ -31,9 +31,9 @@ class Schedule(Shapes):
     def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
         """Lists the pairs of each expert, and the entries. All threads of a CTA call it, and each CTA makes its own lists.
 
-        ``order`` has the pairs sorted by expert, stably: all CTAs must have the same pairs in an entry. ``experts_of_pairs`` is negative for
-        pairs that have no expert here. Loops are not unrolled: the code runs once per launch, so instruction fetches take longer
-        than execution.
+        ``order`` has the pairs sorted by expert, stably: all CTAs must have the same pairs in an entry. ``experts_of_pairs`` is
+        negative for pairs that have no expert here. Loops are not unrolled: the code runs once per launch, so instruction fetches
+        take longer than execution.
         """
         experts_of_pairs = call.experts_of_pairs
         thread, _, _ = cute.arch.thread_idx()
