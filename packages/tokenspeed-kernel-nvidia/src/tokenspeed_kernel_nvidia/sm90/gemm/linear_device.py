@@ -56,7 +56,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 class Linear(MmaWarps):
     """Launches and runs the kernel of one configuration.
 
-    Launched in clusters of 8 CTAs of 19 warps, one CTA per SM (`min_blocks_per_mp=1`, up to 227 KiB of shared memory):
+    Launched in clusters of 8 CTAs of 19 warps, one CTA per SM (``min_blocks_per_mp=1``, up to 227 KiB of shared memory):
 
     * warps 0-15, four groups of four: MMA. A group has every fourth panel, each of its warps a strip of 16 rows;
     * warp 16: the producer. It fills each group's own stages of the ring buffer, and initialises the barriers;
