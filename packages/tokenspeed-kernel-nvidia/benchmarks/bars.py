@@ -1,4 +1,4 @@
-"""What the kernels of this package are held to, against what was measured."""
+"""Acceptance bars of this package's attention kernels, and their check against measurements."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from judging import Bar, Measure, Times, least_ratio, mean_ratio, of_ours
 from shapes import SHAPES, Shape
 
-# What an output may be away from the float32 reference; see `measuring.relative_error`.
+# Largest error of an output against the float32 reference; see `measuring.relative_error`.
 LARGEST_ERROR = 5e-3
-# And one row of it: what rounding to bfloat16 takes averages out less over the 64 numbers of a row than over all.
+# Largest error of one row: rounding to bfloat16 averages out less over the 64 elements of a row than over the whole output.
 LARGEST_ROW_ERROR = 2e-2
-# FlashInfer and FlashAttention-3 decode, all peers take part in prefill.
+# Baselines of decode are FlashInfer and FlashAttention-3; in prefill all baselines count.
 PREFILL_PEERS, DECODE_PEERS = ("fa3", "fa4", "cudnn"), ("fa3", "flashinfer")
 
 
@@ -22,7 +22,7 @@ def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> 
 
 
 def _tflops(names: Sequence[str]) -> Measure:
-    """The lowest rate of arithmetic: two products, half of each masked."""
+    """The lowest TFLOP/s: two MMAs, half of each masked."""
     shapes = {shape.name: shape for shape in SHAPES}
 
     def measure(times: Times) -> float:
@@ -69,7 +69,9 @@ BARS = _bars()
 
 
 def judge(times: Times, errors: Mapping[str, float], absent: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Every bar against the times, and our errors (by shape) against the largest that will do. ``absent``: see `Bar.judged`."""
+    """Checks every bar against the times, and our errors (by shape) against the largest allowed one. ``absent``: see
+    `Bar.judged`.
+    """
     absent = {*absent}
     judged = [bar.judged(times, absent) for bar in BARS]
     worst = max(errors.values(), default=None)

@@ -1,8 +1,8 @@
-"""Who is measured: the kernels of this package, the portable ones of the core, and other people's.
+"""The implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-A contestant is a function of a `Shape` and the operator's arguments by name. It makes what may be made once (a plan, views), and
-returns what is timed: a function without parameters that returns the output. Other people's packages are imported when one is
-wanted; one that is not there is reported as absent with the reason.
+A contestant (this package or a baseline) is a function of a `Shape` and the operator's arguments by name. It prepares what can be
+prepared once (a plan, views), and returns the timed call: a function without parameters that returns the output. Third-party
+packages are imported when one is requested; one that is not installed is reported as absent with the reason.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_
 
 @dataclass(frozen=True)
 class Contestant(measuring.Contestant):
-    """One of those who are measured. ``setup``: see the module.
+    """An implementation that is measured. ``setup``: see the module.
 
     Attributes:
-        sinks: whether its softmax has them; one without is checked against a softmax without.
+        sinks: whether its softmax supports sinks; one without is checked against a softmax without sinks.
     """
 
     sinks: bool = True
 
 
 def output_of(result: Any) -> Tensor:
-    """The output ``[tokens, heads, head_dim]`` among what a call returned."""
+    """The output ``[tokens, heads, head_dim]`` in the result of a call."""
     out = result[0] if isinstance(result, tuple | list) else result
     assert isinstance(out, Tensor)
     return out.flatten(0, -3)
@@ -51,7 +51,7 @@ def own(functions: Mapping[str, str]) -> Callable[[Shape, Arguments], Call]:
     """The plain functions of this package.
 
     Args:
-        functions: other ones, ``"module:function"`` by operator; they are called with all of the operator's arguments by name.
+        functions: replacements, ``"module:function"`` by operator; they are called with all of the operator's arguments by name.
     """
 
     def setup(shape: Shape, arguments: Arguments) -> Call:
@@ -71,7 +71,7 @@ def _portable(shape: Shape, arguments: Arguments) -> Call:
 
 def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
     fa3 = importlib.import_module("flash_attn_interface")
-    # Tokens visible to the left and to the right besides the token itself.
+    # Tokens visible to the left and to the right, without the token itself.
     window = (shape.window_left, 0) if shape.window_left >= 0 else (-1, -1)
     if shape.mode == PREFILL:
         q, k, v, offsets = (arguments[name] for name in ("q", "k", "v", "cu_seqlens"))
@@ -81,8 +81,8 @@ def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
         )  # fmt: skip
     plan = None
     if shape.window_left < 0:
-        # What a serving engine makes once a step, for all layers: it saves a launch, of 12.8 us 1.3 at 1K x 1. Not with a window,
-        # where it saves nothing.
+        # Scheduler metadata, which a serving engine computes once a step for all layers. It saves a launch: 1.3 of 12.8 us at 1K x
+        # 1. Not with a window, where it saves nothing.
         plan = fa3.get_scheduler_metadata(
             shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
             qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True,
@@ -148,7 +148,7 @@ def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
     q, k_cache, v_cache, page_table, lengths = (
         arguments[name] for name in ("q", "k_cache", "v_cache", "page_table", "cache_seqlens")
     )
-    # Which calls share it run one after another.
+    # Calls that share it run one after another.
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_flashinfer_workspace(q.device), "NHD", use_tensor_cores=True)
     pages = -(-shape.length // PAGE_SIZE)
     starts = torch.arange(0, shape.batch * pages + 1, pages, dtype=torch.int32, device=q.device)

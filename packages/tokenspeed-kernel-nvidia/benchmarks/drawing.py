@@ -1,4 +1,4 @@
-"""Plots and tables: what the programs of this folder share for their reports."""
+"""Plots and tables: shared by the benchmark scripts of this folder for their reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 INK, FAINT, GRID = "#1d2229", "#5b6470", "#d9dde3"
-# Ours has the only strong colour; the portable kernels are ours too.
+# This package has the only strong colour; the portable kernels are this project's too.
 OURS, PORTABLE = "#0b62c4", "#b8bec7"
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -29,13 +29,13 @@ _STYLE: Any = {
 
 Report = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
-# The rows that were timed, by shape and contestant.
+# The timed rows, by shape and contestant.
 Found = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Legend:
-    """Names and colours by contestant, in the order of the bars of a shape."""
+    """Names and colours by contestant, in the order of a shape's bars."""
 
     labels: Mapping[str, str]
     colours: Mapping[str, str]
@@ -46,11 +46,11 @@ class Panel:
     """One row of bars.
 
     Attributes:
-        title: what is drawn.
+        title: what is plotted.
         values: by shape and contestant.
-        ticks: what stands under each shape.
-        digits: after the point, of the numbers above our bars.
-        one: whether a line stands at 1.
+        ticks: labels of the shapes.
+        digits: decimals of the values above our bars.
+        one: whether to draw a line at 1.
     """
 
     title: str
@@ -61,7 +61,7 @@ class Panel:
 
 
 def measured(rows: Rows, shapes: Sequence[str]) -> dict[str, dict[str, Mapping[str, Any]]]:
-    """The rows of these shapes that were timed, in their order."""
+    """The timed rows of these shapes, in the shapes' order."""
     found: dict[str, dict[str, Mapping[str, Any]]] = {name: {} for name in shapes}
     for row in rows:
         if row["case"] in found and row["timing"] is not None:
@@ -102,8 +102,8 @@ def _draw_panel(axes: Axes, panel: Panel, legend: Legend) -> None:
 
 @matplotlib.rc_context(_STYLE)
 def draw(report: Report, title: str, panels: Sequence[Panel], legend: Legend, file: Path) -> None:
-    """Draws panels into a file; its name's ending says the format. ``title``: what stands before the device."""
-    # Inches: room for title and legend above the panels and for the versions below them; a panel, and from one to the next.
+    """Draws panels into a file, whose suffix selects the format. ``title``: precedes the device's name."""
+    # Inches: margins for title and legend above the panels and for the versions below them; height of a panel, and panel pitch.
     above, below, each, step = 1.21, 0.84, 2.05, 3.2
     height = above + each + step * (len(panels) - 1) + below
     figure = Figure((12, height), facecolor="white")
@@ -134,11 +134,11 @@ def table(
     more: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None,
     said: str = "",
 ) -> str:
-    """Markdown: on what and how it was measured, one row a shape in microseconds, and the bars with what was measured of them.
+    """Markdown: what was measured on and how, one row a shape in microseconds, and the bars with their measurements.
 
     Args:
-        more: further columns before the times: title, and text from any row of the shape.
-        said: how the times were taken, where that is not `note`.
+        more: additional columns before the times: title, and text from any row of the shape.
+        said: how the times were taken, if that differs from `note`.
     """
     metadata, more = report["metadata"], more or {}
     names = [name for name in legend.labels if any(row["kernel"] == name and row["timing"] is not None for row in report["rows"])]
@@ -194,18 +194,18 @@ def three_digits(value: float) -> str:
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands in the README around a section that is made here."""
+    """The marks around a generated section of the README."""
 
     begin: str
     end: str
 
     def inside(self, text: str) -> str:
-        """The section as a README has it; empty if it has none."""
+        """The section between the marks of a README; empty if there is none."""
         begin, end = text.find(self.begin), text.find(self.end)
         return text[begin + len(self.begin) : end].strip() if 0 <= begin < end else ""
 
     def replaced(self, text: str, made: str) -> str:
-        """A README with another section; it has the first mark at least."""
+        """The README with the section replaced; it must have at least the first mark."""
         begin = text.index(self.begin) + len(self.begin)
         end = text.find(self.end)
         after = text[end:] if end >= 0 else self.end + text[begin:]
@@ -223,7 +223,7 @@ def run(
     marks: Marks,
     readme: Path,
 ) -> None:
-    """The command line of a picture, whose report is ``name.json`` and which is ``name.svg`` beside this file."""
+    """The command line of a plot: reads ``name.json`` and writes ``name.svg`` beside this file."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path, nargs="?", default=HERE / f"{name}.json")
     parser.add_argument("--output", type=Path, default=HERE / f"{name}.svg", help="ends with .svg or .png")

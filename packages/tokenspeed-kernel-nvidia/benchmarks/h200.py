@@ -1,13 +1,13 @@
-"""Attention in the sizes of GPT-OSS, ours beside the best there is, on one H200.
+"""Attention in the sizes of GPT-OSS, this package against the best baselines, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "decode 8K" --contestants ours,fa3 --quick
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "window prefill" \\
     --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window:mha_prefill
 
-All contestants run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a float32
-reference: all rows together, and the worst. Peers that are not installed are reported as absent. ``measuring.py`` says how times
-are taken.
+All implementations run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a
+float32 reference: all rows together, and the worst row. Baselines that are not installed are reported as absent. ``measuring.py``
+describes how times are taken.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tokenspeed_kernel.workbench.benchmark import Report
 from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
 from tokenspeed_kernel_base.operator import get_operator
 
-# Inputs are copied so many times at most: what prefill does on warm inputs is the same.
+# Largest number of copies of the inputs: prefill takes the same time on warm inputs.
 _COPIES, _PREFILL_COPIES = 128, 8
-# What no kernel reaches.
+# A rate that no kernel reaches.
 _BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
 _LIMITS = Limits(LARGEST_ERROR, LARGEST_ROW_ERROR)
-# A peer that is further away computes something else; so does one with such a row.
+# A baseline with a larger error, in all or in its worst row, computes something else.
 _PEER_LIMITS = Limits(2e-2, 8e-2)
 
 
 def measure_shape(shape: Shape, wanted: Iterable[Contestant], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in rounds: each once, then each again. Returns their rows."""
+    """Measures contestants at one shape, in alternating rounds. Returns their rows."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case().build(device))
     cost = op.cost_of(arguments)
@@ -80,7 +80,7 @@ def _calls(contestant: Contestant, shape: Shape, copies: Sequence[Mapping[str, A
 def document(
     rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
-    """What is written; see `measuring.document`."""
+    """The document that is written; see `measuring.document`."""
     errors = {shape: of_one["ours"] for shape, of_one in errors_of(rows).items() if "ours" in of_one}
     judged = judge(times_of(rows), errors, measuring.absent_of(rows))
     return measuring.document(rows, who, report, SHAPES, judged, back_to_back=back_to_back)
@@ -97,7 +97,7 @@ def line_of(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _work(shape: Shape) -> float:
-    """Orders shapes by how long they take; those with a cache are all short."""
+    """Sort key of shapes: by duration; those with a cache are all short."""
     seen = shape.window_left + 1 if shape.window_left >= 0 else shape.length
     return 0.0 if shape.paged else float(shape.batch * shape.length * seen)
 
@@ -123,7 +123,7 @@ def main(words: Sequence[str] | None = None) -> None:
     effort = measuring.effort_of(given)
     command = sys.argv if words is None else ["h200.py", *words]
     report = measuring.empty_report(given, effort, command, _COPIES, device)
-    # What takes long comes last.
+    # Long shapes come last.
     measured = ((shape, measure_shape(shape, who, device, effort)) for shape in sorted(shapes, key=_work))
     document_of = functools.partial(document, who=who, report=report, back_to_back=given.back_to_back)
     measuring.print_outcome(measuring.collect(measured, line_of, document_of, given.output, device))

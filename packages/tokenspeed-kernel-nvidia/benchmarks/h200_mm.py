@@ -1,17 +1,17 @@
-"""Products of a decode step, ours beside PyTorch's, on one H200.
+"""Decode GEMMs, this package against PyTorch, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --quick --only "GPT-OSS-120B (qkv|output|router) x" --variants .
 
-All contestants run in one process on the same random numbers. Each result is checked first against a product in float32.
-``measuring.py`` says how times are taken, but for the kernel between calls: it is an rmsnorm of one row, as stands before most
-products of a model, which launches with programmatic dependence, and lets the next kernel be launched as soon as it works itself.
-So a product that can begins to set itself up meanwhile. What is subtracted is what the rmsnorm takes in a graph of its own. With
-the small kernel of PyTorch's that `measuring.py` has there, which neither waits so nor lets launch, each contestant is measured as
-well (``ordinary_us``). The calls of a graph take turns on copies of the weights, together more than twice what the L2 cache holds.
-Activations and results are the same memory in all of them: in a model the kernel before has just written the activations.
+All implementations run in one process on the same random values. Each result is checked first against a float32 GEMM.
+``measuring.py`` describes how times are taken, with one difference: the kernel between calls is an rmsnorm of one row, as before
+most GEMMs of a model. It uses PDL: it lets the next kernel launch as soon as it runs itself. So a GEMM that supports PDL overlaps
+its prologue with it. The rmsnorm's time in a graph of its own is subtracted. Each implementation is also measured with
+`measuring.py`'s small PyTorch kernel between calls, which does not use PDL (``ordinary_us``). The calls of a graph rotate over
+copies of the weights, together more than twice the L2 cache's size. Activations and results are the same memory in all calls: in a
+model the preceding kernel has just written the activations.
 
-``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS`.
+``--variants`` also measures other configurations of our kernels, which no call selects: see `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import measuring
 from measuring import Between, Call, Contestant, Effort, Measurement, errors_of, relative_error, times_of, worst_row_error
-from mm_shapes import LIMITS, SHAPES, TOKENS, Product, Shape, judge
+from mm_shapes import LIMITS, SHAPES, TOKENS, Gemm, Shape, judge
 
 from tokenspeed_kernel.workbench.benchmark import Report, Unsupported
 from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
@@ -45,14 +45,14 @@ from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, sharing_of
 
-_TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
-_WIDTH = 2880  # numbers in a row of the rmsnorm
+_TOUCHED = 130e6  # bytes of weights, for an L2 cache of 50 MB
+_WIDTH = 2880  # elements in a row of the rmsnorm
 _BETWEEN_IS = (
     "an rmsnorm of one row stands after each call, which lets the next kernel be launched while it works; its own time "
     "(between_us) is subtracted"
 )
 
-# What is changed of the program with a ring, for any call.
+# Changes to the configuration of the ring buffer kernel, for any call.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ring": {},
     "not dependent": {"dependent": False},
@@ -65,7 +65,7 @@ Inputs = Mapping[str, Any]  # all arguments of the operator
 
 
 class Norm(Between):
-    """The rmsnorm that stands between calls."""
+    """The rmsnorm between calls."""
 
     def __init__(self, device: torch.device, samples: int) -> None:
         from mm_between_device import rmsnorm
@@ -81,7 +81,7 @@ def _torchs(inputs: Inputs) -> Call:
         return functools.partial(torch.addmm, inputs["bias"], inputs["a"], inputs["b"], out=inputs["out"])
     if inputs["a_scale"] is None:
         raise Unsupported("PyTorch has no product with scaled weights and activations of 16 bits")
-    a_scale = inputs["a_scale"].mT.contiguous().mT  # in blocks it wants columns one after another
+    a_scale = inputs["a_scale"].mT.contiguous().mT  # block scales must be column-major
     call = functools.partial(
         torch._scaled_mm, inputs["a"], inputs["b"], a_scale, inputs["b_scale"], inputs["bias"], out_dtype=torch.bfloat16,
         out=inputs["out"],
@@ -103,7 +103,7 @@ def _own(inputs: Inputs) -> Call:
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
-    """Another configuration of the program with a ring, launched as ours is."""
+    """Another configuration of the ring buffer kernel, launched like ours."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     count, row_bytes = _machine.multiprocessors(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
@@ -117,7 +117,7 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
 
 
 def contestants(variants: str = "") -> list[Contestant]:
-    """Everyone; of `VARIANTS` those whose name matches, if there is anything to match."""
+    """All contestants; those of `VARIANTS` whose name matches, if a pattern is given."""
     everyone = [
         Contestant("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
         Contestant("torch", _torchs, "torch"),
@@ -129,8 +129,8 @@ def contestants(variants: str = "") -> list[Contestant]:
     return everyone
 
 
-def inputs_of(product: Product, device: torch.device, seed: int) -> dict[str, Any]:
-    """Random operands, of as many rows as there are at most."""
+def inputs_of(product: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
+    """Random operands, with the largest number of rows."""
     return get_operator("gemm.mm").complete(product.case(max(TOKENS)).build(device, seed))
 
 
@@ -146,10 +146,10 @@ def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
 def measure_shape(
     shape: Shape, every: Sequence[Inputs], wanted: Iterable[Contestant], device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in rounds: each once, then each again. Returns their rows.
+    """Measures contestants at one shape, in alternating rounds. Returns their rows.
 
     Args:
-        every: what take turns, of `inputs_of`.
+        every: the copies of inputs to rotate over, from `inputs_of`.
     """
     first = first_rows(every[0], shape.m)
     shared = {name: first[name] for name in ("a", "a_scale", "out")}
@@ -166,7 +166,7 @@ def measure_shape(
         call = contestant.setup(first)
 
         def run() -> torch.Tensor:
-            first["out"].fill_(torch.nan)  # so that what is not written is seen
+            first["out"].fill_(torch.nan)  # so that unwritten elements are noticed
             call()
             return first["out"]
 
@@ -208,7 +208,7 @@ def _calls(contestant: Contestant, copies: Sequence[Inputs]) -> list[Call]:
 def document(
     rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
-    """What is written; see `measuring.document`. Each row also has m, k, n, the floor, and ``ordinary_us``."""
+    """The document that is written; see `measuring.document`. Each row also has m, k, n, the floor, and ``ordinary_us``."""
     judged = judge(times_of(rows), errors_of(rows), measuring.absent_of(rows))
     between = "" if back_to_back else _BETWEEN_IS
     return measuring.document(rows, who, report, SHAPES, judged, back_to_back=back_to_back, between=between)
@@ -224,7 +224,7 @@ def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def short_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Microseconds, one line a shape: what is printed last."""
+    """Microseconds, one line a shape, for printing last."""
     names = list(dict.fromkeys(row["kernel"] for row in rows))
     lines = [f"{'us':44}{'floor':>9}" + "".join(f"{name[:13]:>14}" for name in names)]
     for shape, found in itertools.groupby(rows, lambda row: row["case"]):
@@ -265,7 +265,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def measure(
     shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
 ) -> dict[str, Any]:
-    """Measures contestants at all shapes. Returns the document, which is written after each."""
+    """Measures contestants at all shapes. Returns the document, which is written after each shape."""
 
     def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
         for product, of_product in itertools.groupby(shapes, lambda shape: shape.product):

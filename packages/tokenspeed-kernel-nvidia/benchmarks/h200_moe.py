@@ -1,16 +1,16 @@
-"""A layer of a mixture of experts, ours beside the best there is, on one H200: from router logits to the combined output.
+"""An MoE layer, this package against the best baselines, on one H200: from router logits to the combined output.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 --contestants ours,triton
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --site /path/with/vllm --contestants ours,triton_kernels,marlin
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only qwen3 --only deepseek
 
-All contestants run in one process on the same random inputs. Each arranges the weights of several layers (what that takes is
-reported); calls go to the layers in turn, each with tokens and router logits of its own, so that the experts that a call reads are
-in no cache. Routing is uniform and independent. Each output is checked first against the operator's definition in float32: all rows
-together, and the worst. Peers that are not installed are reported as absent; those that are installed somewhere else are found with
-``--site``. ``measuring.py`` says how times are taken. A floor is what the experts that a batch touches, and its arithmetic, take at
-least (``moe_shapes.py``).
+All implementations run in one process on the same random inputs. Each arranges the weights of several layers, and the time for that
+is reported. Calls rotate over the layers, each with its own tokens and router logits, so that the experts that a call reads are not
+in cache. Routing is uniform and independent. Each output is checked first against the operator's definition in float32: all rows
+together, and the worst row. Baselines that are not installed are reported as absent; those installed elsewhere are found with
+``--site``. ``measuring.py`` describes how times are taken. The floor is the roofline time of the touched experts' weights or of the
+arithmetic (``moe_shapes.py``).
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
 from tokenspeed_kernel_base.cases import Cost, nbytes
 from tokenspeed_kernel_base.operator import get_operator
 
-# Between two calls on the same layer there are three on others. One token of GPT-OSS reads 53 MB of a layer: those three read more
-# than the device caches three times.
+# Between two calls on the same layer there are three on other layers. One token of GPT-OSS reads 53 MB of a layer, so those three
+# read more than three times the L2 cache's size.
 _LAYERS = 4
-# As many batches as take turns at most, over which routing is averaged, and bytes of tokens in all.
+# The largest number of batches to rotate over, which averages the routing, and bytes of tokens in all.
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
-# The device's memory is given up where all contestants together take more.
+# Memory is freed between contestants if all together need more than this.
 _MOST_BYTES = 100 << 30
 
 
 @dataclass
 class Loaded:
-    """A contestant's arrangement of all layers, for shapes that differ in their tokens alone.
+    """A contestant's arrangement of all layers, for shapes that differ only in their tokens.
 
     Attributes:
-        prepare_ms: what arranging a layer takes; the first is left out if there are more.
-        extra_bytes: the most device memory that was in use for it, less what it keeps, of a layer.
-        kept_bytes: what it keeps of a layer.
+        prepare_ms: time to arrange a layer; without the first layer if there are several.
+        extra_bytes: peak temporary device memory of arranging a layer, without what it keeps.
+        kept_bytes: memory that it keeps for a layer.
     """
 
     contestant: Contestant
@@ -69,7 +69,7 @@ class Loaded:
 
     @classmethod
     def of(cls, contestant: Contestant, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        """Arranges the layers for a contestant. Raises RuntimeError if it changes what it was given: others are given the same."""
+        """Arranges the layers for a contestant. Raises RuntimeError if it modifies its inputs, which other contestants share."""
         sums = [layer.checksum() for layer in layers]
         loaded = cls._of(contestant, shape, layers, device)
         if sums != [layer.checksum() for layer in layers]:
@@ -95,7 +95,7 @@ class Loaded:
                     most.append(torch.cuda.max_memory_allocated(device) - before)
                 took.append((time.perf_counter() - start) * 1e3)
         except Exception as error:
-            # Raised again at each shape, so that each row says why there is nothing.
+            # Raised again at each shape, so that each row has the reason.
             loaded.failure, loaded.experts = error.with_traceback(None), []
             return loaded
         loaded.prepare_ms = statistics.median(took[1:] or took)
@@ -112,14 +112,14 @@ class Loaded:
 def measure_shape(
     shape: Shape, wanted: Iterable[Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in rounds: each once, then each again. Returns their rows."""
+    """Measures contestants at one shape, in alternating rounds. Returns their rows."""
     in_graph, count = _calls_of(shape, layers[0]) if effort.rounds else (0, len(layers))
     of_shape = batches(shape, count, len(layers), device)
     op = get_operator(shape.operator)
     costs = [op.cost_of(batch.arguments(layers[batch.layer])) for batch in of_shape]
     cost = Cost(statistics.mean(each.flops for each in costs), statistics.mean(each.bytes for each in costs))
     measurements = [(loaded, Measurement(loaded.contestant, shape)) for loaded in wanted]
-    # Each layer was arranged by itself, so the first and the last are looked at.
+    # Each layer was arranged separately, so the first and the last are checked.
     for batch in (of_shape[0], of_shape[len(layers) - 1])[: len(layers)]:
         right = expected(batch, layers[batch.layer])
 
@@ -146,8 +146,11 @@ def measure_shape(
 
 
 def errors_against(right: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
-    """The error of all tokens together and of the worst. One whose experts are all elsewhere is zeros, whose error has no measure:
-    it counts among all, and if there are no others, on top of one."""
+    """The error of all tokens together and of the worst token.
+
+    A token whose experts are all on other ranks is zero, so its relative error is undefined: it counts in the total only. If all
+    tokens are such, 1 is added to both outputs before the comparison.
+    """
     some = right.abs().amax(-1) > 0
     if not bool(some.any()):
         return relative_error(got.float() + 1, right + 1), worst_row_error(got.float() + 1, right + 1)
@@ -159,7 +162,7 @@ def _calls(loaded: Loaded, of_shape: Sequence[Batch]) -> list[Call]:
 
 
 def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
-    """How many calls stand in a graph, and how many batches take turns there: whole turns of the layers."""
+    """The number of calls in a graph, and of batches to rotate over: whole rotations over the layers."""
     model, weights = shape.model, layer.weights
     tensors = (getattr(weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale"))
     touched = min(model.experts, shape.tokens * model.top_k * model.experts / model.routed)
@@ -173,7 +176,7 @@ def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The bars, against rows."""
+    """The bars, checked against rows."""
     took = {row["kernel"]: row["prepare_ms"] for row in rows if row["group"] == GPT_OSS_120B.name and row["prepare_ms"] is not None}
     return judge(times_of(rows), errors_of(rows), took, measuring.absent_of(rows))
 
@@ -181,8 +184,9 @@ def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def document(
     rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
-    """What is written; see `measuring.document`. Each row also has the shape's tokens, the experts that a batch touches on average,
-    the floor, and what arranging a layer's weights took."""
+    """The document that is written; see `measuring.document`. Each row also has the shape's tokens, the mean number of experts that
+    a batch touches, the floor, and the time to arrange a layer's weights.
+    """
     return measuring.document(rows, who, report, SHAPES, judged(rows), back_to_back=back_to_back)
 
 
@@ -197,7 +201,7 @@ def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def short_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Microseconds, one line a shape: what is printed last."""
+    """Microseconds, one line a shape, for printing last."""
     names = list(dict.fromkeys(row["kernel"] for row in rows))
     lines = [f"{'us':28}{'experts':>8}{'floor':>9}" + "".join(f"{name:>15}" for name in names)]
     for shape, found in itertools.groupby(rows, lambda row: row["case"]):
@@ -242,7 +246,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     for site in given.site:
-        # Behind all others: what is installed there beside a peer must not take the place of what this package uses.
+        # Last in the path, so that packages beside a baseline do not replace those that this package uses.
         sys.path.append(str(site))
         if not site.is_dir():
             print(f"there is no {site}")
@@ -259,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def measure(
     shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
 ) -> dict[str, Any]:
-    """Measures contestants at all shapes, of one model after another. Returns the document, which is written after each shape."""
+    """Measures contestants at all shapes, model by model. Returns the document, which is written after each shape."""
 
     def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
         for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
@@ -275,7 +279,7 @@ def measure(
             print(f"{of_group[0].group}: a layer arranged in ms: " + _prepared(loaded), flush=True)
             for shape in of_group:
                 yield shape, measure_shape(shape, loaded, layers, device, effort)
-            # Before those of the next model are drawn.
+            # Before the next model's layers are generated.
             del layers, loaded
 
     document_of = functools.partial(document, who=who, report=report, back_to_back=effort.back_to_back)

@@ -1,11 +1,11 @@
-"""What calls cost on the host: the first in a process, with and without a compiled kernel on disk, and every later one.
+"""Host time of calls: the first in a process, with and without a compiled kernel on disk, and every later one.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --output packages/tokenspeed-kernel-nvidia/benchmarks/host.json
-python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with what the cache has
+python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with the programs in the cache
 
-First calls are made in new processes that have used PyTorch and the GPU before, in the order of the table: whichever is the first
-imports what all need. Later calls are the quickest of many short stretches of calls on the same arguments, none of which waits for
-the device, with ``out=`` and without. The stretches of all functions take turns, as processors change their pace.
+First calls are made in new processes that have already used PyTorch and the GPU, in the order of the table: the first one imports
+what all need. Later calls are the fastest of many short runs of calls on the same arguments, none of which waits for the device,
+with ``out=`` and without. The runs of all functions alternate, because CPU clocks vary.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 Function = Callable[..., Any]
-# Few enough for the queue of launches, which would make the host wait.
+# Few enough for the launch queue, which would otherwise block the host.
 _CALLS = 30
 _STRETCHES = 100
 
 
 def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Of every call, in the sizes of GPT-OSS: the launcher's module, the function's name, and arguments."""
+    """For every call, in the sizes of GPT-OSS: the launcher's module, the function's name, and arguments."""
 
     def halves(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 
 def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
-    """The call of a function as somebody writes it, by keywords: ``**given`` would take time for dictionaries."""
+    """The call of a function as written by hand, with keywords: ``**given`` would spend time on dictionaries."""
     call: Callable[[], Any] = eval(
         f"lambda: function({', '.join(f'{name}={name}' for name in given)})", {"function": function, **given}
     )
@@ -65,7 +65,7 @@ def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
 
 
 def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, str], float]:
-    """Microseconds that each call holds its caller up."""
+    """Host microseconds of each call."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(_STRETCHES):
         for name, call in calls.items():
@@ -79,7 +79,7 @@ def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str,
 
 
 def measure(later: bool) -> dict[str, dict[str, float]]:
-    """In this process: the first calls in milliseconds, and later ones in microseconds if they are wanted."""
+    """In this process: first calls in milliseconds, and later ones in microseconds if requested."""
     calls = arguments()
     torch.cuda.synchronize()
     found: dict[str, dict[str, float]] = {}
@@ -102,7 +102,7 @@ def measure(later: bool) -> dict[str, dict[str, float]]:
 
 
 def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What is called again and again, by the column that its time goes to."""
+    """The calls that are repeated, by the column of their time."""
     import tokenspeed_kernel
     import tokenspeed_kernel_nvidia
 
@@ -116,7 +116,7 @@ def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, Call
 
 
 def in_process(cache: str, later: bool) -> dict[str, dict[str, float]]:
-    """What `measure` finds in a new process with a cache of its own."""
+    """The result of `measure` in a new process with its own cache."""
     command = [sys.executable, __file__, "--measure", *(["--later"] if later else [])]
     environment = {**os.environ, "TOKENSPEED_KERNEL_PROGRAMS": cache}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,4 +1,4 @@
-"""A bar: a number that measurements are held to."""
+"""Acceptance bars: bounds on measured values."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# By shape and contestant: microseconds, or whatever else a bar is of.
+# By shape and contestant: microseconds, or another quantity of a bar.
 Times = Mapping[str, Mapping[str, float]]
 Measure = Callable[[Times], float]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One of them.
+    """An acceptance bar.
 
     Attributes:
-        name: what is asked.
-        bound: the number to hold, at least or at most.
-        most: whether it is the largest that will do; else the smallest.
-        shapes: names of those that must have been measured.
-        measure: from times to the number.
-        peers: those of these that are installed must have been measured for each shape, and one at least must be.
+        name: of the bar.
+        bound: the bound.
+        most: whether the bound is an upper one.
+        shapes: names of the shapes that must have been measured.
+        measure: from times to the bar's value.
+        peers: baselines. Those installed must have been measured for each shape, and at least one must be installed.
     """
 
     name: str
@@ -33,10 +33,10 @@ class Bar:
     peers: tuple[str, ...] = ()
 
     def judged(self, times: Times, absent: Iterable[str] = ()) -> dict[str, Any]:
-        """The name, the bound, the number (None if something was not measured) and whether it holds.
+        """The name, the bound, the value (None if a measurement is missing) and whether the bar holds.
 
         Args:
-            absent: peers that are not installed.
+            absent: baselines that are not installed.
         """
         installed = {*self.peers} - {*absent}
         known = bool(installed) or not self.peers
@@ -47,12 +47,12 @@ class Bar:
 
 
 def of_ours(shape: str) -> Measure:
-    """The number of this package at a shape."""
+    """This package's value at a shape."""
     return lambda times: times[shape]["ours"]
 
 
 def ratios(times: Times, names: Iterable[str], peers: Sequence[str]) -> list[float]:
-    """How many times as long as ours the best peer takes, by shape."""
+    """The time of the best baseline divided by ours, by shape."""
     return [min(times[name][peer] for peer in peers if peer in times[name]) / times[name]["ours"] for name in names]
 
 

@@ -1,10 +1,10 @@
-"""How contestants are measured on one GPU, whatever they compute: in CUDA graphs, in alternating rounds, into a report.
+"""The measuring method, for any operator on one GPU: CUDA graphs and alternating rounds, collected in a report.
 
-A time is the median of 51 or more: one call in a CUDA graph of several, which take turns on copies of the inputs, more than caches
-hold; the rounds of all contestants alternate. In the graph a small kernel of PyTorch's stands after each call. Some contestants
-launch with programmatic dependence, and so would begin while the one before still ends if it were a call of their own, as it never
-is in a model. What that kernel takes, in a graph of such kernels alone, is measured at each shape (``between_us``) and subtracted
-from all times there. With ``--back-to-back`` nothing stands there, as in most published figures.
+A time is the median of 51 or more measurements: one call in a CUDA graph of several, which rotate over copies of the inputs, more
+than caches hold. The rounds of all contestants alternate. In the graph a small PyTorch kernel follows each call. Without it,
+contestants that use PDL would overlap with a preceding call of their own, which does not happen in a model. That kernel's time,
+measured at each shape in a graph of such kernels alone (``between_us``), is subtracted from all times there. With
+``--back-to-back`` there is no such kernel, as in most published figures.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ from tokenspeed_kernel_base.cases import Cost
 
 Call = Callable[[], Any]
 
-# So much memory is touched between two calls on the same; the device caches 50 MB.
+# Bytes that are touched between two calls on the same inputs; the device caches 50 MB.
 TOUCHED = 224 << 20
-# A graph's start, of about ten microseconds, is part of what is measured. So there are as many calls in it, of all contestants, as
-# take this long at a rate that no kernel reaches; or a number that makes it less than a tenth of a microsecond a call.
+# The launch of a graph, about ten microseconds, is part of the measurement. So every contestant's graph has as many calls as take
+# this long at a rate that no kernel reaches. Or it has enough calls that the launch costs less than a tenth of a microsecond a
+# call.
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
-# So many of the kernels between calls stand in the graph that measures them: what starting it takes is nothing among them.
+# Number of kernels in the graph that measures the kernel between calls, which makes the graph's launch negligible.
 _BETWEEN = 256
 _BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
 _BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
 
 
 class Shape(Protocol):
-    """One call of an operator: its name is unique, its group is what it belongs to in tables and plots."""
+    """One call of an operator. Its name is unique; its group is where it belongs in tables and plots."""
 
     @property
     def name(self) -> str: ...
@@ -71,14 +72,14 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of those who are measured.
+    """An implementation that is measured: this package's or a baseline.
 
     Attributes:
-        name: what it is called in tables.
-        setup: makes what may be made once; of what, the benchmark says.
+        name: in tables.
+        setup: prepares what can be prepared once; its arguments depend on the benchmark.
         package: the distribution whose version is reported.
-        ours: it is no peer.
-        portable: it is ours, and there for comparison: where it takes long it is measured a few times only.
+        ours: whether it is this project's, not a baseline.
+        portable: whether it is this project's portable kernel, for comparison; long calls are measured only a few times.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest errors that will do: of all rows together, and of the worst."""
+    """The largest allowed errors: of all rows together, and of the worst row."""
 
     error: float
     row_error: float
@@ -102,7 +103,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds (0: outputs are checked only), graphs in each at least, and seconds of each."""
+    """How long to measure: rounds (0: only check outputs), minimum graphs in each, and seconds of each."""
 
     rounds: int
     fewest: int
@@ -111,10 +112,10 @@ class Effort:
 
 
 class Between:
-    """The kernel that stands after each call in a graph: an ordinary one, on 32 numbers of its own.
+    """The kernel after each call in a graph: an ordinary one, on 32 values of its own.
 
     Attributes:
-        us: microseconds that it takes, with what the device needs from one kernel to the next; None if there is none.
+        us: its microseconds, with the gap between kernels; None if there is none.
     """
 
     def __init__(self, device: torch.device, samples: int, back_to_back: bool = False) -> None:
@@ -128,7 +129,7 @@ class Between:
         return statistics.median(sample_graph([self._launch] * _BETWEEN, device, budget_s=0.0, fewest=samples, most=samples))
 
     def after(self, call: Call) -> Call:
-        """The call, and then this."""
+        """The call, followed by this kernel."""
         if self.us is None:
             return call
 
@@ -158,13 +159,13 @@ class Measurement:
     calls: list[Call] = field(default_factory=list)
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step of it, if none has failed."""
+        """Runs one of its steps, if none has failed so far."""
         if self.status == "measured":
             failure = failure_of(step)
             self.status, self.reason = failure or (self.status, self.reason)
 
     def check(self, make: Callable[[], Call], errors_of: Callable[[Any], tuple[float, float]], limits: Limits) -> None:
-        """Holds what a call returns against the reference: its error, and the worst row's. Of several checks the largest stay."""
+        """Compares a call's result with the reference: its error, and the worst row's. Over several checks the largest are kept."""
         start = time.perf_counter()
         result = make()()
         if torch.cuda.is_available():
@@ -187,12 +188,12 @@ class Measurement:
         monitor: Monitor | None,
         effort: Effort,
     ) -> None:
-        """One round, of graphs of ``in_graph`` calls. The monitor looks at the device while it works."""
+        """One round, of graphs of ``in_graph`` calls. The monitor samples the device meanwhile."""
         fewest, budget_s = effort.fewest, effort.budget_s
         if not self.rounds:
             self.calls = make()
             self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
-            # More than a few long ones would keep the device busy for nothing: the host is done with each at once.
+            # More than a few long graphs would only occupy the device: the host enqueues each at once.
             self.host_us = host_time(self.calls[0], device, _LAUNCHES if self.alone_us < _LONG_US else 3)
         if self.contestant.portable and self.alone_us > _LONG_US:
             if self.rounds:
@@ -208,9 +209,9 @@ class Measurement:
         self.rounds.append([time_us - (between.us or 0.0) for time_us in times])
 
     def row(self, cost: Cost) -> dict[str, Any]:
-        """A `Row` of the core's reports, and what else is known.
+        """A `Row` of the core's reports, with additional values.
 
-        ``first_ms`` is what the first call took, which may have compiled a kernel or read it from a cache.
+        ``first_ms`` is the time of the first call, which may have compiled a kernel or loaded it from a cache.
         """
         known = Row(
             self.contestant.name, self.shape.operator, self.shape.name, self.status, self.reason,
@@ -232,13 +233,13 @@ class Measurement:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected; infinite where something is no number."""
+    """The norm of the difference over the norm of the expected values; infinite if there is a NaN."""
     error = float((got.float() - expected).norm() / expected.norm())
     return error if math.isfinite(error) else math.inf
 
 
 def worst_row_error(got: Tensor, expected: Tensor) -> float:
-    """The largest `relative_error` of any row, along the last axis: among many right ones a wrong one is lost."""
+    """The largest `relative_error` of any row, along the last axis: one wrong row is invisible among many right ones."""
     errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
 
@@ -279,10 +280,11 @@ def document(
     back_to_back: bool = False,
     between: str = "",
 ) -> dict[str, Any]:
-    """What is written: a report of the core's with more in it, ``load_report`` reads it. Rows are in the shapes' order.
+    """The document that is written: a core report with additional values, which ``load_report`` reads. Rows are in the shapes'
+    order.
 
     Args:
-        between: what stands between calls, in words, where that is not the small kernel.
+        between: a description of the kernel between calls, if it is not the small one.
     """
     places = {shape.name: place for place, shape in enumerate(shapes)}
     absent = absent_of(rows)
@@ -298,7 +300,7 @@ def document(
 
 
 def write(file: Path, made: Mapping[str, Any]) -> None:
-    """Such that whoever reads the file finds it whole. A row a line."""
+    """Writes atomically, so that readers find the whole file. One line a row."""
     rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
     text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False).replace('"rows": []', f'"rows": [\n{rows}\n  ]')
     beside = file.with_name(f".{file.name}.new")
@@ -313,10 +315,10 @@ def collect(
     output: Path | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Goes through shapes and their rows, which are measured meanwhile, and prints a line for each. Returns the document.
+    """Iterates over shapes and their rows, which are measured meanwhile, and prints a line for each. Returns the document.
 
-    It is written after each shape, so that whoever stops the program keeps what there is. Nothing more is measured once a kernel
-    has broken the process.
+    The document is written after each shape, so that an interrupted run keeps its results. Measuring stops once a kernel has broken
+    the process.
     """
     rows: list[dict[str, Any]] = []
     made: dict[str, Any] = {}
@@ -334,7 +336,7 @@ def collect(
 
 
 def cells(rows: Iterable[Mapping[str, Any]], rate_of: Callable[[Mapping[str, Any]], str]) -> list[str]:
-    """Of each contestant at a shape, for one line: microseconds, rate and error, or what became of it."""
+    """For each contestant at a shape, for one line: microseconds, rate and error, or the failure."""
     said = []
     for row in rows:
         error = row["relative_error"]
@@ -350,7 +352,7 @@ def cells(rows: Iterable[Mapping[str, Any]], rate_of: Callable[[Mapping[str, Any
 
 
 def print_outcome(made: Mapping[str, Any]) -> None:
-    """Who was not there, and which bars hold."""
+    """Prints which contestants were absent, and which bars hold."""
     for name, reason in made["absent"].items():
         print(f"absent: {name}: {reason}")
     for bar in made["bars"]:
@@ -363,7 +365,7 @@ def print_outcome(made: Mapping[str, Any]) -> None:
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """What all benchmarks of this folder take."""
+    """The options that all benchmarks of this folder have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="shapes whose name matches; repeatable")
     parser.add_argument("--contestants", default="", metavar="NAMES", help="separated by commas; all if not given")
@@ -377,7 +379,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def named(shapes: Iterable[Any], patterns: Sequence[str]) -> list[Any]:
-    """The shapes whose name matches one of the patterns; all without any."""
+    """The shapes whose name matches one of the patterns; all if there are none."""
     return [shape for shape in shapes if not patterns or any(re.search(pattern, shape.name) for pattern in patterns)]
 
 
@@ -387,11 +389,11 @@ def effort_of(given: argparse.Namespace) -> Effort:
 
 
 def empty_report(given: argparse.Namespace, effort: Effort, words: Sequence[str], copies: int, device: torch.device) -> Report:
-    """A report without rows: on what, with what and how it is measured.
+    """A report without rows: device, versions and settings.
 
     Args:
-        words: the command's, the program first.
-        copies: of the inputs, which are called in turn.
+        words: the command line, the program first.
+        copies: copies of the inputs that calls rotate over.
     """
     metadata: Metadata = collect_metadata(shlex.join([Path(sys.executable).name, *words]), device)
     if given.commit:
@@ -401,7 +403,7 @@ def empty_report(given: argparse.Namespace, effort: Effort, words: Sequence[str]
 
 
 def lost(device: torch.device) -> str:
-    """Why nothing more can be measured in this process, if a kernel has broken it; else empty. Frees memory."""
+    """Why the process cannot measure any more, if a kernel has broken it; else empty. Frees memory."""
     if device.type != "cuda":
         return ""
     try:

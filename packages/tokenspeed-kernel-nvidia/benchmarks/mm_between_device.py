@@ -1,4 +1,4 @@
-"""The kernel that stands between products: an rmsnorm of one row, in Triton."""
+"""The kernel between GEMMs: an rmsnorm of one row, in Triton."""
 
 # mypy: ignore-errors
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rmsnorm(x, weight, out, n, BLOCK: tl.constexpr):
-    """Waits for the kernel before, and then lets the next begin while this one works."""
+    """Waits for the preceding kernel, then lets the next one launch while this one runs (PDL)."""
     tl.extra.cuda.gdc_wait()
     tl.extra.cuda.gdc_launch_dependents()
     at = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Products of a decode step that are measured, and what they are held to."""
+"""The decode GEMMs that are measured, and their acceptance bars."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
 TOKENS = (1, 2, 4, 8, 16)
-# How far a result may be from float32's; rounding it to bfloat16 alone takes 1.7e-3, and of the worst row a little more.
+# Largest error against float32; rounding to bfloat16 alone costs 1.7e-3, and slightly more in the worst row.
 LIMITS = Limits(4e-3, 8e-3)
-_BYTES_PER_US = 4.35e6  # what reading takes on this device, measured
+_BYTES_PER_US = 4.35e6  # measured read bandwidth of this device
 
 _HALF = torch.bfloat16
-# Random operands, and bytes of a weight with its share of scales.
+# Random operands, and bytes of a weight including its part of the scales.
 _MADE: Mapping[str, Callable[[int, int, int], Any]] = {
     "": functools.partial(dense, bias=_HALF),
     "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=_HALF, bias=_HALF),
@@ -34,12 +34,12 @@ _BYTES = {"": 2.0, "mxfp4 weights": 17 / 32, **dict.fromkeys([name for name in _
 
 
 @dataclass(frozen=True)
-class Product:
-    """A layer's ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
+class Gemm:
+    """A layer's GEMM ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
 
     Attributes:
-        model, layer: whose it is.
-        bar: microseconds that one row may take; 16 rows may take 15% more.
+        model, layer: where it occurs.
+        bar: microseconds allowed for one row; 16 rows may take 15% more.
         weights: see `_MADE`; empty for bfloat16.
     """
 
@@ -56,12 +56,12 @@ class Product:
 
     @property
     def bytes(self) -> float:
-        """Of the weights."""
+        """Bytes of the weights."""
         return self.k * self.n * _BYTES[self.weights]
 
     @property
     def floor_us(self) -> float:
-        """What reading the weights takes."""
+        """The time to read the weights."""
         return self.bytes / _BYTES_PER_US
 
     def case(self, m: int) -> Case:
@@ -70,9 +70,9 @@ class Product:
 
 @dataclass(frozen=True)
 class Shape:
-    """A product of some rows."""
+    """A GEMM with some rows."""
 
-    product: Product
+    product: Gemm
     m: int
 
     @property
@@ -89,27 +89,27 @@ class Shape:
 
 
 _QKV = ("GPT-OSS-120B", "qkv", 2880, 5120)
-PRODUCTS = (
-    Product(*_QKV, 7.8),
-    Product("GPT-OSS-120B", "output", 4096, 2880, 6.4),
-    Product("GPT-OSS-120B", "router", 2880, 128, 1.8),
-    Product("GPT-OSS-120B", "unembedding", 2880, 201088),
-    Product("GPT-OSS-20B", "router", 2880, 32),
-    Product("Llama-8B", "gate and up", 4096, 28672),
-    Product("Llama-8B", "down", 14336, 4096),
-    Product("DeepSeek-V3", "q and kv down", 7168, 2112),
-    Product("DeepSeek-V3", "router", 7168, 256),
-    Product("Qwen3-235B", "router", 4096, 128),
-    *(Product(*_QKV, weights=name) for name in _MADE if name),
-    Product("Llama-8B", "gate and up", 4096, 28672, weights="fp8"),
-    Product("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
+GEMMS = (
+    Gemm(*_QKV, 7.8),
+    Gemm("GPT-OSS-120B", "output", 4096, 2880, 6.4),
+    Gemm("GPT-OSS-120B", "router", 2880, 128, 1.8),
+    Gemm("GPT-OSS-120B", "unembedding", 2880, 201088),
+    Gemm("GPT-OSS-20B", "router", 2880, 32),
+    Gemm("Llama-8B", "gate and up", 4096, 28672),
+    Gemm("Llama-8B", "down", 14336, 4096),
+    Gemm("DeepSeek-V3", "q and kv down", 7168, 2112),
+    Gemm("DeepSeek-V3", "router", 7168, 256),
+    Gemm("Qwen3-235B", "router", 4096, 128),
+    *(Gemm(*_QKV, weights=name) for name in _MADE if name),
+    Gemm("Llama-8B", "gate and up", 4096, 28672, weights="fp8"),
+    Gemm("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
 )
-SHAPES = tuple(Shape(product, m) for product in PRODUCTS for m in TOKENS)
+SHAPES = tuple(Shape(product, m) for product in GEMMS for m in TOKENS)
 
 
 def _bars() -> list[Bar]:
     bars = []
-    for product in PRODUCTS:
+    for product in GEMMS:
         for m, more in ((1, 1.0), (16, 1.15)):
             if product.bar is not None:
                 name = Shape(product, m).name
@@ -121,12 +121,12 @@ BARS = _bars()
 
 
 def _worst_error(errors: Times) -> float:
-    """How many times the portable kernel's ours is, where that is most."""
+    """Our error divided by the portable kernel's, where that is largest."""
     return max(of_one["ours"] / of_one["triton"] for of_one in errors.values() if {"ours", "triton"} <= of_one.keys())
 
 
 def judge(times: Times, errors: Times, absent: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Every bar against what was measured: microseconds, and relative errors, by shape and contestant."""
+    """Checks every bar against microseconds and relative errors, by shape and contestant."""
     absent = {*absent}
     judged = [bar.judged(times, absent) for bar in BARS]
     compared = tuple(shape for shape, of_one in errors.items() if {"ours", "triton"} <= of_one.keys())

@@ -1,4 +1,4 @@
-"""What this package's mixtures of experts are held to, against what was measured."""
+"""Acceptance bars of this package's MoE kernels, and their check against measurements."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from judging import Bar, Times, least_ratio, mean_ratio, of_ours
 from measuring import Limits
 from moe_shapes import GPT_OSS_120B, SHAPES
 
-# How far an output may be from the float32 reference, by the dtype of activations. Rounding the activation's result and each
-# slot's output to bfloat16 takes 3e-3; a value that was rounded otherwise before it became fp8 may become the neighbouring code.
+# Largest error of an output against the float32 reference, by the dtype of activations. Rounding the activation's result and each
+# slot's output to bfloat16 costs 3e-3. A value that was rounded differently before it became fp8 may become the neighbouring fp8
+# value.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
-# A peer that is further away computes something else. Peers choose the scales of fp8 activations as they like.
+# A baseline with a larger error computes something else. Baselines choose the scales of fp8 activations themselves.
 PEER_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
 PEERS = ("triton_kernels", "marlin", "humming")
 # Microseconds.
@@ -28,16 +29,16 @@ BARS = [
 
 
 def _worst_error(errors: Times) -> float:
-    """How many times the portable kernel's ours is, where that is most."""
+    """Our error divided by the portable kernel's, where that is largest."""
     return max(of_one["ours"] / of_one["triton"] for of_one in errors.values() if {"ours", "triton"} <= of_one.keys())
 
 
 def judge(times: Times, errors: Times, prepare_ms: Mapping[str, float], absent: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Every bar against what was measured.
+    """Checks every bar.
 
     Args:
         times, errors: microseconds, and relative errors, by shape and contestant.
-        prepare_ms: what arranging the weights of a layer takes, by contestant.
+        prepare_ms: the time to arrange the weights of a layer, by contestant.
         absent: see `Bar.judged`.
     """
     absent = {*absent}

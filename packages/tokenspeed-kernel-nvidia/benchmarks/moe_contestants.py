@@ -1,9 +1,9 @@
-"""Who is measured on mixtures of experts: the kernels of this package, the portable ones of the core, and other people's.
+"""The MoE implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-A contestant's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch` that
-returns what is timed: a function without parameters, from router logits to the combined output ``[tokens, hidden]``. Other people's
-kernels are called as vLLM 0.26 calls them, its routing, activation and sum included. Packages are imported when one is wanted; one
-that is not there is reported as absent with the reason.
+A contestant's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. That
+function returns the timed call: a function without parameters, from router logits to the combined output ``[tokens, hidden]``.
+Third-party kernels are called as vLLM 0.26 calls them, including its routing, activation and sum. Packages are imported when one is
+requested; one that is not installed is reported as absent with the reason.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Experts = Callable[[Batch], Call]
 
 @dataclass(frozen=True)
 class Contestant(measuring.Contestant):
-    """One of those who are measured. ``setup``: see the module.
+    """An implementation that is measured. ``setup``: see the module.
 
     Attributes:
-        on_demand: it is measured if it is named, because getting ready takes long.
+        on_demand: whether it is measured only if it is named, because its preparation takes long.
     """
 
     on_demand: bool = False
 
 
 def local(ids: Tensor, model: Model) -> Tensor:
-    """Ids as this rank sees them: negative where the expert is another rank's."""
+    """Ids as this rank sees them: negative for experts of other ranks."""
     return ids.masked_fill(ids >= model.experts, -1) if model.of else ids
 
 
@@ -50,10 +50,10 @@ def local(ids: Tensor, model: Model) -> Tensor:
 
 
 def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, Layer], Experts]:
-    """Kernels of ``moe_apply`` that are made with ``solution``, after ``moe_topk``'s best, or ``routing``'s."""
+    """Kernels of ``moe_apply`` of backend ``solution``, after the best kernel of ``moe_topk``, or ``routing``'s."""
 
     def setup(shape: Shape, layer: Layer) -> Experts:
-        # Plugins register their kernels.
+        # Importing plugins registers their kernels.
         importlib.import_module("tokenspeed_kernel")
         facts = {field.name: getattr(layer.plan, field.name) for field in dataclasses.fields(layer.plan)}
         for chosen in ("kernel", "weight_layout"):
@@ -69,7 +69,7 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
             logits = topk.complete({"logits": batch.logits, "top_k": shape.model.top_k})
             route = functools.partial(topk.function.bind(**logits, solution=routing), *logits.values())
             given = (batch.x, weights, batch.topk_weights, batch.topk_ids, plan)
-            # The plan's layout is all token counts'; which of its kernels serves this one is decided here.
+            # The plan's layout is the same for all numbers of tokens; its kernel for this number is selected here.
             run = apply.function.bind(*given, solution=solution)
 
             def call() -> Tensor:
@@ -115,7 +115,7 @@ def _only_halves(shape: Shape) -> None:
 
 
 def _expert_map(model: Model, device: torch.device) -> Tensor | None:
-    """int32 ``[all experts]``: the number here, or -1."""
+    """int32 ``[all experts]``: the local index of each expert, or -1."""
     if not model.of:
         return None
     numbers = torch.arange(model.routed, dtype=torch.int32, device=device)
@@ -158,7 +158,7 @@ def _triton_kernels(shape: Shape, layer: Layer) -> Experts:
 
 
 def _padded(tensor: Tensor, *sizes: int) -> Tensor:
-    """With zeros behind the last axes, which become as long as said."""
+    """Zero-pads the last axes to these sizes."""
     pads = [pad for size, length in zip(reversed(sizes), reversed(tensor.shape), strict=False) for pad in (0, size - length)]
     return torch.nn.functional.pad(tensor, pads)
 
@@ -214,7 +214,7 @@ def _marlin(shape: Shape, layer: Layer) -> Experts:
 
 
 def _vllm_triton(shape: Shape, layer: Layer) -> Experts:
-    """vLLM's own Triton kernel, for bfloat16 weights and blocks of fp8."""
+    """vLLM's own Triton kernel, for bfloat16 weights and fp8 blocks."""
     if shape.model.weight_format == "mxfp4":
         raise Unsupported("measured on bfloat16 and fp8 weights")
     if (shape.model.weight_format == "fp8_block") != (shape.activation_dtype == "fp8"):
@@ -253,7 +253,7 @@ _HUMMING_FORMATS: dict[str, dict[str, Any]] = {
 
 
 def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
-    """Both projections as Humming wants them, with the paddings that vLLM asks for."""
+    """Both projections in Humming's layout, with the padding that vLLM uses."""
     schemas, method = importlib.import_module("humming.schema"), importlib.import_module("humming.layer").HummingMethod
     dtypes = importlib.import_module("humming.dtypes")
     model, weights = shape.model, layer.weights
@@ -263,7 +263,7 @@ def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
     inputs = schemas.HummingInputSchema(a_dtype=dtypes.float8e4m3) if shape.activation_dtype == "fp8" else None
     sizes = {"w13": (2 * model.intermediate, model.hidden), "w2": (model.hidden, model.intermediate)}
     for name, (rows, columns) in sizes.items():
-        # A copy, because scales are folded into weights in place where activations are fp8.
+        # A copy, because with fp8 activations scales are folded into weights in place.
         tensors = {part: getattr(weights, f"{name}_{part}").clone() for part in ("weight", "weight_scale")}
         if model.weight_format == "fp8_block":
             tensors["weight_scale_inv"] = tensors.pop("weight_scale")
@@ -333,7 +333,7 @@ def _humming(shape: Shape, layer: Layer) -> Experts:
 
 
 def contestants(ours: str = "cutedsl") -> list[Contestant]:
-    """All of them, this package first. ``ours``: the solution that it is made with."""
+    """All of them, this package first. ``ours``: the backend of this package's entry."""
     return [
         Contestant("ours", of_solution(ours), "tokenspeed-kernel-nvidia", ours=True),
         Contestant("triton", of_solution("triton", "triton"), "tokenspeed-kernel", ours=True, portable=True),
@@ -341,6 +341,6 @@ def contestants(ours: str = "cutedsl") -> list[Contestant]:
         Contestant("marlin", _marlin, "vllm"),
         Contestant("humming", _humming, "humming-kernels"),
         Contestant("vllm_triton", _vllm_triton, "vllm"),
-        # It compiles for half an hour unless its kernels were compiled before.
+        # It compiles for half an hour unless its kernels are compiled already.
         Contestant("flashinfer", of_solution("flashinfer", "triton"), "flashinfer-python", on_demand=True),
     ]

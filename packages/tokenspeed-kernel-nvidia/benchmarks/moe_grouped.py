@@ -1,14 +1,14 @@
-"""Experts in the size of GPT-OSS-120B's layer: how wide tiles should be, and what each kernel of a call takes.
+"""MoE experts in the size of GPT-OSS-120B's layer: time by tile width, and time of each kernel of a call.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1024 8192 --variants 48 160 288 160v 144c --no-portable
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1 16 64 128 512 --variants few 24s 48 --outliers 0 1 64
 
-A variant is the most columns of a tile; with ``s`` numbers are split into two codes; with ``v`` or ``c`` activations are fp8, and
-what is multiplied are their values in 16 bits, or their codes. ``few`` streams weights past tokens. ``--outliers`` gives so many
-tokens a feature that is 2^20 times larger than the others, by which weights multiply nothing: split numbers do not hold the others,
-so that these tokens are computed exactly. Results of each are first compared with float32 at some tokens.
-Times are medians of calls in a CUDA graph, without the router. Tokens are routed to experts at random.
+A variant is the most columns of a tile. Suffix ``s``: elements are split into two fp8 values. Suffix ``v`` or ``c``: activations
+are fp8, and the MMAs are 16-bit on the quantised values, or fp8. ``few`` is the streaming kernel. ``--outliers`` gives so many
+tokens one feature that is 2^20 times larger than the others and whose weights are zero. Split elements cannot represent the others,
+so these tokens are computed exactly. Results of each variant are first compared with float32 for some tokens. Times are medians of
+calls in a CUDA graph, without the router. Tokens are routed to experts at random.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, PLAIN
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880
 _CHECKED = 48  # tokens that are compared with float32
-_GRAPH_US = 8000.0  # of a graph, at least
+_GRAPH_US = 8000.0  # minimum duration of a graph
 _REPLAYS = 9
 Call = Callable[[], Tensor]
 
@@ -59,7 +59,7 @@ def draw_tokens(count: int, outliers: int, device: torch.device) -> tuple[Tensor
 
 
 def microseconds(call: Call) -> float:
-    """Of one call in a graph of several: the median of replays."""
+    """Microseconds of one call in a graph of several: the median of replays."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(3):
         call()
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens, outliers in itertools.product(options.tokens, options.outliers):
         x, weights, ids = draw_tokens(tokens, outliers, device)
         some = torch.arange(0, tokens, max(1, tokens // _CHECKED), device=device)
-        # Of a variant: the call, and the plan that it follows.
+        # For each variant: the call, and its plan.
         calls: dict[str, tuple[Call, Any]] = {}
         for name in options.variants:
             of_name = rounded if name[-1] in "vc" else plan

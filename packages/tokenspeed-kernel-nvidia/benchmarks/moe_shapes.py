@@ -1,4 +1,4 @@
-"""What is measured of mixtures of experts: layers in the sizes of models, batches of tokens, and what their outputs are held to."""
+"""The MoE benchmarks' inputs: layers in the sizes of models, batches of tokens, and the reference outputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
-# What an H200 reaches of its memory and of its tensor cores at best, a microsecond: bytes, and floating-point operations by the
-# dtype of activations. A floor is what these take at least for the experts that a batch touches.
+# Best memory bandwidth and tensor-core rate of an H200, per microsecond: bytes, and floating-point operations by the dtype of
+# activations. They give a floor (roofline) for the experts that a batch touches.
 BYTES_PER_US = 4.35e6
 FLOPS_PER_US = {"none": 800e6, "fp8": 1500e6}
 # The operator's cases are recipes; this one, with other values, makes any layer.
@@ -28,9 +28,9 @@ class Model:
     """A layer in the sizes of a model.
 
     Attributes:
-        experts: whose weights are here.
+        experts: the number of experts on this rank.
         weight_format: as in `MoEPlan`.
-        of: experts of all ranks together, if not all are here.
+        of: experts of all ranks together, if not all are on this rank.
         gpt_oss: interleaved gates and ups, biases and the clamped activation of GPT-OSS; else none of them.
     """
 
@@ -45,7 +45,7 @@ class Model:
 
     @property
     def routed(self) -> int:
-        """Experts that the router chooses from."""
+        """The number of experts that the router chooses from."""
         return self.of or self.experts
 
 
@@ -55,7 +55,7 @@ class Shape:
 
     Attributes:
         activation_dtype: as in `MoEPlan`.
-        more: it has no bar, and is measured on demand.
+        more: whether it has no bar, and is measured on request only.
     """
 
     model: Model
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """``"gpt-oss-120b 8192 fp8"``: the model, the tokens, and what activations are rounded to; unique."""
+        """``"gpt-oss-120b 8192 fp8"``: the model, the tokens, and the activations' quantised dtype; unique."""
         return " ".join([self.model.name, str(self.tokens), *([self.activation_dtype] if self.activation_dtype != "none" else [])])
 
     def recipe(self) -> Recipe:
@@ -113,7 +113,7 @@ SHAPES = tuple(_shapes())
 
 @dataclass
 class Layer:
-    """The weights of one layer, as a checkpoint has them, and what they are to compute."""
+    """The weights of one layer, as in a checkpoint, and the layer's parameters."""
 
     weights: MoEWeights
     plan: MoEPlan
@@ -124,7 +124,7 @@ class Layer:
         return cls(made["weights"], made["plan"])
 
     def checksum(self) -> int:
-        """Of all bytes of the weights."""
+        """Checksum of all bytes of the weights."""
         tensors = (getattr(self.weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale", "_bias"))
         return sum(int(tensor.view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors if tensor is not None)
 
@@ -134,7 +134,7 @@ class Batch:
     """Tokens and router logits, and the index of the layer that they go to.
 
     Attributes:
-        topk_ids: what the router chooses, by the operator's definition; negative for experts of other ranks.
+        topk_ids: the routing, by the operator's definition; negative for experts of other ranks.
     """
 
     x: Tensor
@@ -144,7 +144,7 @@ class Batch:
     topk_ids: Tensor = field(init=False)
 
     def routed(self, model: Model) -> Batch:
-        """Itself, with what the router chooses."""
+        """The batch with its routing."""
         topk = get_operator("moe.moe_topk")
         self.topk_weights, ids = topk.reference(*topk.complete({"logits": self.logits, "top_k": model.top_k}).values())
         self.topk_ids = torch.where(ids < model.experts, ids, -1)
@@ -152,17 +152,17 @@ class Batch:
 
     @property
     def experts(self) -> int:
-        """How many different ones it touches."""
+        """How many different experts it touches."""
         return len({*self.topk_ids.flatten().tolist()} - {-1})
 
     def arguments(self, layer: Layer) -> dict[str, Any]:
-        """Of ``moe_apply``, canonical."""
+        """The arguments of ``moe_apply``, canonical."""
         routing = {"topk_weights": self.topk_weights, "topk_ids": self.topk_ids}
         return get_operator(Shape.operator).complete({"x": self.x, "weights": layer.weights, **routing, "plan": layer.plan})
 
 
 def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: int = 0) -> list[Batch]:
-    """Batches of tokens with independent uniform routing, for layers in turn."""
+    """Batches of tokens with independent uniform routing, assigned to the layers in rotation."""
     draw, model = Draw(device, seed + shape.tokens), shape.model
     made = []
     for index in range(count):
@@ -172,8 +172,9 @@ def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: i
 
 
 def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
-    """bfloat16 ``[tokens, experts]``. The last expert that is chosen is never as good as the next: there implementations differ,
-    and bfloat16 makes equal logits common."""
+    """bfloat16 ``[tokens, experts]``. The last chosen expert never ties with the next: implementations differ in ties, which are
+    common in bfloat16.
+    """
     logits = draw.normal(tokens, model.routed, dtype=torch.bfloat16)
     if model.routed == model.top_k:
         return logits
@@ -186,14 +187,14 @@ def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
 
 
 def expected(batch: Batch, layer: Layer) -> Tensor:
-    """What the output should be, by the operator's definition, before it is rounded to bfloat16: float32 ``[tokens, hidden]``."""
+    """The expected output, by the operator's definition, before rounding to bfloat16: float32 ``[tokens, hidden]``."""
     arguments = batch.arguments(layer)
-    # The definition rounds to the dtype of x, which float32 holds exactly.
+    # The definition rounds to the dtype of x; float32 represents x exactly.
     result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].float()}.values())
     assert isinstance(result, Tensor)
     return result
 
 
 def floor_us(cost: Cost, activation_dtype: str) -> float:
-    """What a call takes at least: its bytes or its arithmetic, whichever is longer."""
+    """The roofline time of a call: of its bytes or its arithmetic, whichever is longer."""
     return max(cost.bytes / BYTES_PER_US, cost.flops / FLOPS_PER_US[activation_dtype])

@@ -1,4 +1,4 @@
-"""The picture of a report that h200.py wrote: how fast the kernels are beside their peers, in three panels.
+"""Plots a report of h200.py: the kernels against their baselines, in three panels.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py            # h200.json to h200.svg
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py REPORT.json --output PICTURE.png
@@ -35,7 +35,7 @@ LEGEND = Legend(
 )
 _DIGITS = {"tflops": 0, "gb_per_s": 2, "ratio": 1}
 
-# A panel's title, the groups that it shows, what is drawn of a row and who is left out.
+# A panel's title, its groups, the plotted value of a row, and the contestants to leave out.
 PANELS = (
     ("Full causal prefill, TFLOP/s (more is better)", ("prefill", "prefill head_dim 128"), "tflops", ("triton", "flashinfer")),
     ("Decode, TB/s (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),
@@ -49,7 +49,7 @@ PANELS = (
 
 
 def short(name: str, groups: Sequence[str]) -> str:
-    """A shape's name without what the panel says anyway."""
+    """A shape's name without the words that the panel's title already has."""
     group = max((group for group in groups if name.startswith(group)), key=len)
     rest = name.removeprefix(group).strip()
     if group == groups[0] and "window" not in group:
@@ -58,7 +58,7 @@ def short(name: str, groups: Sequence[str]) -> str:
 
 
 def values_of(of_one: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, float]:
-    """What is drawn of one shape, by contestant."""
+    """The plotted values of one shape, by contestant."""
     if what == "ratio":
         return {name: us(of_one["fa3"]) / us(row) for name, row in of_one.items()} if "fa3" in of_one else {}
     return {name: row[what] / (1e3 if what == "gb_per_s" else 1) for name, row in of_one.items()}
@@ -75,17 +75,17 @@ def _panels(report: Report) -> list[Panel]:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draws a report into a file; its name's ending says the format."""
+    """Draws a report into a file, whose suffix selects the format."""
     drawing.draw(report, "Attention of GPT-OSS, bfloat16,", _panels(report), LEGEND, file)
 
 
 def table(report: Report) -> str:
-    """Markdown: the bars and what was measured of them, and one row a shape, in microseconds."""
+    """Markdown: the bars and their measurements, and one row a shape, in microseconds."""
     return drawing.table(report, [shape.name for shape in SHAPES], LEGEND)
 
 
 def section(report: Report, picture: str) -> str:
-    """What stands in the README between its marks."""
+    """The README section between the marks."""
     return f"## Measured\n\n![{PANELS[0][0]}; {PANELS[1][0]}; {PANELS[2][0]}]({picture})\n\n{table(report)}"
 
 

@@ -1,4 +1,4 @@
-"""The picture of a report that h200_mm.py wrote: products of a decode step beside PyTorch's, and how far above their floor.
+"""Plots a report of h200_mm.py: decode GEMMs against PyTorch's, and against their floor.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot_mm.py            # h200_mm.json to h200_mm.svg
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot_mm.py REPORT.json --output PICTURE.png
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import drawing
 from drawing import OURS, PORTABLE, Legend, Marks, Panel, Report, us
-from mm_shapes import PRODUCTS, SHAPES, TOKENS, Product, Shape
+from mm_shapes import GEMMS, SHAPES, TOKENS, Gemm, Shape
 
 MARKS = Marks("<!-- measured mm -->", "<!-- end of measured mm -->")
 LEGEND = Legend(
@@ -27,7 +27,7 @@ LEGEND = Legend(
 _WHAT = "microseconds (less is better)"
 
 
-def _panel(report: Report, m: int, products: Sequence[Product]) -> Panel:
+def _panel(report: Report, m: int, products: Sequence[Gemm]) -> Panel:
     names = [Shape(product, m).name for product in products]
     found = drawing.measured(report["rows"], names)
     values = {name: {who: us(row) for who, row in of_one.items()} for name, of_one in found.items()}
@@ -37,13 +37,13 @@ def _panel(report: Report, m: int, products: Sequence[Product]) -> Panel:
 
 
 def panels(report: Report) -> list[Panel]:
-    """Returns one panel for one row of activations and one for most, of the products that have bars."""
-    products = [product for product in PRODUCTS if product.bar is not None]
+    """Returns two panels, for one row and for the most rows of activations, with the GEMMs that have bars."""
+    products = [product for product in GEMMS if product.bar is not None]
     return [_panel(report, m, products) for m in (min(TOKENS), max(TOKENS))]
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draws a report into a file; its name's ending says the format."""
+    """Draws a report into a file, whose suffix selects the format."""
     drawing.draw(report, "Products of a decode step", panels(report), LEGEND, file)
 
 
@@ -69,7 +69,7 @@ def note(report: Report) -> str:
 
 
 def table(report: Report) -> str:
-    """Returns Markdown: the bars and what was measured of them, and one row a shape, in microseconds."""
+    """Returns Markdown: the bars and their measurements, and one row a shape, in microseconds."""
     more = {
         "floor": lambda row: drawing.three_digits(row["floor_us"]),
         "ordinary, this package": _behind_an_ordinary_kernel(report, "ours"),
@@ -79,7 +79,7 @@ def table(report: Report) -> str:
 
 
 def section(report: Report, picture: str) -> str:
-    """Returns what stands in the README between its marks."""
+    """Returns the README section between the marks."""
     return f"### Products of a decode step\n\n![Products of a decode step, {_WHAT}]({picture})\n\n{table(report)}"
 
 

@@ -1,4 +1,4 @@
-"""The picture of a report that h200_moe.py wrote: a layer of a mixture of experts beside peers, and how far above its floor.
+"""Plots a report of h200_moe.py: an MoE layer against baselines, and against its floor.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot_moe.py            # h200_moe.json to h200_moe.svg
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot_moe.py REPORT.json --output PICTURE.png
@@ -51,25 +51,25 @@ def _panel(report: Report, model: Model) -> Panel:
 
 
 def panels(report: Report) -> list[Panel]:
-    """One a model that was measured; the one that has bars at any rate."""
+    """One panel for each measured model; always one for the model that has bars."""
     measured = {row["case"] for row in report["rows"] if row["timing"] is not None}
     models = dict.fromkeys([GPT_OSS_120B, *(shape.model for shape in SHAPES if shape.name in measured)])
     return [_panel(report, model) for model in models]
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draws a report into a file; its name's ending says the format."""
+    """Draws a report into a file, whose suffix selects the format."""
     drawing.draw(report, "Mixtures of experts, router to combined output,", panels(report), LEGEND, file)
 
 
 def table(report: Report) -> str:
-    """Markdown: the bars and what was measured of them, and one row a shape, in microseconds."""
+    """Markdown: the bars and their measurements, and one row a shape, in microseconds."""
     more = {"experts touched": lambda row: f"{row['experts']:.1f}", "floor": lambda row: drawing.three_digits(row["floor_us"])}
     return drawing.table(report, [shape.name for shape in SHAPES], LEGEND, more=more)
 
 
 def section(report: Report, picture: str) -> str:
-    """What stands in the README between its marks."""
+    """The README section between the marks."""
     return f"### Mixtures of experts\n\n![A layer of a mixture of experts, {_WHAT}]({picture})\n\n{table(report)}"
 
 

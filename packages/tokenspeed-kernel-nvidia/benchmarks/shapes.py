@@ -1,4 +1,4 @@
-"""What is measured: calls of the operators in the sizes of GPT-OSS, and what their outputs are held against."""
+"""The attention benchmarks' inputs: calls of the operators in the sizes of GPT-OSS, and the reference outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 
 PAGE_SIZE = 64
-# What a model calls a window of 128: the token and 127 before it.
+# window_left of a model's window of 128: the token and 127 before it.
 WINDOW_LEFT = 127
-# Of a call so many sequences are looked at, and of each so many queries: the first, the last and some between.
+# The number of sequences of a call that are checked, and of queries of each: the first, the last and some between.
 _SEQUENCES, _QUERIES = 4, 16
 
 
@@ -25,13 +25,13 @@ class Shape:
     """One call.
 
     Attributes:
-        group: what it belongs to in tables, bars and plots.
+        group: where it belongs in tables, bars and plots.
         mode: the operator, of the family attention.
         length: tokens of a sequence; for paged operators those in the cache.
-        batch: sequences, all alike.
+        batch: the number of sequences, all of the same length.
         new: new tokens of each sequence, for paged operators.
-        heads, kv_heads, head_dim: as the operator has them.
-        window_left: as the operator has it.
+        heads, kv_heads, head_dim: as the operator defines them.
+        window_left: as the operator defines it.
     """
 
     group: str
@@ -65,7 +65,7 @@ class Shape:
         lengths = [self.length] * self.batch
         if not self.paged:
             return Case(self.name, ragged(lengths, **heads, max_seqlen=self.length, **options), large=True)
-        # No entry of the page table is left over: peers may look at all of them.
+        # The page table has no unused entries, because baselines may read all of them.
         pages: dict[str, Any] = {"page_size": PAGE_SIZE, "width": -(-self.length // PAGE_SIZE)}
         if self.mode == "mha_decode_with_kvcache":
             return Case(self.name, paged(lengths, None, **heads, **pages, **options, max_seqlen_q=self.new), large=True)
@@ -95,7 +95,7 @@ SHAPES = tuple(_shapes())
 
 
 def sampled_rows(shape: Shape) -> list[int]:
-    """Which tokens of the output are looked at: of some sequences, always the first and the last, some queries, likewise."""
+    """The tokens of the output that are checked: of some sequences, always the first and the last, and some queries, likewise."""
     new = shape.new if shape.paged else shape.length
     rows = []
     for sequence in _spread(shape.batch, _SEQUENCES):
@@ -104,7 +104,7 @@ def sampled_rows(shape: Shape) -> list[int]:
 
 
 def _spread(count: int, wanted: int) -> list[int]:
-    """At most ``wanted`` of the numbers below ``count``: the first, the last, and others at no regular distance."""
+    """At most ``wanted`` of the indices below ``count``: the first, the last, and others at irregular distances."""
     if count <= wanted:
         return list(range(count))
     inner = {1 + (index * 7919) % (count - 2) for index in range(wanted - 2)}
@@ -112,9 +112,9 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def reference_rows(shape: Shape, arguments: Mapping[str, Any], rows: list[int], *, sinks: bool) -> Tensor:
-    """What the output should be at some tokens, float32 ``[len(rows), heads, head_dim]``.
+    """The expected output at some tokens, float32 ``[len(rows), heads, head_dim]``.
 
-    The operators' definition in float32, for those rows alone: softmax of the scores and the sink, times the values.
+    It is the operators' definition in float32, for those rows only: the softmax of the scores and the sink, times the values.
     """
     q, group = arguments["q"], shape.heads // shape.kv_heads
     new = shape.new if shape.paged else shape.length
@@ -142,7 +142,7 @@ def reference_rows(shape: Shape, arguments: Mapping[str, Any], rows: list[int], 
 
 
 def _keys_and_values(shape: Shape, arguments: Mapping[str, Any], sequence: int) -> tuple[Tensor, Tensor]:
-    """Those of one sequence, ``[length, kv_heads, head_dim]``."""
+    """The keys and values of one sequence, ``[length, kv_heads, head_dim]``."""
     if not shape.paged:
         tokens = slice(sequence * shape.length, (sequence + 1) * shape.length)
         return arguments["k"][tokens], arguments["v"][tokens]

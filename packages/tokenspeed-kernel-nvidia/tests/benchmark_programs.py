@@ -1,4 +1,4 @@
-"""The programs of ``benchmarks/`` for tests: as modules, and without a GPU."""
+"""The scripts of ``benchmarks/`` for tests: as modules, and without a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-# These draw with matplotlib.
+# These plot with matplotlib.
 DRAWN = ("drawing", "plot", "plot_moe", "plot_mm")
 
 
 @contextlib.contextmanager
 def loaded(names: Sequence[str]) -> Iterator[dict[str, ModuleType]]:
-    """The programs, which find each other as they do when one is run. Those that draw are left out without matplotlib."""
+    """The scripts as modules, which can import each other as when run as scripts. Without matplotlib, those that plot
+    are left out.
+    """
     ours = {file.stem for file in FOLDER.glob("*.py")}
     before = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
     path = list(sys.path)
@@ -36,7 +38,7 @@ def loaded(names: Sequence[str]) -> Iterator[dict[str, ModuleType]]:
 
 
 def measure_on_the_cpu(measuring: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run, times are invented: 20 microseconds and more, 1.5 of them for the kernel between calls."""
+    """Calls run, and times are faked: 20 microseconds and more, and 1.5 for the kernel between calls."""
 
     def sample(calls: Any, device: Any, **options: Any) -> list[float]:
         return [float(index + 10) for index in range(5)]

@@ -1,4 +1,4 @@
-"""Tests that launch kernels take the fixture ``sm90``, and run where there is one."""
+"""Tests that launch kernels use the fixture ``sm90``, and run only if there is such a device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sm90() -> torch.device:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
-    """The registry with our kernels, as if there were a CuteDSL."""
+    """The registry with this package's kernels, as if CuteDSL were installed."""
     monkeypatch.setattr(_machine, "dsl_gap", lambda: None)
     registry = KernelRegistry.get()
     names = {spec.name for spec in registry.list_kernels()}
@@ -48,7 +48,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
 
 @pytest.fixture
 def source() -> Callable[[str], str]:
-    """What reads FlashInfer's files."""
+    """A reader of FlashInfer's source files."""
     found = source_reader()
     if isinstance(found, str):
         pytest.skip(found)
@@ -57,7 +57,7 @@ def source() -> Callable[[str], str]:
 
 @pytest.fixture
 def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
-    """FlashInfer's kernels as the package declares them, none of them loaded or found wanting before or afterwards."""
+    """FlashInfer's kernels as the package declares them, with no load state left over from before or for later tests."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     tokenspeed_kernel_nvidia.register()
@@ -68,7 +68,7 @@ def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
 
 
 def _unregister_all(registry: KernelRegistry) -> bool:
-    """Whether there were any of this package."""
+    """Unregisters this package's kernels. Returns whether there were any."""
     names = [spec.name for spec in registry.list_kernels() if spec.solution in ("cutedsl", "flashinfer")]
     for name in names:
         registry.unregister(name)

@@ -1,4 +1,4 @@
-"""Layers of experts with random weights, for tests of what computes them."""
+"""MoE layers with random weights, for tests of MoE kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702
 
 
 class RandomLayer:
-    """A layer as it is given and as the kernels want it. Those that are run have an `apply`."""
+    """A layer in canonical form and prepared for the kernels. Subclasses whose layers are run have an `apply`."""
 
     def __init__(self, device: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> None:
         self.plan: MoEPlan = moe_apply.plan(
@@ -30,11 +30,11 @@ class RandomLayer:
         self.prepare()
 
     def prepare(self) -> None:
-        """Arranges what is given, once more if a test has changed that."""
+        """Prepares the canonical weights, again if a test has changed them."""
         self.prepared = mxfp4_weights.prepare_weights(self.given, self.plan)
 
     def spread_scales(self, experts: Any) -> None:
-        """Gives a row of each of these experts scales that float8_e5m2 cannot hold together."""
+        """Gives a row of each of these experts scales too far apart for float8_e5m2."""
         scale = self.given.w13_weight_scale
         assert scale is not None
         for expert in experts:
@@ -42,7 +42,7 @@ class RandomLayer:
         self.prepare()
 
     def pad_rows(self, experts: Any) -> None:
-        """Gives two rows of each of these experts blocks of zeros, some of them negative, whose scales are far from the others."""
+        """Gives two rows of each of these experts all-zero blocks, some of negative zeros, whose scales are far from the others."""
         for expert in experts:
             for codes, scale in (
                 (self.given.w13_weight, self.given.w13_weight_scale),
@@ -66,18 +66,18 @@ class RandomLayer:
         return torch.randn(shape, generator=self.random, device=self.device)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, weights of experts, and experts, no expert twice for a token."""
+        """x, topk_weights and topk_ids, with distinct experts for each token."""
         chosen = torch.rand(count, self.plan.num_experts, generator=self.random, device=self.device).topk(self.plan.top_k).indices
         weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int()
 
     def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens` whose activations, and whose slots, exceed float16; the results do not."""
+        """`tokens` whose activations and slot results exceed float16's range, while the results do not."""
         x, weights, ids = self.tokens(count)
         return x * 512, weights / 2**18, ids
 
     def outlier_tokens(self, count: int, outlier: float) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens` of 1.25 beside an outlier, the first feature. Afterwards w13 multiplies that by nothing."""
+        """`tokens` of 1.25 with an outlier in the first feature, whose weights in w13 become zero."""
         self.given.w13_weight[..., 0] &= 0xF0
         self.prepare()
         x, weights, ids = self.tokens(count)
@@ -85,7 +85,7 @@ class RandomLayer:
         return x, weights, ids
 
     def apply(self, *arguments: Any, **options: Any) -> Tensor:
-        """What is tested: it takes what `moe_apply` takes, and options of its own."""
+        """The function under test: it takes the arguments of `moe_apply`, and options of its own."""
         raise NotImplementedError
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor | None = None, **options: Any) -> Tensor:
@@ -100,7 +100,7 @@ class RandomLayer:
 
 
 def compare(got: Tensor, wanted: Tensor) -> None:
-    """Errors as roundings of the activation, of each slot, and of the result make them."""
+    """Compares with tolerances for rounding the activation, each slot's result, and the result."""
     assert got.shape == wanted.shape
     if not wanted.numel():
         return

@@ -1,4 +1,4 @@
-"""What the tests of FlashInfer's adapters have in common: its source, where that is at hand, and modules that stand in for it."""
+"""Shared by the tests of FlashInfer's adapters: its source, if available, and stand-in modules for it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ Body = Callable[[dict[str, Any]], Any]
 
 @functools.cache
 def source_reader() -> Callable[[str], str] | str:
-    """What reads a file of FlashInfer 0.7.2, or a post-release of it: as installed, or from a wheel that
-    TOKENSPEED_FLASHINFER_WHEEL names; or why nothing does. Imports none of it."""
+    """A reader of a source file of FlashInfer 0.7.2 or a post-release, installed or from the wheel that TOKENSPEED_FLASHINFER_WHEEL
+    names. If there is none, the reason. Imports nothing of FlashInfer.
+    """
     wheel = os.environ.get("TOKENSPEED_FLASHINFER_WHEEL")
     if wheel is not None:
         archive = zipfile.ZipFile(wheel)
@@ -60,7 +61,7 @@ def declared(source: str, function: str) -> str:
 
 
 def unparsed(signature: str) -> str:
-    """A signature as `declared` writes it."""
+    """A signature in the notation of `declared`."""
     (function,) = ast.parse(f"def function{signature}: ...").body
     assert isinstance(function, ast.FunctionDef)
     return f"({ast.unparse(function.args)})"
@@ -69,12 +70,12 @@ def unparsed(signature: str) -> str:
 def with_signature(
     text: str, read: str, names: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[[dict[str, Any]], Any]], Function]:
-    """A function that takes what the real one takes, and hands its body the arguments by name.
+    """A function with the signature of the real one, which passes the arguments to ``body`` by name.
 
     Args:
         text: the signature.
-        read: the parameters that the stand-in knows; others must have their defaults.
-        names: what defaults refer to.
+        read: the parameters that the stand-in supports; others must have their defaults.
+        names: the names that defaults refer to.
     """
     namespace: dict[str, Any] = dict(names or {})
     exec(f"def function{text}: ...", namespace)
@@ -98,10 +99,10 @@ def with_signature(
 def installed(
     monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function], arch: str, called: Callable[[str], None]
 ) -> Iterator[None]:
-    """Functions, by their full names, as if they were FlashInfer's, on a device of an architecture whose tensors lie on the CPU.
+    """Installs functions, by their full names, as FlashInfer's, on a device of an architecture whose tensors are on the CPU.
 
     Args:
-        called: is told the name of each that is called.
+        called: receives the name of each called function.
     """
 
     def telling(name: str, function: Function) -> Function:
@@ -126,8 +127,9 @@ def installed(
 
 
 def fixtures(functions: Mapping[str, Function], arch: str, calls: list[str], family: str) -> tuple[Any, Any]:
-    """Two fixtures: the stand-in, installed on an architecture, that tells ``calls`` who is called; and the family's kernels by
-    name."""
+    """Two fixtures: the stand-in, installed on an architecture, which appends called names to ``calls``; and the family's kernels
+    by name.
+    """
 
     @pytest.fixture
     def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -143,7 +145,7 @@ def fixtures(functions: Mapping[str, Function], arch: str, calls: list[str], fam
 
 
 def forget_adapters() -> None:
-    """They hold the function that they found when they were imported."""
+    """Adapters keep the function that they found when they were imported, so they are unloaded."""
     for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")]:
         parent, _, last = name.rpartition(".")
         if last.endswith("_device"):

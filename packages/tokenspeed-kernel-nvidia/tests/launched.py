@@ -1,4 +1,6 @@
-"""For tests of launchers: their kernels are compared to a reference, executed on the emulator, or recorded instead of launched."""
+"""For tests of launchers: their kernels are compared with a reference, executed on the emulator, or recorded instead
+of launched.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from torch import Tensor
 
 from tokenspeed_kernel_nvidia import _machine, _programs
 
-# A program, its configuration and the arguments that it is launched with.
+# A program, its configuration and its launch arguments.
 Launched = tuple[Any, Any, tuple[Any, ...]]
 
 
 def check(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Launches a kernel, twice, and compares the results to those of the operator's reference."""
+    """Launches a kernel twice, and compares the results with the operator's reference."""
     wanted, wanted_lse = operator(**arguments, solution="reference")
     out = torch.full_like(wanted, torch.nan)
     got, lse = kernel(**{**arguments, "out": out})
@@ -43,17 +45,16 @@ def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], argument
 
 @contextlib.contextmanager
 def emulated(cached: Any, multiprocessors: int, **options: Any) -> Iterator[None]:
-    """While it is open, programs are executed on the emulator.
+    """Context in which programs are executed on the emulator.
 
     Args:
-        cached: the launcher's function that finds programs for a device, as `functools` caches it.
-        multiprocessors: of the emulated device.
-        **options: of `sm90_emulator.emulated_sm90`. Loads of shared memory that nobody has written are errors unless they say
-            otherwise.
+        cached: the launcher's `functools`-cached function that finds programs for a device.
+        multiprocessors: number of SMs of the emulated device.
+        **options: of `sm90_emulator.emulated_sm90`. By default, loads of uninitialised shared memory are errors.
     """
     sm90_emulator = pytest.importorskip("sm90_emulator")
     pytest.importorskip("cutlass")
-    if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
+    if torch.cuda.is_available():  # other tests of this process may launch programs on a GPU
         pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
     strict = {"uninitialised": True, **options}
     with fresh(cached), sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, **strict):
@@ -62,7 +63,7 @@ def emulated(cached: Any, multiprocessors: int, **options: Any) -> Iterator[None
 
 @contextlib.contextmanager
 def fresh(cached: Any) -> Iterator[None]:
-    """Before and after, a launcher's cached function and the device's number of multiprocessors are found anew."""
+    """Clears a launcher's cached function and the cached number of SMs, before and after."""
 
     def forget() -> None:
         _machine.multiprocessors.cache_clear()
@@ -74,7 +75,7 @@ def fresh(cached: Any) -> Iterator[None]:
 
 
 def recorded(launcher: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
-    """Launches of a launcher's module, which are recorded instead of run, on a device of 132 multiprocessors."""
+    """Records the launches of a launcher's module instead of running them, on a device of 132 SMs."""
     found: list[Launched] = []
 
     def record(program: Any, config: Any) -> Any:

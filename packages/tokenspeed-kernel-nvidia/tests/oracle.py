@@ -1,4 +1,4 @@
-"""What attention means, in float32: what the kernels' results are compared with."""
+"""Reference attention in float32, with which the kernels' results are compared."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Of a result's norm. A result rounded to bfloat16 once is off by 1.7e-3, and probabilities are rounded as well.
+# Relative to a result's norm. Rounding a result to bfloat16 costs 1.7e-3, and probabilities are rounded as well.
 TOLERANCE = 5e-3
-# Of each row's norm. With weights and outputs rounded to bfloat16 and nothing else, rows of 700 keys are off by 3.6e-3 at most; one
+# Relative to each row's norm. With only weights and outputs rounded to bfloat16, rows of 700 keys are off by 3.6e-3 at most. A row
 # that lacks a sixteenth of its keys is off by a quarter.
 ROW_TOLERANCE = 2e-2
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every attention here knows.
+    """Options that all attention operators have.
 
     Attributes:
         window_left: tokens to the left that stay visible besides the token itself; -1 for all.
         sinks: ``[heads]`` or None.
         softmax_scale: None is ``1 / sqrt(head_dim)``.
-        is_causal: whether a token sees no later ones.
-        logit_cap: what scores approach; 0 for no cap.
+        is_causal: whether later tokens are masked.
+        logit_cap: the asymptote of scores; 0 for no cap.
     """
 
     window_left: int = -1
@@ -34,7 +34,7 @@ class Options:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """One sequence, whose queries are at its last positions: the output and the log-sum-exp, in float32.
+    """One sequence, whose queries are at its last positions: the output and the LSE, in float32.
 
     Args:
         q: ``[q_len, heads, head_dim]``.
@@ -65,14 +65,14 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
 
 
 def attend_ragged(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: Options) -> tuple[Tensor, Tensor]:
-    """Sequences one after another, each to itself."""
+    """Sequences one after another, each attending to itself."""
     return attend_to_others(q, k, v, lengths, lengths, options)
 
 
 def attend_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """New tokens of sequences that lie in pages; a sequence may have fewer tokens there than queries."""
+    """New tokens of sequences in a paged cache; a sequence may have fewer cached tokens than queries."""
     parts = []
     for index, queries in enumerate(q.split(q_lens)):
         pages = page_table[index, : -(-kv_lens[index] // k_cache.shape[1])].long()
@@ -84,7 +84,7 @@ def attend_paged(
 def attend_to_others(
     q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Sequences one after another, whose keys are others than their queries' own tokens."""
+    """Sequences one after another, whose keys belong to other tokens than their queries."""
     parts = zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True)
     return _joined([attend_one(*tensors, options) for tensors in parts], q)
 
@@ -102,9 +102,9 @@ def check(
     tolerance: float = TOLERANCE,
     row_tolerance: float = ROW_TOLERANCE,
 ) -> None:
-    """Fails if an output, or an output and its log-sum-exp, are not what they should be: all together, and row by row.
+    """Fails if an output, or an output and its LSE, differ too much: in total, and row by row.
 
-    A row that sees nothing must be 0. Rows that were not written are found if the caller fills the output with NaN.
+    A row that sees no key must be 0. Unwritten rows are detected if the caller fills the output with NaN.
     """
     out, lse = got if isinstance(got, tuple) else (got, None)
     assert out.shape == wanted[0].shape
@@ -112,7 +112,7 @@ def check(
     size, off = wanted[0].norm(dim=2), (out.float() - wanted[0]).norm(dim=2)
     assert not off[size == 0].any(), "rows that see nothing are not 0"
     limits = torch.finfo(out.dtype)
-    # What is below a dtype's smallest numbers has few digits, or none.
+    # Values below a dtype's smallest normal number have few significant bits, or none.
     nothing = limits.smallest_normal * limits.eps * out.shape[2] ** 0.5
     error = float((off - nothing).clamp_min(0).norm() / size.norm().clamp_min(1e-30))
     assert error <= tolerance, f"relative error {error:.2e}, worst rows {worst(out, wanted[0])}"
@@ -123,7 +123,7 @@ def check(
 
 
 def worst(out: Tensor, wanted: Tensor, count: int = 4) -> list[tuple[int, int, float]]:
-    """The rows that are furthest off: token, head, and by how much."""
+    """The rows with the largest errors: token, head, and error."""
     off = (out.float() - wanted).norm(dim=2)
     values, places = off.flatten().topk(min(count, off.numel()))
     heads = off.shape[1]
@@ -135,7 +135,7 @@ class Paged:
     """Sequences in a paged cache, with pages in random order and NaN in every slot that holds no token.
 
     Attributes:
-        q_lens, kv_lens: new tokens of each sequence, and all of them.
+        q_lens, kv_lens: new tokens of each sequence, and all its tokens.
     """
 
     q: Tensor
@@ -154,8 +154,9 @@ class Paged:
         return offsets(self.q_lens, self.q.device)
 
     def freed(self, window_left: int) -> Paged:
-        """The same without the pages that the window hides from all new tokens: -1 in the page table, NaN in the caches and,
-        where a page -1 would be, before them."""
+        """The same without the pages that the window hides from all new tokens: -1 in the page table, NaN in the caches, and NaN
+        before the caches, where a page -1 would be.
+        """
         table = self.page_table.clone()
         gone = []
         for row, q_len, kv_len in zip(table, self.q_lens, self.kv_lens, strict=True):
@@ -174,7 +175,7 @@ class Paged:
 
 
 def offsets(lengths: list[int], device: torch.device) -> Tensor:
-    """Running sums of lengths, from 0."""
+    """Prefix sums of lengths, from 0."""
     sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return sums.to(device)
 
@@ -201,11 +202,11 @@ def paged(
     seed: int = 0,
     v_head_dim: int | None = None,
 ) -> Paged:
-    """Random sequences in a paged cache, which has a page more than they need."""
+    """Random sequences in a paged cache, which has one page more than they need."""
     draw = torch.Generator(device).manual_seed(seed)
     counts = [-(-kv_len // page_size) for kv_len in kv_lens]
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-    # Beyond a sequence's pages the table may say anything.
+    # Past a sequence's pages the table may hold anything.
     page_table = torch.full((len(kv_lens), max([1, *counts])), 2**31 - 1, dtype=torch.int32)
     used = 0
     shape = (sum(counts) + 1, page_size, kv_heads)

@@ -1,6 +1,6 @@
-"""Executes inline PTX of one lane on tensors: an element for each lane, registers as int64 that hold their bits.
+"""Executes inline PTX of a lane on tensors: one element for each lane, registers as int64 that hold their bits.
 
-Not all of PTX: what the snippets that are tested so consist of.
+It supports only the instructions of the tested snippets.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def joined(parts: Tensor) -> Tensor:
 
 
 def floats(register: Tensor) -> Tensor:
-    """The float32 that have these bits."""
+    """The float32 with this bit pattern."""
     return (register - ((register >> 31) << 32)).to(torch.int32).view(torch.float32)
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of float32."""
+    """The bit pattern of a float32."""
     return x.view(torch.int32).long() & MASK
 
 
@@ -84,7 +84,7 @@ def _result(name: str, a: Tensor, rest: list[Tensor]) -> Tensor:
 
 
 def execute(code: str, *given: Tensor) -> list[Tensor]:
-    """What the instructions write to their outputs, of those instructions that occur."""
+    """Executes the supported instructions, and returns the outputs."""
     registers = {f"{{$r{at}}}": value for at, value in enumerate(given)}
 
     def read(name: str) -> Tensor:

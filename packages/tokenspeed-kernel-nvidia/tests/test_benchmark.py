@@ -1,4 +1,4 @@
-"""The program that measures attention on an H200, its bars and its picture: what of them needs no GPU."""
+"""The attention benchmark for the H200, its bars and its plot: the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, Module
         out = contestants.output_of(op.reference(*given.values()))
         assert out.shape == arguments["q"].shape
         expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
-        assert measuring.relative_error(out[rows], expected) < 3e-3  # what rounding to bfloat16 takes
+        assert measuring.relative_error(out[rows], expected) < 3e-3  # the rounding error of bfloat16
         assert measuring.relative_error(out[rows] * 1.01, expected) > modules["bars"].LARGEST_ERROR
         assert measuring.worst_row_error(out[rows], expected) < 0.5 * modules["bars"].LARGEST_ROW_ERROR
     assert measuring.relative_error(torch.full_like(expected, torch.nan), expected) == math.inf
@@ -87,7 +87,7 @@ def test_one_wrong_row_among_many_is_seen(modules: dict[str, ModuleType]) -> Non
 
 
 def test_contestants_say_what_they_cannot_do(modules: dict[str, ModuleType]) -> None:
-    """Before anything is imported, so that it is no matter whether they are installed."""
+    """Before any import, so it does not matter whether they are installed."""
     shapes = {shape.name: shape for shape in modules["shapes"].SHAPES}
     everyone = {each.name: each for each in modules["contestants"].contestants({})}
     assert [each.name for each in everyone.values() if each.ours] == ["ours", "triton"]
@@ -106,7 +106,7 @@ def test_our_functions_get_the_arguments_by_name(modules: dict[str, ModuleType],
 
 
 def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that is right, one wrong, one that fails, one that is not there and one that cannot: into a report that is read."""
+    """Five contestants (correct, wrong, failing, absent, unsupported) are measured into a report, which is loaded again."""
     h200, shapes, contestants = modules["h200"], modules["shapes"], modules["contestants"]
     measuring = modules["measuring"]
     measure_on_the_cpu(measuring, monkeypatch)
@@ -209,11 +209,11 @@ def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], c
     assert "no shape has such a name" in capsys.readouterr().err
 
 
-# -- bars and picture ----------------------------------------------------------------------------------------------------------
+# -- bars and plot -------------------------------------------------------------------------------------------------------------
 
 
 def _times(modules: dict[str, ModuleType], factor: float) -> dict[str, dict[str, float]]:
-    """Times by a crude model; the peers take so many times as long."""
+    """Times by a crude model; the baselines take ``factor`` times as long."""
     times = {}
     for shape in modules["shapes"].SHAPES:
         if shape.paged:
@@ -261,7 +261,7 @@ def test_bars(modules: dict[str, ModuleType]) -> None:
 
 
 def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
-    """As h200.py makes one, of invented times."""
+    """A report like h200.py's, with fake times."""
     h200 = modules["h200"]
     everyone, rows = modules["contestants"].contestants({}), []
     for shape in modules["shapes"].SHAPES:
@@ -293,7 +293,7 @@ def test_the_picture(modules: dict[str, ModuleType], tmp_path: Path) -> None:
 
 
 def test_the_picture_of_a_part(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    """A report of one shape, and one of none, are drawn too."""
+    """Reports of one shape, and of none, can be plotted too."""
     pytest.importorskip("matplotlib")
     report = _report(modules)
     for wanted in ("decode 8K x 1", "none"):
@@ -328,7 +328,7 @@ def test_the_section_of_the_readme(modules: dict[str, ModuleType], monkeypatch: 
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It is of these shapes and bars, and the README shows it."""
+    """It has these shapes and bars, and the README shows it."""
     file = FOLDER / "h200.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")
@@ -343,7 +343,7 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
         )
 
 
-# -- products ------------------------------------------------------------------------------------------------------------------
+# -- GEMMs ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,12 +356,12 @@ def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.Capt
 
 
 def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On the CPU, of small weights: rows, bars and files, with times that are invented."""
+    """On the CPU, with small weights: rows, bars and files, with fake times."""
     h200_mm, shapes, measuring = (modules[name] for name in ("h200_mm", "mm_shapes", "measuring"))
     measure_on_the_cpu(measuring, monkeypatch)
     monkeypatch.setattr(h200_mm, "sample_graph", measuring.sample_graph)
     monkeypatch.setattr(h200_mm, "Norm", measuring.Between)
-    small = [dataclasses.replace(product, k=64, n=24) for product in shapes.PRODUCTS[:1]]
+    small = [dataclasses.replace(product, k=64, n=24) for product in shapes.GEMMS[:1]]
     some = [shapes.Shape(product, m) for product in small for m in (1, 16)]
 
     def stand_in(inputs: Any) -> Any:
@@ -400,7 +400,7 @@ def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pyte
 
 
 def test_the_committed_report_of_products(modules: dict[str, ModuleType]) -> None:
-    """It is of these shapes and bars, and the README shows it."""
+    """It has these shapes and bars, and the README shows it."""
     file = FOLDER / "h200_mm.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")
@@ -423,10 +423,10 @@ def test_the_commit_of_a_copy(modules: dict[str, ModuleType]) -> None:
 
 
 def test_operands_of_products(modules: dict[str, ModuleType]) -> None:
-    """Of every kind of weights: as many bytes as are said, and the first rows of activations."""
+    """For every kind of weights: the stated number of bytes, and the first rows of activations."""
     h200_mm, shapes = modules["h200_mm"], modules["mm_shapes"]
     for weights in shapes._MADE:
-        small = shapes.Product("a model's", "layer", 128, 2880, weights=weights)
+        small = shapes.Gemm("a model's", "layer", 128, 2880, weights=weights)
         inputs = h200_mm.inputs_of(small, torch.device("cpu"), 0)
         for m in (1, 16):
             some = h200_mm.first_rows(inputs, m)

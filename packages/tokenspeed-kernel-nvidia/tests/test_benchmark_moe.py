@@ -1,4 +1,4 @@
-"""The program that measures mixtures of experts on an H200, its bars and its picture: what of them needs no GPU."""
+"""The MoE benchmark for the H200, its bars and its plot: the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
 
 def _small(shapes: ModuleType) -> list[Any]:
-    """A shape of each kind, and one whose first token has no expert here."""
+    """A shape of each kind, and one whose first token has no expert on this rank."""
     return [
         shapes.Shape(shapes.Model("mxfp4", 8, 4, 96, 64, gpt_oss=True), 5),
         shapes.Shape(shapes.Model("dense", 6, 2, 64, 48, "dense"), 3),
@@ -88,7 +88,7 @@ def test_routing_is_uniform_and_never_tied(modules: dict[str, ModuleType]) -> No
 
 
 def test_floors_are_those_of_the_table(modules: dict[str, ModuleType]) -> None:
-    """Of so many experts' weights, scales and biases, and of the arithmetic: within three parts in a hundred."""
+    """For given numbers of experts' weights, scales and biases, and for the arithmetic: within 3%."""
     shapes = modules["moe_shapes"]
     bytes_of_one = 2880 * 2880 * 3 * (0.5 + 1 / 32)
     for experts, us in ((4, 12.2), (128, 389.0)):
@@ -100,7 +100,7 @@ def test_floors_are_those_of_the_table(modules: dict[str, ModuleType]) -> None:
 
 @pytest.mark.parametrize("index", range(4))
 def test_our_kernels_compute_the_layer(modules: dict[str, ModuleType], index: int) -> None:
-    """From logits to output, experts of other ranks left out: with the reference in the place of a kernel."""
+    """From logits to output, without experts of other ranks; the reference replaces the kernel."""
     shapes, errors_against = modules["moe_shapes"], modules["h200_moe"].errors_against
     shape = _small(shapes)[index]
     (layer,) = _layers(shapes, shape, 1)
@@ -126,7 +126,7 @@ def test_what_nobody_can_do_is_said(modules: dict[str, ModuleType]) -> None:
 
 
 def test_peers_are_called_as_they_are_declared(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are arranged by vLLM's own functions as far as they need no GPU; what is launched takes what it is given."""
+    """Weights are arranged by vLLM's own functions as far as they need no GPU; fake kernels check what is passed to launches."""
     pytest.importorskip("vllm")
     shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
     real, routing = contestants._from_vllm, (torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int32), None)
@@ -186,7 +186,7 @@ def test_graphs_hold_whole_turns_of_the_layers(modules: dict[str, ModuleType]) -
 
 
 def _who(modules: dict[str, ModuleType]) -> list[Any]:
-    """One that is right, one wrong, one that fails when weights are arranged, one later, one that is not there, one that cannot."""
+    """Contestants: correct, wrong, failing while weights are arranged, failing later, absent, unsupported."""
     contestants = modules["moe_contestants"]
     right = contestants.of_solution("reference")
 
@@ -304,11 +304,11 @@ def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], c
     assert "no shape has such a name and number of tokens" in capsys.readouterr().err
 
 
-# -- bars and picture ----------------------------------------------------------------------------------------------------------
+# -- bars and plot -------------------------------------------------------------------------------------------------------------
 
 
 def _times(modules: dict[str, ModuleType], factor: float) -> dict[str, dict[str, float]]:
-    """Times just within the bars; the peers take so many times as long."""
+    """Times just within the bars; the baselines take ``factor`` times as long."""
     bars = {bar.shapes[0]: bar.bound for bar in modules["moe_bars"].BARS if len(bar.shapes) == 1}
     times = {}
     for shape in modules["moe_shapes"].SHAPES:
@@ -344,7 +344,7 @@ def test_bars(modules: dict[str, ModuleType]) -> None:
 
 
 def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
-    """As h200_moe.py makes one, of invented times."""
+    """A report like h200_moe.py's, with fake times."""
     h200_moe = modules["h200_moe"]
     everyone, rows = modules["moe_contestants"].contestants(), []
     for shape in modules["moe_shapes"].SHAPES:
@@ -382,7 +382,7 @@ def test_the_picture_and_the_table(modules: dict[str, ModuleType], tmp_path: Pat
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It is of these shapes and bars, and the README shows it."""
+    """It has these shapes and bars, and the README shows it."""
     file = FOLDER / "h200_moe.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")

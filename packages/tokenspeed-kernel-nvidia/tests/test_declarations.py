@@ -1,4 +1,4 @@
-"""What the package declares, and what tokenspeed-kernel selects then. Nothing is launched but where the tests say so."""
+"""The package's declarations, and tokenspeed-kernel's selection among them. Nothing is launched unless a test says so."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ OPERATORS = [
 
 
 def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str:
-    """The kernel that a case of an operator would be served by."""
+    """The kernel that is selected for a case of an operator."""
     op = get_operator(f"attention.{mode}")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
     with use_platform(named_platform(platform)):
         return str(getattr(tokenspeed_kernel, mode).explain(**{**arguments, **changed}).chosen.name)
 
 
-SERVED = [
+SUPPORTED = [
     ("mha_prefill", "gpt-oss-120b full layer, 1 to 100 tokens", "cutedsl_mha_prefill_64"),
     ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", "cutedsl_mha_prefill_window_64"),
     ("mha_extend_with_kvcache", "not causal, lse", "cutedsl_mha_extend_with_kvcache_64"),
@@ -93,7 +93,7 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "case", "name"), SERVED, ids=[f"{mode}-{case}" for mode, case, _ in SERVED])
+@pytest.mark.parametrize(("mode", "case", "name"), SUPPORTED, ids=[f"{mode}-{case}" for mode, case, _ in SUPPORTED])
 def test_it_is_selected_on_sm_90_alone(registered: KernelRegistry, mode: str, case: str, name: str) -> None:
     assert chosen(mode, case) == name
     assert registered.get_by_name(name).priority > Priority.PERFORMANT
@@ -148,7 +148,7 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
 
 
 def _ours(explained: Explanation) -> str:
-    """The one of our own kernels that may serve a call, or nothing. It need not be the one that is chosen."""
+    """This package's eligible kernel for a call, or nothing. It need not be the selected one."""
     names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
     assert len(names) <= 1
     return "".join(names)
@@ -161,7 +161,7 @@ def _product(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str 
 
 
 def test_products_of_few_rows(registered: KernelRegistry) -> None:
-    """Up to 16 of them; k in whole 16 bytes; any bias, and results in float32."""
+    """Up to 16 rows; rows of k that are multiples of 16 bytes; any bias, and results in float32."""
     for m in (1, 8, 16):
         assert _product(m, 72) == "cutedsl_mm_bfloat16"
         assert _product(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
@@ -174,7 +174,7 @@ def test_products_of_few_rows(registered: KernelRegistry) -> None:
 
 
 def test_products_with_few_columns_are_preferred(registered: KernelRegistry) -> None:
-    """Up to as many as have been measured to be quicker than PyTorch's for all numbers of rows."""
+    """Up to the n for which all numbers of rows were measured to be faster than PyTorch."""
     for n, name, preferred in ((QUICK_N, "cutedsl_mm_bfloat16", True), (QUICK_N + 1, "cutedsl_mm_wide_bfloat16", False)):
         a, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (16, n))
         with use_platform(named_platform("sm_90")):
@@ -183,7 +183,7 @@ def test_products_with_few_columns_are_preferred(registered: KernelRegistry) -> 
         assert (explained.chosen.name == name) == preferred
 
 
-PRODUCTS = [
+GEMMS = [
     ("fp8 per tensor", "cutedsl_mm_more_fp8"),
     ("fp8 per token and channel, bias", ""),  # k = 300
     ("fp8 per token and tensor, one token", "cutedsl_mm_fp8"),
@@ -197,7 +197,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "name"), PRODUCTS, ids=[case for case, _ in PRODUCTS])
+@pytest.mark.parametrize(("case", "name"), GEMMS, ids=[case for case, _ in GEMMS])
 def test_products_with_scales(registered: KernelRegistry, case: str, name: str) -> None:
     op = get_operator("gemm.mm")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
@@ -212,7 +212,7 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
      (1024, 1024, 2048, 0)],
 )  # fmt: skip
 def test_fp8_products_of_many_rows(registered: KernelRegistry, kind: str, m: int, k: int, n: int, size: int) -> None:
-    """Where they were measured to be quicker than the portable kernel, which need not be there."""
+    """Calls that were measured to be faster than the portable kernel, which need not be installed."""
     scales = {"b_scale": "block" if "blocks" in kind else "block1d", "block": 64 if "64" in kind else 128}
     made = fp8(m, k, n, a_scale="block", scales="e8m0" if "e8m0" in kind else "float32", **scales)
     arguments = get_operator("gemm.mm").complete(Case(kind, made).build(torch.device("cpu"), 0))
@@ -227,8 +227,9 @@ def test_fp8_products_of_many_rows(registered: KernelRegistry, kind: str, m: int
 def test_products_with_scaled_weights_are_preferred_for_few_rows(
     registered: KernelRegistry, scale: str, m: int, preferred: bool
 ) -> None:
-    """As many as have been measured to be quicker than the portable kernel's; with scales of blocks beside bfloat16 none have. The
-    portable kernel need not be there."""
+    """As many rows as were measured to be faster than the portable kernel; none with block-scaled weights and bfloat16 activations.
+    The portable kernel need not be installed.
+    """
     made = fp8(m, 64, 48, a_scale="", b_scale=scale, a_dtype=torch.bfloat16)
     arguments = get_operator("gemm.mm").complete(Case(scale, made).build(torch.device("cpu"), 0))
     with use_platform(named_platform("sm_90")):
@@ -238,7 +239,7 @@ def test_products_with_scaled_weights_are_preferred_for_few_rows(
 
 
 def _planned(platform: str = "sm_90", solution: str | None = "cutedsl", **changed: Any) -> str:
-    """The kernel of a solution that experts like GPT-OSS's would be prepared for, or nothing."""
+    """The kernel of a backend that weights of experts like GPT-OSS's would be prepared for, or nothing."""
     sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
     options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
     try:
@@ -265,7 +266,7 @@ def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -
     rounded = "activation_dtype" in changed
     ours = "cutedsl_moe_apply_mxfp4_fp8" if rounded else "cutedsl_moe_apply_mxfp4"
     assert _planned(**changed) == ours
-    # With fp8 activations the portable kernel, where Triton is installed, is quicker for few tokens.
+    # With fp8 activations the portable kernel, if Triton is installed, is faster for few tokens.
     portable = rounded and importlib.util.find_spec("triton") is not None
     assert _planned(solution=None, **changed) == ("triton_moe_apply_mxfp4" if portable else ours)
     assert not _planned("sm_80", solution=None, **changed).startswith("cutedsl")

@@ -1,4 +1,4 @@
-"""Decode against float32."""
+"""Decode attention against float32."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def _run(
     ids=str,
 )
 def test_lengths(sm90: torch.device, kv_lens: list[int]) -> None:
-    """None, one token, the edges of pages and tiles, and sequences of many pieces beside some of one."""
+    """Length zero and one, the edges of pages and tiles, and sequences with many splits beside some with one."""
     _run(sm90, kv_lens)
 
 
 def test_a_long_sequence(sm90: torch.device) -> None:
-    """More pages than a warp has lanes, and a piece from every group."""
+    """More pages than a warp has lanes, and a split in every group."""
     _run(sm90, [40000], shape=GPT_OSS, sinks=_sinks(64, sm90))
 
 
 @pytest.mark.parametrize("batch", [33, 300, 1000])
 def test_many_sequences(sm90: torch.device, batch: int) -> None:
-    """More than the groups, and than a warp looks at together."""
+    """More sequences than groups, and than a warp handles at once."""
     draw = random.Random(batch)
     _run(sm90, [draw.randrange(700) for _ in range(batch)])
 
@@ -87,7 +87,7 @@ def test_many_sequences(sm90: torch.device, batch: int) -> None:
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Divided and not, with little work and with much."""
+    """With split-KV and without, with little work and with much."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, head_dim)
     _run(sm90, [70, 2, 200], new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90))
@@ -112,7 +112,7 @@ def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int,
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("rows", [2, 8, 16, 20, 64])
 def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tuple[int, int]) -> None:
-    """Divided and not, and values narrower than keys."""
+    """With split-KV and without, and values narrower than keys."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, widths[0])
     _run(sm90, [70, 2, 200], new, shape, page_size, v_head_dim=widths[1], sinks=_sinks(shape[0], sm90))
@@ -123,7 +123,7 @@ def test_other_widths(sm90: torch.device, rows: int, page_size: int, widths: tup
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_pages_of_one_token(sm90: torch.device, rows: int, head_dim: int) -> None:
-    """Rows gathered by their numbers, of divided sequences and others, and of short windows of many."""
+    """Gathered rows, of split sequences and others, and of short windows of many sequences."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 4, 4, head_dim)
     _run(sm90, [70, 2, 200], new, shape, 1, sinks=_sinks(shape[0], sm90))
@@ -140,7 +140,7 @@ def test_freed_pages_of_one_token(sm90: torch.device) -> None:
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("logit_cap", [0.5, 5.0, 50.0])
 def test_capped_scores(sm90: torch.device, logit_cap: float, page_size: int) -> None:
-    """Scores near the limit, and far below it."""
+    """Scores near the cap, and far below it."""
     options: dict[str, Any] = {"logit_cap": logit_cap, "softmax_scale": 0.4, "sinks": _sinks(64, sm90)}
     _run(sm90, [700, 65, 0, 3000], 1, GPT_OSS, page_size, **options)
     _run(sm90, [700, 65, 0, 3000], 2, GPT_OSS, page_size, window_left=127, **options)
@@ -186,7 +186,7 @@ def test_large_sinks(sm90: torch.device) -> None:
 
 
 def test_scores_that_rise(sm90: torch.device) -> None:
-    """Maxima that grow along the sequence, slowly and fast, so that sums are scaled anew now and then."""
+    """Row maxima that grow along the sequence, slowly and fast, so that accumulators are rescaled now and then."""
     case = _case(sm90, [3000, 900])
     for factor in (1e-4, 1e-2):
         rising = oracle.Paged(**{**vars(case), "k_cache": case.k_cache.clone()})
@@ -198,7 +198,7 @@ def test_scores_that_rise(sm90: torch.device) -> None:
 
 
 def test_a_bound_that_is_far_off(sm90: torch.device) -> None:
-    """A page table and max_seqlen_k for far longer sequences, as a server has."""
+    """A page table and max_seqlen_k for far longer sequences, as in a server."""
     case = _case(sm90, [100, 3000, 17])
     table = torch.full((3, 4096), 2**31 - 1, dtype=torch.int32, device=sm90)
     table[:, : case.page_table.shape[1]] = case.page_table
@@ -232,7 +232,7 @@ def test_pages_that_sequences_share(sm90: torch.device) -> None:
 
 
 def test_the_same_again(sm90: torch.device) -> None:
-    """Pieces are merged in an order of their own, whoever comes last: bits do not change from call to call."""
+    """Splits are merged in a fixed order, so results are bitwise the same from call to call."""
     case = _case(sm90, [5000, 40, 9000], shape=GPT_OSS)
     first = _launch(case)
     for _ in range(20):
@@ -241,7 +241,7 @@ def test_the_same_again(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("new", [1, 4])
 def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
-    """Nothing of the lengths is captured, and nothing is left behind from one replay to the next."""
+    """No lengths are captured, and no state is left from one replay to the next."""
     case = _case(sm90, [6000] * 8, new, GPT_OSS)
     lengths = case.cache_seqlens
     sinks = _sinks(64, sm90)
@@ -268,7 +268,7 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
 
 @pytest.mark.parametrize(("window_left", "many"), [(-1, 800), (100, 800), (100, 1)])
 def test_what_the_kernel_before_wrote(sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int) -> None:
-    """Kernels overlap, but each result is the next one's queries, and lengths and pages change right before a call."""
+    """Kernels overlap (PDL), but each result is the next one's queries, and lengths and pages change right before a call."""
     monkeypatch.setattr(decode, "MANY", many)
     options = Options(window_left=window_left)
     case = _case(sm90, [3000, 1, 700, 65], shape=GPT_OSS)
@@ -297,7 +297,7 @@ def test_what_the_kernel_before_wrote(sm90: torch.device, monkeypatch: pytest.Mo
 
 
 def test_two_graphs_at_once(sm90: torch.device) -> None:
-    """Both are captured on PyTorch's stream for that, and replayed on two others, again and again, beside calls without a graph."""
+    """Both are captured on PyTorch's capture stream, and replayed repeatedly on two other streams, beside calls without a graph."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4, [9000, 50, 4000])]
     wanted = [case.wanted(Options()) for case in cases]
     lengths = [case.cache_seqlens for case in cases]
@@ -319,7 +319,7 @@ def test_two_graphs_at_once(sm90: torch.device) -> None:
 
 
 def test_two_streams(sm90: torch.device) -> None:
-    """Each has partial results of its own."""
+    """Each stream has its own partial results."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4)]
     streams = [torch.cuda.Stream(sm90) for _ in cases]
     wanted = [case.wanted(Options()) for case in cases]
@@ -336,7 +336,7 @@ def test_two_streams(sm90: torch.device) -> None:
 
 
 def test_random_calls(sm90: torch.device) -> None:
-    """200 of them, of every kind."""
+    """200 calls, of every kind."""
     draw = random.Random(7)
     for _ in range(200):
         kv_heads, ratio, new = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 4, 5, 8, 8, 16]), draw.choice([1, 1, 1, 2, 3, 4])
@@ -350,11 +350,11 @@ def test_random_calls(sm90: torch.device) -> None:
         _run(sm90, kv_lens, new, shape, draw.choice([16, 32, 64, 128]), draw.choice(HALVES), **options)
 
 
-# -- what needs no GPU ---------------------------------------------------------------------------------------------------------
+# -- without a GPU -------------------------------------------------------------------------------------------------------------
 
 
 def test_configurations() -> None:
-    """Every program has a ring of several tiles."""
+    """Every configuration has a ring buffer of several tiles."""
     every = decode.every_config()
     assert len(set(every)) == len(every)
     for config in every:

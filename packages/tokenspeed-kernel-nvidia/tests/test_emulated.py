@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("cutlass")
 pytest.importorskip("sm90_emulator")
-if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
+if torch.cuda.is_available():  # other tests of this process may launch programs on a GPU
     pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
 
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
@@ -35,7 +35,7 @@ KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution
 
 
 def taken() -> Iterator[tuple[KernelSpec, Case]]:
-    """Kernels, and the small cases that they take on an H200."""
+    """Kernels, and the small cases that they are eligible for on an H200."""
     with emulated_sm90():
         for spec in KERNELS:
             op = get_operator(spec.operator)
@@ -48,21 +48,21 @@ TAKEN = list(taken())
 
 
 def test_each_kernel_takes_some_case() -> None:
-    """But for products of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
+    """Except GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
     left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in TAKEN}
     assert {get_operator(KernelRegistry.get().get_by_name(name).operator).mode for name in left} == {"mm"}
 
 
-# Kernels of prefill and extend that differ in widths and caps from those that run always: their programs take long to compile.
+# Prefill and extend kernels that differ only in head dims and caps from those that always run: their programs take long to compile.
 WIDTHS = re.compile(
     r"cutedsl_mla_prefill\w*|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|((fp8|not_causal)_)?(192_128|256|96|80))"
 )
-# Of those, one whose warpgroups have queries of their own, one whose columns are fewer than those in shared memory, and one of fp8.
+# Of those, one whose warpgroups have different queries, one with fewer columns than in shared memory, and one of fp8.
 SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cutedsl_mla_prefill_fp8")
 
 
 def _parameters() -> list[Any]:
-    """Those of the next test. Where another kernel would be chosen for a case, that one runs always, and the others take longer."""
+    """Parameters of the next test. The kernel that is selected for a case always runs; the others are slow tests."""
     best: dict[tuple[str, str], int] = {}
     for spec, case in TAKEN:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
@@ -76,7 +76,7 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("spec", "case"), _parameters())
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
-    """Once in order, and with warps, copies and products of warpgroups at random times."""
+    """Once in order, and with warps, copies and wgmmas at random times."""
     for seed in (0, 1):
         with emulated_sm90(seed=seed):
             result = verify_case(spec, case)
@@ -92,7 +92,7 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
     ],
 )
 def test_late_copies_and_products(kernel: str, name: str) -> None:
-    """What is as late as it may be changes nothing."""
+    """Copies and wgmmas that complete as late as possible change nothing."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     with emulated_sm90(copies="late") as emulator:
@@ -111,7 +111,7 @@ def test_late_copies_and_products(kernel: str, name: str) -> None:
     ],
 )
 def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int) -> None:
-    """Neither the largest window that kernels are given overflows, nor the largest that a caller may state in 32 bits."""
+    """Neither the largest window that kernels get overflows, nor the largest 32-bit window of a caller."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
     assert isinstance(case.make, Recipe)
@@ -137,7 +137,7 @@ def test_slots_out_of_range_name_nothing() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small cases have so few keys that their heads are taken one by one."""
+    """Small cases have so few keys that their heads are processed one by one."""
     monkeypatch.setattr(decode, "LITTLE", 0)
     monkeypatch.setattr(decode, "WHOLE", 64)
     config = decode.config_of("bfloat16", (head_dim, head_dim), 64, 8, "much", fp8=True, close=True)
@@ -157,8 +157,9 @@ def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fp8_weights_of_scores_that_grow() -> None:
-    """Keys are gone through from the last to the first, and the first 128 of a sequence weigh more, for some a little, for some
-    infinitely. Then sums of weights are too large for e4m3, and the shift of the exponents is raised."""
+    """Keys are processed from last to first, and the first 128 of a sequence have larger scores, for some slightly, for some
+    infinitely. Then row sums are too large for e4m3, and the shift of the exponents is raised.
+    """
     lengths = [200, 190, 260]
     q, k, v = oracle.ragged(lengths, 4, 1, 64, torch.float32, torch.device("cpu"))
     q = q.abs() + 0.5
@@ -173,7 +174,7 @@ def test_fp8_weights_of_scores_that_grow() -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 3e5])
 def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
-    """They become float16, times a power of 2 that brings them to its range; rows of the next sequence have no say in that."""
+    """They become float16, scaled by a power of 2 into its range; rows of the next sequence do not affect that power."""
     made = oracle.paged([9, 3], [40, 150], 4, 4, 64, 16, torch.float32, torch.device("cpu"))
     sizes = torch.tensor([size] * 9 + [size * 1e20] * 3).view(-1, 1, 1)
     case = replace(made, q=(made.q * sizes).bfloat16(), **{x: getattr(made, x).to(torch.float8_e4m3fn) for x in CACHES})
@@ -190,7 +191,7 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
 
 
 def test_experts_beyond_float16() -> None:
-    """Activations and slots exceed its range."""
+    """Activations and slot results exceed float16's range."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, dtype=torch.float16)
     x, weights, ids = layer.wide_tokens(5)
     with emulated_sm90(seed=1):
@@ -199,7 +200,7 @@ def test_experts_beyond_float16() -> None:
 
 
 def test_experts_that_must_be_exact() -> None:
-    """Where they need not be, so few pairs are streamed, and their numbers split."""
+    """Otherwise so few pairs would use the streaming kernel, which splits elements."""
     layer = RandomLayer(torch.device("cpu"), 3, 2, 96, 64, exact_activations=True)
     x, weights, ids = layer.outlier_tokens(5, 2.0**100)
     with emulated_sm90(seed=1):
@@ -208,7 +209,9 @@ def test_experts_that_must_be_exact() -> None:
 
 
 def test_experts_with_split_numbers() -> None:
-    """Small cases have so few pairs that they are streamed. The last block of k is one of a pair, and calls may overlap."""
+    """Small cases have so few pairs that they use the streaming kernel. Here k has an odd number of blocks, and calls
+    may overlap.
+    """
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(9)
     with emulated_sm90(seed=1) as emulator:
@@ -220,7 +223,7 @@ def test_experts_with_split_numbers() -> None:
 
 
 def test_experts_with_split_numbers_beside_outliers() -> None:
-    """Outliers by which weights multiply nothing: in two tokens, and in the activations of an expert."""
+    """Outliers whose weights are zero: in two tokens, and in the activations of an expert."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[1, [0, 160]] = 2.0**15

@@ -1,4 +1,4 @@
-"""Portable kernels as Triton compiles them for Hopper, with asynchronous copies, tensor maps and warpgroup MMA."""
+"""Portable kernels as Triton compiles them for Hopper, with cp.async, TMA and wgmma."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("sm90_emulator")
-if torch.cuda.is_available():  # where other tests of this process launch programs on a GPU
+if torch.cuda.is_available():  # other tests of this process may launch programs on a GPU
     pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process", allow_module_level=True)
 
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 
 def _launches(kernel: str, name: str) -> list[LaunchReport]:
-    """What a kernel launches for a case of its operator, while copies and MMAs complete, and warps go on, at random times."""
+    """The launches of a kernel for a case of its operator, with copies, MMAs and warps progressing at random times."""
     spec = KernelRegistry.get().get_by_name(kernel)
     (case,) = (case for case in get_operator(spec.mode).all_cases() if case.name == name)
     with emulated_sm90(seed=1, triton=True) as emulator:

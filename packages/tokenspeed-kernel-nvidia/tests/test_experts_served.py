@@ -1,5 +1,6 @@
-"""Every kind of layer of experts: those that this package serves, which are run where there is a device; those that it does not,
-which go to the portable kernel; and those that no kernel has."""
+"""Every kind of MoE layer: those that this package supports, which are run if there is a device; those that it does not, which go
+to the portable kernel; and those that no kernel supports.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ PLAIN: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "inter
 _SWIGLU = [{}, {"limit": 7.0}, {"alpha": 1.702, "beta": 1.0}, {"alpha": 1.702, "limit": 7.0, "beta": 1.0}]
 
 
-def _served() -> Iterator[dict[str, Any]]:
-    """Changes of `PLAIN` that are served."""
+def _supported() -> Iterator[dict[str, Any]]:
+    """Supported changes of `PLAIN`."""
     yield from ({"top_k": top_k} for top_k in range(1, MAX_TOP_K + 1))
     yield from ({"num_experts": experts} for experts in (16, 33, 60, 64, 128, 160, 256, MAX_EXPERTS))
     yield {"num_experts": 1, "top_k": 1}
@@ -40,8 +41,8 @@ def _served() -> Iterator[dict[str, Any]]:
         yield {**swiglu, "bias": bias, "w13_interleaved": interleaved, "dtype": dtype}
 
 
-SERVED = list(_served())
-# What this package does not have, and the portable kernel does.
+SUPPORTED = list(_supported())
+# Not supported by this package, but by the portable kernel.
 PORTABLE: list[dict[str, Any]] = [
     {"top_k": MAX_TOP_K + 1, "num_experts": 16},
     {"num_experts": MAX_EXPERTS + 1},
@@ -55,7 +56,7 @@ PORTABLE: list[dict[str, Any]] = [
     {"weight_format": "fp8_block", "activation_dtype": "fp8"},
     {"weight_format": "dense", "activation_dtype": "fp8"},
 ]
-# What no kernel does, because blocks of 32 numbers have one scale.
+# Supported by no kernel, because blocks of 32 elements share a scale.
 REFUSED = [
     {"hidden_size": 2896},
     {"intermediate_size": 48},
@@ -70,7 +71,7 @@ def _plan(solution: str | None, **changes: Any) -> MoEPlan:
 
 @pytest.mark.usefixtures("registered")
 def test_what_is_served() -> None:
-    for changes in SERVED:
+    for changes in SUPPORTED:
         for solution in (None, "cutedsl"):
             assert _plan(solution, **changes).kernel == OURS, changes
         assert _plan("cutedsl", activation_dtype="fp8", **changes).kernel == OURS + "_fp8", changes
@@ -115,7 +116,7 @@ def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
 
 
 class PublicLayer(RandomLayer):
-    """A layer, as somebody has it who uses this package alone."""
+    """A layer as a user of this package alone has it."""
 
     def prepare(self) -> None:
         decided = ("activation", "kernel", "weight_layout")
@@ -144,7 +145,7 @@ def test_it_is_exact_where_it_must_be(sm90: torch.device, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 60, 600, 4000])
 def test_small_numbers_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
-    """Outliers by which weights multiply nothing: in every third token, and in the activations of half of the experts."""
+    """Outliers whose weights are zero: in every third token, and in the activations of half of the experts."""
     layer = _public(sm90, num_experts=64, top_k=4, bias=True, dtype=dtype)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[:32, [0, 96]] = 2.0**11
@@ -164,11 +165,11 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int) -> None:
     layer.check(*layer.wide_tokens(tokens))
 
 
-@pytest.mark.parametrize("changes", SERVED, ids=str)
+@pytest.mark.parametrize("changes", SUPPORTED, ids=str)
 def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
-    """Few tokens and many, with slots that are skipped and experts that get none."""
+    """Few tokens and many, with skipped slots and experts without tokens."""
     layer = _public(sm90, **changes)
-    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last are more than are streamed
+    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last are too many for the streaming kernel
         x, weights, ids = layer.tokens(tokens)
         layer.check(x, weights, ids)
         ids[ids % 3 == 1] = -1

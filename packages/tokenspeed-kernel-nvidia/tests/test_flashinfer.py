@@ -1,9 +1,9 @@
-"""The adapters to FlashInfer: its signatures, and what the adapters hand over.
+"""The adapters to FlashInfer: its signatures, and the arguments that the adapters pass.
 
-What runs everywhere is a stand-in: modules of FlashInfer whose functions have the signatures of the real ones, and compute in
-PyTorch on a CPU what those are documented to compute. Where the source shows that the real ones leave the operator's contract, the
-stand-in does too, or refuses: so a case that passes is one that the adapter's declaration may name. The last test is for a GPU with
-the real one.
+Everywhere, a stand-in runs: modules of FlashInfer whose functions have the signatures of the real ones, and compute in PyTorch on a
+CPU what those are documented to compute. Where the source shows that the real functions violate the operator's contract, the
+stand-in does too, or raises. So the adapter's declaration may name every case that passes. The last test is for a GPU with the real
+FlashInfer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tokenspeed_kernel_nvidia.flashinfer import package as _package
 
 from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
-# Read from flashinfer-python 0.7.2. Annotations are left out.
+# From the source of flashinfer-python 0.7.2, without annotations.
 SIGNATURES = {
     "flashinfer.decode.trtllm_batch_decode_with_kv_cache": (
         "(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, "
@@ -57,7 +57,7 @@ SIGNATURES = {
         "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True)"
     ),
 }
-# What the source says of units and conventions, where the adapters rely on it: file, and text that is in it.
+# Units and conventions that the adapters rely on: file, and text in its source.
 FACTS = {
     "the generated kernels see window_left tokens and the token itself": (
         "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",
@@ -117,7 +117,7 @@ def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, causal: bool, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One sequence, whose last tokens are the queries: output and log-sum-exp to base 2."""
+    """One sequence, whose last tokens are the queries: output and LSE in base 2."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -248,7 +248,7 @@ _FUNCTIONS = dict(zip(SIGNATURES, (_decode, _context, _ragged), strict=True))
 flashinfer, specs = fixtures(_FUNCTIONS, "sm_100", _CALLS, "attention")
 
 
-# -- where there is none -------------------------------------------------------------------------------------------------------
+# -- without FlashInfer --------------------------------------------------------------------------------------------------------
 
 
 def test_without_it_the_kernels_say_so(specs: dict[str, KernelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
             assert spec.capability.gap(named_platform(platform)).startswith(("needs a device", "needs architecture"))
 
 
-# -- the adapters over the stand-in --------------------------------------------------------------------------------------------
+# -- the adapters with the stand-in --------------------------------------------------------------------------------------------
 
 
 def _prefill_arguments(**options: Any) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def test_what_is_declared_of_blackwell(operator: str, arguments: dict[str, Any],
 
 
 def _taking(operator: str, arguments: dict[str, Any]) -> list[str]:
-    """Of these kernels, those that a call would be given to."""
+    """Those of these kernels that are eligible for a call."""
     verdicts = getattr(tokenspeed_kernel, operator).explain(**arguments).verdicts
     return [verdict.spec.name for verdict in verdicts if verdict.accepted and verdict.spec.solution == "flashinfer"]
 
@@ -354,14 +354,14 @@ def test_these_are_declared(specs: dict[str, KernelSpec]) -> None:
 
 def test_kernels_rank_between_our_own_and_the_portable_ones_and_xqa_on_hopper_below_both(specs: dict[str, KernelSpec]) -> None:
     for name, spec in specs.items():
-        if "xqa" in name and name.endswith("_sm90"):  # where it was measured
+        if "xqa" in name and name.endswith("_sm90"):  # measured there
             assert Priority.REFERENCE < spec.priority < Priority.PORTABLE
         else:
             assert Priority.PORTABLE < spec.priority < Priority.SPECIALIZED
 
 
 def _cases(mode: str) -> list[Case]:
-    """The operators' cases have few pages of 64 and few wide heads; these have what those have."""
+    """The operators' cases have few pages of 64 and few wide heads; these cases have them."""
     if mode == "mha_prefill":
         return [
             Case(f"{width} {options}", ragged([1, 90, 0, 7, 0], 8, 2, width, v_width, **options))
@@ -387,7 +387,7 @@ def _cases(mode: str) -> list[Case]:
 
 
 def _finite(case: Case) -> Case:
-    """The same with zeros in slots that hold no token: page 0 is looked at in the place of freed ones."""
+    """The same with zeros in slots that hold no token: page 0 is read in place of freed pages."""
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)
@@ -400,7 +400,7 @@ def _finite(case: Case) -> Case:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache"])
 def test_results(specs: dict[str, KernelSpec], mode: str) -> None:
-    """NaN lies in slots that hold no token."""
+    """Slots that hold no token are NaN."""
     small = (case for case in get_operator(mode).all_cases() if not case.large)
     for case in (*_cases(mode), *(_finite(case) if "freed" in case.name else case for case in small)):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
@@ -433,7 +433,7 @@ def test_the_stand_in_shows_why_extending_is_not_chosen() -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_other_strides() -> None:
-    """q is a slice, caches are views of one tensor, the page table lies by columns, out is a slice or lies across."""
+    """q is a slice, caches are views of one tensor, the page table is column-major, out is a slice or transposed."""
     from tokenspeed_kernel_nvidia.flashinfer.decode_device import mha_decode_with_kvcache
 
     arguments = _decode_arguments()
@@ -485,7 +485,7 @@ def test_nothing_is_read_from_the_device_where_the_host_knows_the_lengths(monkey
 
 @pytest.fixture
 def pretended_streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the current stream is, and whether it is captured, on a CPU."""
+    """Fakes the current stream, and whether it is being captured, on a CPU."""
     state: dict[str, Any] = {"stream": 7, "capturing": False}
     keeper = Keeper(1 << 15, capturing=lambda: state["capturing"], wait=lambda device: None)
     monkeypatch.setattr(_memory, "_keeper", keeper)
@@ -533,7 +533,7 @@ def test_offsets_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.Monk
     assert prefill._without_empty(torch.tensor([0, 5, 75]), [0, 5, 75]) == (None, [5, 70])
 
 
-# -- the real one --------------------------------------------------------------------------------------------------------------
+# -- the real FlashInfer -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nvidia
@@ -548,7 +548,7 @@ def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
         pytest.skip(gap)
     forget_adapters()
     cases = [case for case in (*_cases(spec.mode), *get_operator(spec.operator).all_cases()) if not case.large]
-    if spec.mode == "mha_extend_with_kvcache":  # see there
+    if spec.mode == "mha_extend_with_kvcache":  # needs finite unused slots, see `extend_device`
         cases = [case for case in cases if "NaN" not in case.name]
     results = [verify_case(spec, case, device) for case in cases]
     wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]

@@ -1,7 +1,7 @@
-"""The adapter to FlashInfer's block-scaled products: its signatures, its conventions, and what it hands over.
+"""The adapter to FlashInfer's block-scaled GEMMs: its signatures, its conventions, and the arguments that it passes.
 
-As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and refuses
-what they refuse.
+As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and rejects
+what they reject.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
 from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
-# Read from flashinfer-python 0.7.2. Annotations are left out.
+# From the source of flashinfer-python 0.7.2, without annotations.
 SIGNATURES = {
     "mm_fp4": (
         "(a, b, a_descale, b_descale, alpha=None, out_dtype=torch.bfloat16, out=None, block_size=16, use_8x4_sf_layout=False, "
@@ -36,7 +36,7 @@ SIGNATURES = {
 }
 _BASE, _WEIGHTS = "flashinfer/gemm/gemm_base.py", "flashinfer/gemm/gemm_bf16_fp4.py"
 _CSRC = "flashinfer/data/csrc"
-# What the source says of layouts and sizes, where the adapter relies on it: file, and text that is in it.
+# Layouts and sizes that the adapter relies on: file, and text in its source.
 FACTS = {
     "CUTLASS's fp4 turns weights and their scales back": (
         _BASE,
@@ -85,7 +85,7 @@ def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact:
 
 
 def _scales(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """What the kernels read: of row i and column j, at the offset that CUTLASS's layout of scales has."""
+    """The scales as the kernels read them: row i and column j at the offset in CUTLASS's scale layout."""
     i, j = torch.arange(rows)[:, None], torch.arange(columns)
     across = -(-columns // 4)
     at = ((i // 128) * across + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
@@ -165,7 +165,7 @@ _FUNCTIONS = {
 flashinfer, specs = fixtures(_FUNCTIONS, "sm_100", _CALLS, "gemm")
 
 
-# -- what is declared ----------------------------------------------------------------------------------------------------------
+# -- declarations --------------------------------------------------------------------------------------------------------------
 
 
 def test_these_are_declared_below_the_portable_ones(specs: dict[str, KernelSpec]) -> None:
@@ -216,7 +216,7 @@ def test_what_serves(changes: dict[str, Any], served: str | None) -> None:
     assert tokenspeed_kernel.mm.explain(**arguments, solution="flashinfer").chosen.name == served
 
 
-# -- the adapter over the stand-in ---------------------------------------------------------------------------------------------
+# -- the adapter with the stand-in ---------------------------------------------------------------------------------------------
 
 
 def _cases() -> list[Case]:
@@ -245,7 +245,7 @@ def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
 def test_weights_whose_scales_lie_in_tiles(specs: dict[str, KernelSpec], out_dtype: torch.dtype | None) -> None:
-    """Of workstations' Blackwell, whose capability is not the stand-in's."""
+    """For workstation Blackwell, whose capability differs from the stand-in's."""
     case = Case("a case", micro(5, 80, 130, a="dense", b="nvfp4", layout="128x4", out_dtype=out_dtype))
     arguments = get_operator("mm").complete(case.build())
     got = KernelRegistry.get().get_impl(specs["flashinfer_mm_nvfp4_weights_sm120"].name)(*arguments.values())
@@ -275,7 +275,7 @@ def test_operands_and_outputs_of_other_strides() -> None:
         assert (wide[:, :160] == 7).all()
 
 
-# -- the real one --------------------------------------------------------------------------------------------------------------
+# -- the real FlashInfer -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nvidia

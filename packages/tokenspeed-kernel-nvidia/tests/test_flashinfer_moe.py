@@ -1,7 +1,7 @@
-"""The adapter to FlashInfer's mixture of experts: its signatures, its weights, and what it hands over.
+"""The adapter to FlashInfer's MoE: its signatures, its weights, and the arguments that it passes.
 
-As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and refuses
-what they refuse. Weights reach it as the preprocessors made them, and it undoes what the real kernels undo.
+As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and rejects
+what they reject. It gets weights as the preprocessors made them, and undoes what the real kernels undo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
 from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
-# Read from flashinfer-python 0.7.2. Annotations are left out. Where each is defined; the package exports them all.
+# From the source of flashinfer-python 0.7.2, without annotations, by defining module; the package exports them all.
 SIGNATURES = {
     "core.cutlass_fused_moe": (
         "(input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output_dtype, quant_scales, "
@@ -43,7 +43,7 @@ SIGNATURES = {
 }
 _KERNELS = "flashinfer/data/csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 _BINDING = "flashinfer/data/csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu"
-# What the source says of units and conventions, where the adapter relies on it: file, and text that is in it.
+# Units and conventions that the adapter relies on: file, and text in its source.
 FACTS = {
     "ups come before gates": ("flashinfer/fused_moe/prepare.py", "in semantic ``[up, gate]`` order"),
     "the activation": (_KERNELS, "return gate_clamped * fn(gate_clamped * alpha) * (linear_clamped + beta);"),
@@ -112,7 +112,7 @@ class _ActivationType(enum.Enum):
 
 @with_signature(SIGNATURES["prepare.interleave_moe_weights_for_sm90_mixed_gemm"], "weight quant_type")
 def _interleaved_codes(given: dict[str, Any]) -> Tensor:
-    """Which bytes go where is between the two real functions: here they are turned around."""
+    """The order of bytes is internal to the two real functions; this stand-in reverses them."""
     weight = given["weight"]
     assert (weight.dtype, weight.dim(), given["quant_type"]) == (torch.uint8, 3, "fp4")
     return weight.contiguous().flip(-1)
@@ -135,7 +135,7 @@ def _folded_back(scales: Tensor) -> Tensor:
 
 
 def _decoded(given: dict[str, Any], index: int) -> Tensor:
-    """float32 weights of one product."""
+    """float32 weights of one GEMM."""
     weight, scales = given[f"fc{index + 1}_expert_weights"], given["quant_scales"]
     assert weight.is_contiguous()
     assert not (given["use_w4_group_scaling"] and given["use_deepseek_fp8_block_scale"])
@@ -156,7 +156,7 @@ def _decoded(given: dict[str, Any], index: int) -> Tensor:
 
 
 def _rounded(values: Tensor, given: dict[str, Any]) -> Tensor:
-    """As the kernels for fp8 blocks round activations: with a scale for every 128 features."""
+    """Quantises activations like the kernels for fp8 blocks: one scale for every 128 features."""
     if not given["use_deepseek_fp8_block_scale"]:
         return values
     blocks = values.unflatten(-1, (-1, 128))
@@ -211,7 +211,7 @@ _FUNCTIONS = {
 flashinfer, specs = fixtures(_FUNCTIONS, "sm_90", _CALLS, "moe")
 
 
-# -- what is declared ----------------------------------------------------------------------------------------------------------
+# -- declarations --------------------------------------------------------------------------------------------------------------
 
 
 def test_these_are_declared_below_the_portable_ones(specs: dict[str, KernelSpec]) -> None:
@@ -220,7 +220,7 @@ def test_these_are_declared_below_the_portable_ones(specs: dict[str, KernelSpec]
 
 
 def _recipe(**changes: Any) -> Recipe:
-    """Of a layer without options, unless they are given."""
+    """A recipe of a layer without options, except those given."""
     (case,) = (case for case in moe_apply.operator.all_cases() if case.name == "mxfp4, gpt-oss options")
     assert isinstance(case.make, Recipe)
     plain = dict.fromkeys(("w13_interleaved", "bias", "alpha", "limit", "beta", "weight_format"), DEFAULT)
@@ -264,11 +264,11 @@ def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
             assert spec.capability.gap(named_platform(platform)).startswith(("needs a device", "needs architecture"))
 
 
-# -- the adapter over the stand-in ---------------------------------------------------------------------------------------------
+# -- the adapter with the stand-in ---------------------------------------------------------------------------------------------
 
 
 def _cases() -> list[Case]:
-    """Besides the operator's: sizes that are padded and sizes that are not, biases or none, experts of other ranks."""
+    """Besides the operator's: sizes with and without padding, with and without biases, experts of other ranks."""
     return [
         Case("mxfp4 of whole blocks", _recipe(tokens=3, hidden=256, intermediate=128, weight_format="mxfp4")),
         Case("mxfp4, padded", _recipe(tokens=5, hidden=96, intermediate=160, weight_format="mxfp4", **_GPT_OSS)),
@@ -296,7 +296,7 @@ def test_results(specs: dict[str, KernelSpec]) -> None:
 
 @pytest.mark.usefixtures("flashinfer", "specs")
 def test_fp8_blocks_are_served_where_they_are_asked_for_by_name() -> None:
-    """Near the operator, whose scales of activations are others."""
+    """The results are near the operator's, whose activation scales differ."""
     recipe = _recipe(tokens=6, hidden=256, intermediate=128, weight_format="fp8_block", activation_dtype="fp8")
     arguments = recipe(Draw(torch.device("cpu"), 0))
     name = "flashinfer_moe_apply_fp8_blocks_sm90"
@@ -342,7 +342,7 @@ def test_weights_are_left_as_they_were() -> None:
         assert [float(option[3]) for option in (made.alpha, made.beta, made.limit)] == pytest.approx([1.702, 1.0, 7.0])
 
 
-# -- the real one --------------------------------------------------------------------------------------------------------------
+# -- the real FlashInfer -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nvidia

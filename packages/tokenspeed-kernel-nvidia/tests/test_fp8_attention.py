@@ -1,4 +1,4 @@
-"""Attention of fp8 operands against float32 attention of the numbers that they stand for."""
+"""Attention of fp8 operands against float32 attention of the dequantised operands."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
-# Weights that are rounded to e4m3 are off by 2.6% rms, and so is a sum of many; a row of few keys may be off by more.
+# Weights rounded to e4m3 are off by 2.6% rms, and so is a sum of many; a row of few keys may be off by more.
 ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
 
 
 def _scale(device: torch.device, kv_heads: int, seed: int) -> Tensor:
-    """One for each key head, or one for all where the seed is odd."""
+    """One for each KV head, or one for all if the seed is odd."""
     draw = torch.Generator().manual_seed(seed)
     return (torch.rand((kv_heads,) if seed % 2 == 0 else (), generator=draw) + 0.5).to(device)
 
 
 def _wide(x: Tensor, scale: Tensor) -> Tensor:
-    """The numbers that fp8 ones stand for; the heads of queries are more than the scales."""
+    """The dequantised values; there may be more query heads than scales."""
     factors = scale.reshape(-1).repeat_interleave(x.shape[-2] // scale.numel())
     return x.float() * factors.view(-1, 1)
 
@@ -51,7 +51,7 @@ def _paged(
     q_dtype: torch.dtype,
     v_head_dim: int | None = None,
 ) -> tuple[oracle.Paged, oracle.Paged, dict[str, Tensor]]:
-    """A case whose cache is e4m3, what it stands for, and its scales."""
+    """A case with an e4m3 cache, the dequantised cache, and its scales."""
     made = oracle.paged(q_lens, kv_lens, *shape, page_size, torch.float32, device, sum(kv_lens), v_head_dim)
     case = replace(made, q=made.q.to(q_dtype), k_cache=made.k_cache.to(E4M3), v_cache=made.v_cache.to(E4M3))
     scales = {name: _scale(device, shape[1], sum(kv_lens) + at) for at, name in enumerate(("k_scale", "v_scale"))}
@@ -151,7 +151,7 @@ def _decode(
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
 def test_every_program_of_decode(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Divided and not, with little work and with much."""
+    """With split-KV and without, with little work and with much."""
     new = 4 if rows > 16 else 1
     shape = (rows // new * 2, 2, head_dim)
     sinks = torch.linspace(-2.0, 3.0, shape[0], device=sm90)
@@ -175,7 +175,7 @@ def test_other_widths_and_pages_of_one_token(sm90: torch.device, rows: int, page
 @pytest.mark.parametrize("kv_heads", [2, 3, 8])
 @pytest.mark.parametrize("options", [{}, {"logit_cap": 4.0}, {"window_left": 700}], ids=str)
 def test_two_key_heads_abreast(sm90: torch.device, options: dict[str, Any], kv_heads: int, new: int) -> None:
-    """Where key heads are even in number, and neighbours in the cache."""
+    """For an even number of KV heads, which are neighbours in the cache."""
     sinks = torch.linspace(-2.0, 3.0, 4 * kv_heads, device=sm90)
     for kv_lens in ([700, 3, 0, 1300, 64, 65, 5000], [9000], [300] * 200):
         for page_size in (16, 64):
@@ -191,7 +191,7 @@ def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, head_dim: int) 
 
 @pytest.mark.parametrize("queries", [0.0, 1e-20, 1e-3, 1e3])
 def test_queries_of_any_size(sm90: torch.device, queries: float) -> None:
-    """Bfloat16 queries are brought to float16's range."""
+    """bfloat16 queries are scaled into float16's range."""
     _decode(sm90, [300, 65, 0], queries=queries)
 
 
@@ -246,7 +246,7 @@ def test_extensions_of_other_widths(sm90: torch.device, widths: tuple[int, int],
 @pytest.mark.parametrize("seen", [{"is_causal": True}, {"is_causal": False}, {"is_causal": True, "window_left": 60}], ids=str)
 @pytest.mark.parametrize("heads", [1, 5])
 def test_latent_attention_to_others(sm90: torch.device, heads: int, seen: dict[str, Any]) -> None:
-    """New memory for the output, which is narrower than the queries."""
+    """The output is newly allocated and narrower than the queries."""
     q_lens, kv_lens = [5, 33, 2, 7, 300], [70, 33, 1, 0, 900]
     q, k, v = (x.to(E4M3) for x in oracle.ragged([sum(kv_lens)], heads, heads, 192, torch.float32, sm90))
     q, v = q[: sum(q_lens)], v[..., :128].contiguous()
@@ -263,7 +263,7 @@ def test_latent_attention_to_others(sm90: torch.device, heads: int, seen: dict[s
 @pytest.mark.parametrize("shape", [(64, 8, 64), (32, 8, 128), (6, 3, 64), (16, 1, 128)], ids=str)
 @pytest.mark.parametrize("q_dtype", [BF16, FP16, E4M3], ids=str)
 def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int, int], page_size: int, is_causal: bool) -> None:
-    """Sequences end near the ends of blocks and pages, and the cache holds NaN behind them."""
+    """Sequences end near the ends of blocks and pages, with NaN in the cache past their ends."""
     q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     out = torch.full(case.q.shape, math.nan, dtype=BF16 if q_dtype == E4M3 else q_dtype, device=sm90)

@@ -1,4 +1,4 @@
-"""Experts for many tokens against float32, and what the schedule can need."""
+"""MoE experts for many tokens against float32, and the limits of the schedule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     PARTS,
     PLAIN,
-    SERVED,
     SPLIT_COLUMNS,
+    SUPPORTED,
     VALUES,
-    Product,
+    Gemm,
     Schedule,
     columns_for,
-    every_product,
+    every_gemm,
     every_schedule,
     inputs_for,
     most_tiles,
@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
 
 from .experts import GPT_OSS, RandomLayer, compare
 
-COLUMNS = SERVED[PLAIN]
+COLUMNS = SUPPORTED[PLAIN]
 
 
 class Layer(RandomLayer):
@@ -61,7 +61,7 @@ def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> 
     [(16, 4, 256, 192, 2), (16, 4, 256, 192, 33), (128, 4, 2880, 352, 256), (5, 3, 160, 224, 700), (384, 8, 128, 128, 300)],
 )
 def test_split_numbers(sm90: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
-    """Numbers are multiplied as two codes each."""
+    """Each element is split into two fp8 values."""
     layer = Layer(sm90, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
     call = layer.tokens(tokens)
@@ -137,7 +137,7 @@ def test_activations_beyond_float16(sm90: torch.device, tokens: int, activation_
 def test_one_expert_for_all(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(3000)
-    layer.check(x, weights, torch.full_like(ids, 5))  # twice by each token
+    layer.check(x, weights, torch.full_like(ids, 5))  # each token has it twice
 
 
 def test_no_tokens(sm90: torch.device) -> None:
@@ -151,7 +151,7 @@ def test_strides(sm90: torch.device) -> None:
     wanted = layer.wanted(x, weights, ids)
     wide_x, wide_out = (torch.full((200, 400), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
-    for first in (8, 3):  # rows at multiples of 16 bytes, and not
+    for first in (8, 3):  # aligned rows, and unaligned ones
         wide_x[:, first : first + 192] = x
         out = wide_out[:, first : first + 192]
         assert layer.run(wide_x[:, first : first + 192], weights, ids, out) is out
@@ -195,7 +195,7 @@ def test_graph_replay_with_other_experts(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [300, 60])
 def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
-    """In a graph, kernels begin while the ones before end: each output is the next call's tokens."""
+    """In a graph, kernels overlap (PDL): each output is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     wanted = x
@@ -230,7 +230,7 @@ def test_fp8_activations(sm90: torch.device, tokens: int, hidden: int, intermedi
     layer.spread_scales(inexact)
     call = layer.tokens(tokens)
     error = layer.error(*call)
-    # Numbers between the products are rounded before they become codes, so some become the neighbouring one.
+    # Intermediate values are rounded before they are quantised, so some become the neighbouring fp8 value.
     assert error <= 2e-2
     assert layer.error(*call, codes=True) <= 1.2 * error
     for codes in (False, True):
@@ -247,7 +247,7 @@ def test_blocks_of_zeros_with_any_scale(sm90: torch.device, dtype: torch.dtype) 
         assert layer.error(*call, codes=codes) <= 2e-2
 
 
-@pytest.mark.parametrize("columns", SERVED[CODES])
+@pytest.mark.parametrize("columns", SUPPORTED[CODES])
 @pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 79, 100, 128, 129, 144, 145, 300])
 def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> None:
     layer = RoundedLayer(sm90, 4, 1, 160, 192, activation_dtype="fp8", **GPT_OSS)
@@ -273,7 +273,7 @@ def test_random_layers(sm90: torch.device) -> None:
 
 
 def tiles_of(counts: list[int], schedule: Schedule) -> list[int]:
-    """Pairs of each tile, as the schedule cuts them."""
+    """Pairs of each tile, by the schedule's rule."""
     tiles = []
     for count in counts:
         many, left = divmod(count, schedule.columns)
@@ -296,9 +296,9 @@ def test_room_for_all_tiles(schedule: Schedule) -> None:
         assert len(tiles) <= most_tiles(sum(counts), len(counts), schedule.columns)
 
 
-@pytest.mark.parametrize("product", every_product(), ids=str)
-def test_registers_of_a_launch_are_enough(product: Product) -> None:
-    """A warpgroup that asks for more than the launch gave and others gave back waits for ever."""
+@pytest.mark.parametrize("product", every_gemm(), ids=str)
+def test_registers_of_a_launch_are_enough(product: Gemm) -> None:
+    """A warpgroup that requests more registers than the launch gave and others released waits forever."""
     given = REGISTERS // product.threads // 8 * 8 * product.threads
     tile = product.tile
     assert 128 * (tile.warpgroups * tile.registers + product.producer_registers) <= given
@@ -314,7 +314,7 @@ def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[in
     chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 56, 128, 256))
     assert chosen == columns
     assert columns_for(1024, 128, (PARTS,)) == SPLIT_COLUMNS
-    assert all(width in SERVED[kind] for width in chosen for kind in inputs)
+    assert all(width in SUPPORTED[kind] for width in chosen for kind in inputs)
 
 
 def test_numbers_are_split_where_pairs_are_few() -> None:

@@ -1,4 +1,4 @@
-"""Experts for many tokens, executed without a GPU: small layers, by the instructions that a GPU would get."""
+"""MoE experts for many tokens, executed without a GPU: small layers, with the PTX that a GPU would get."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     PLAIN,
     REST,
     ROUNDED_COLUMNS,
-    SMALL_SHARE,
+    SMALL_DIVISOR,
     SORTING_CTAS,
     SPLIT_COLUMNS,
     VALUES,
     Combine,
-    Product,
+    Gemm,
     Rounding,
     Schedule,
     most_tiles,
@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, made once."""
+    """The PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -68,7 +68,7 @@ def bytes_of(x: Tensor) -> Any:
 
 
 class Launches:
-    """The launches of one call, on memory of their own."""
+    """The launches of one call, with their own memory."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Launches:
         self.launch(grouped.schedule_program, Schedule(self.columns, ctas), given, 1024, ctas, cluster=ctas)
 
     def products(self, *inputs: str) -> int:
-        """Returns where the results are. ``inputs``: of programs that compute some experts each."""
+        """Returns the results. ``inputs``: kinds of inputs, each for some experts."""
         plan, pairs = self.plan, self.ids.numel()
         rows, width = self.x, plan.hidden_size
         swiglu = [plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta]
@@ -117,7 +117,7 @@ class Launches:
             results = self.room(results_as.itemsize * pairs * features)
             strips, weight_at = features // (8 if gated else 16), self.memory.put(bytes_of(weight))
             for kind in inputs:
-                config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind, wide)
+                config = Gemm("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind, wide)
                 rows_at, scales = self.given(rows, kind)
                 given = [
                     weight_at,
@@ -132,14 +132,14 @@ class Launches:
                     self.tiles,
                     self.tile_count,
                 ]
-                self.launch(grouped.product_program, config, [*given, results, features, *swiglu], config.threads, 2)
+                self.launch(grouped.gemm_program, config, [*given, results, features, *swiglu], config.threads, 2)
             content = self.memory.get(results, np.uint8, results_as.itemsize * pairs * features)
             rows = torch.from_numpy(content).view(results_as)
             rows, width = rows.view(pairs, features), features
         return results
 
     def given(self, rows: Tensor, inputs: str) -> tuple[int, int]:
-        """Where a product finds its rows, and their scales."""
+        """A GEMM's rows, and their scales."""
         if inputs == PLAIN:
             return self.memory.put(bytes_of(rows)), 0
         values, scales = rounded(rows, inputs, self.plan.dtype)
@@ -156,7 +156,7 @@ class Launches:
 
 
 def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a program that rounds makes: codes, of each 16 in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
+    """The reference of a rounding kernel: fp8 values in the order of `decode_e5m2`, or values of ``dtype``; and scales."""
     if inputs == FITTED:
         scales = torch.exp2(rows.abs().amax(-1, keepdim=True).log2().floor() - 14)
         return (rows / scales).to(dtype), scales
@@ -166,7 +166,7 @@ def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tens
         near = numbers.to(torch.float8_e4m3fn)
         rest = ((numbers - near.float()) * REST).to(torch.float8_e4m3fn)
         small = ((numbers != 0) & (numbers.abs() < EXACT_FROM)).sum(-1, keepdim=True)
-        scales = torch.where(small * SMALL_SHARE > numbers.shape[-1], -scales, scales)
+        scales = torch.where(small * SMALL_DIVISOR > numbers.shape[-1], -scales, scales)
         return torch.stack([in_order(near), in_order(rest)], 1).flatten(0, 1), scales
     codes, scales = quantize_fp8.operator.body(rows, "token")
     if inputs == VALUES:
@@ -175,12 +175,12 @@ def rounded(rows: Tensor, inputs: str, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def in_order(codes: Tensor) -> Tensor:
-    """Codes of rows as bytes, of each 16 in the order of `decode_e5m2`."""
+    """fp8 values of rows as bytes, each 16 in the order of `decode_e5m2`."""
     return codes.view(torch.uint8).view(len(codes), -1, 2, 4, 2).permute(0, 1, 3, 4, 2).reshape(codes.shape)
 
 
 def some_experts(ids: Tensor) -> Tensor:
-    """All slots of a token, and a third of all, are skipped."""
+    """Skips all slots of a token, and a third of all slots."""
     ids = torch.where(ids % 3 == 0, -1, ids)
     ids[1] = -5
     return ids
@@ -191,7 +191,7 @@ def some_experts(ids: Tensor) -> Tensor:
 def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
-    if tokens == 300:  # rests that are too short for tiles of their own, of both widths
+    if tokens == 300:  # remainders that are too short for tiles of their own, of both widths
         ids[:70], ids[70:235], ids[235:] = 0, 2, 1
     elif tokens > 1:
         ids = some_experts(ids)
@@ -209,7 +209,7 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
     count = int(call.memory.get(call.tile_count, np.int32, 1)[0])
     tiles = call.memory.get(call.tiles, np.int32, count, 4)[:, :3].tolist()
     counts = [int((flat == expert).sum()) for expert in range(experts)]
-    # Even parts of an expert's rest stand together, so the longest first may have one that is a little shorter between.
+    # The two balanced tiles of an expert are adjacent, so a slightly shorter tile may precede a longer one.
     assert sorted(size for _, _, size in tiles) == sorted(tiles_of(counts, Schedule(columns)))
     begins = np.cumsum([0, *counts])
     for expert in range(experts):
@@ -286,7 +286,7 @@ def test_rounded_layers(
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
     got, wanted = call.combine(call.products(*inputs)).float(), layer.wanted(x, weights, ids)
-    # Numbers between the products are rounded before they become codes, so some become the neighbouring one.
+    # Intermediate values are rounded before they are quantised, so some become the neighbouring fp8 value.
     assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
 
@@ -300,12 +300,12 @@ def test_rounded_layers(
     ],
 )
 def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
-    """Numbers in two codes give what the numbers themselves give."""
+    """Splitting elements into two fp8 values gives the results of the unsplit elements."""
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids)
-    # What is left of other kernels in shared memory may be any number, such as a scale that is infinite.
+    # Shared memory may hold anything that other kernels left, such as an infinite scale.
     call = Launches(texts, layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden, shared_byte=0x3F)
     call.schedule()
     compare(call.combine(call.products(PARTS)), layer.wanted(x, weights, ids))
@@ -322,7 +322,7 @@ def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, interme
     ],
 )
 def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
-    """float32 rows are those of float16 tokens."""
+    """float32 rows occur with float16 tokens."""
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
     if inputs == PARTS:  # an outlier, and none beside zeros

@@ -1,6 +1,6 @@
-"""What all launchers have in common, found out without a GPU: programs that are asked for are recorded instead of run.
+"""Properties common to all launchers, tested without a GPU: launches are recorded instead of run.
 
-Those that are recorded refuse arguments as compiled ones do.
+The recorded programs reject arguments as compiled ones do.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _forget() -> None:
 
 
 def _refuse(handed: tuple[Any, ...]) -> None:
-    """What programs do with tensors that bulk copies cannot read or write, and with lengths that lie apart."""
+    """Raises like programs for tensors that bulk copies cannot read or write, and for lengths that are not contiguous."""
     for tensor in handed:
-        if isinstance(tensor, Tensor) and tensor.ndim != 2:  # a page table may have any strides, in decode
+        if isinstance(tensor, Tensor) and tensor.ndim != 2:  # a decode's page table may have any strides
             step = 8 if tensor.dtype in DTYPES else 1
             *outer, last = tensor.stride()
             if tensor.data_ptr() % (2 * step) or last != 1 or any(stride % step for stride in outer):
@@ -73,7 +73,7 @@ def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torc
     for windowed in (False, True):
         module, left = (window, 127) if windowed else (prefill, -1)
         yield module.mha_prefill, {"q": q, "k": k, "v": v, "cu_seqlens": offsets, "window_left": left}
-        for most in (64, 8192):  # bounds, of what is short and what is long
+        for most in (64, 8192):  # bounds of short and long sequences
             cache = torch.zeros(4, page_size, kv_heads, head_dim, dtype=dtype)
             table = torch.zeros(2, -(-most // page_size), dtype=torch.int32)
             paged = {"k_cache": cache, "v_cache": cache.clone(), "page_table": table, "cache_seqlens": lengths, "window_left": left}
@@ -111,7 +111,7 @@ def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any,
 
 
 def test_freed_pages_are_left_to_the_device(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
-    """A page table with -1 is handed on as it is: what lies there is decided where lengths are known."""
+    """A page table with -1 is passed unchanged: the device, which knows the lengths, decides what is read."""
     for launcher, arguments in _calls(16, 2, 64, 64, torch.bfloat16):
         if "page_table" in arguments:
             table = arguments["page_table"].fill_(-1)
@@ -132,7 +132,7 @@ def _shifted(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", [_apart, _shifted], ids=["elements apart", "between multiples of 16 bytes"])
 def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]], layout: Any) -> None:
-    """Whatever the caller's tensors are like, what programs get has rows at multiples of 16 bytes, and ``out`` comes back."""
+    """Whatever the layout of the caller's tensors, programs get aligned rows, and ``out`` is returned."""
     for launcher, arguments in _calls(16, 2, 64, 16, torch.bfloat16):
         given = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
         out = layout(torch.zeros_like(arguments["q"]))
@@ -156,7 +156,7 @@ def test_a_cache_that_is_copied_is_told_once(asked: list[tuple[Any, Any, tuple[A
 
 
 def test_a_refusal_that_no_copy_helps_is_raised() -> None:
-    """A program that refuses tensors which bulk copies can read is asked once."""
+    """A program that rejects tensors which bulk copies can read is called once."""
     asked = []
 
     def refuse(*given: Any) -> None:
@@ -176,5 +176,5 @@ def test_a_refusal_that_no_copy_helps_is_raised() -> None:
 def test_registers_that_a_warpgroup_is_left() -> None:
     assert left_by(512, 3, 160) == 32
     assert left_by(384, 2, 232) == 40
-    assert left_by(384, 2, 224) == 56  # and not 64: a launch of 384 threads is given 504 for three warpgroups, and not 512
-    assert all(config.producer_registers >= 24 for config in prefill_config.every_config())  # the least that there may be
+    assert left_by(384, 2, 224) == 56  # not 64: a launch of 384 threads gets 3 x 168 = 504 registers, not 512
+    assert all(config.producer_registers >= 24 for config in prefill_config.every_config())  # setmaxnreg's minimum

@@ -1,4 +1,4 @@
-"""The layout of a linear layer's weights, and what the kernel makes of it on the emulator."""
+"""The layout of a linear layer's weights, and the kernel's results on the emulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def weights_of(k: int, n: int, weight_format: str, seed: int = 0, **more: Any) -
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=draw)
     if weight_format == "mxfp4":
         return LinearWeights(codes, torch.randint(115, 130, (n, k // 32), dtype=torch.uint8, generator=draw), **more)
-    # Every scale that there is, with both signs; NaN only where a test puts it.
+    # Every possible scale, with both signs; NaN only where a test puts it.
     scale = torch.randint(0, 0x7F, (n, k // 16), dtype=torch.uint8, generator=draw)
     scale |= torch.randint(0, 2, scale.shape, dtype=torch.uint8, generator=draw) << 7
     return LinearWeights(codes, scale.view(torch.float8_e4m3fn), torch.tensor([0.0137]), **more)
@@ -55,13 +55,13 @@ def values_of(weights: LinearWeights) -> Tensor:
 
 
 def read(prepared: LinearWeights, weight_format: str, n: int, k: int) -> Tensor:
-    """The weights of a prepared layer, as the layout's description has them: bit by bit."""
+    """Reads the weights of a prepared layer bit by bit, following the layout's description."""
     panels, blocks, strips, _ = prepared.weight.shape
     words = prepared.weight[..., :CODE_BYTES].contiguous().view(torch.int32).view(panels, blocks, strips, 8, 4, 4).long()
     stored = prepared.weight[..., CODE_BYTES:].view(panels, blocks, strips, 8, -1, 2).long()
     quarters = stored.shape[4]
     result = torch.zeros(panels, strips, 16, blocks, 64, dtype=torch.float64)
-    places = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))  # of a code's bits, for each register
+    places = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))  # bit positions of an e2m1 value, for each register
     for s in range(4):
         for register in range(4):
             for odd in range(2):
@@ -107,11 +107,11 @@ def test_many_panels_are_arranged_some_at_a_time(monkeypatch: pytest.MonkeyPatch
 def test_configurations_fit() -> None:
     for config in every_config():
         assert config.shared_bytes <= SHARED_BYTES
-        assert 8 <= GROUPS * config.stages <= 32  # a lane makes the barriers of each
-        assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # bytes on their way
+        assert 8 <= GROUPS * config.stages <= 32  # each lane initialises the barriers of one
+        assert GROUPS * config.stages * config.stage_bytes >= 50 * 1024  # bytes in flight
         assert 8 * 2 * GROUPS * (config.stages + 1) <= HEAD_BYTES
     assert {config_of("bfloat16", "nvfp4", tokens) for tokens in range(1, 17)} <= set(every_config())
-    assert MAX_K == 28672  # of Llama 70B's down
+    assert MAX_K == 28672  # Llama 70B's down projection
 
 
 def test_which_plans_are_served() -> None:
@@ -148,9 +148,9 @@ def test_who_names_the_kernel_is_told_what_it_takes() -> None:
 
 @pytest.fixture(params=[{"seed": 0}, {"seed": 1}, {"copies": "late"}], ids=["in order", "at random", "late copies"])
 def on_emulator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With warps and copies in order, at random times, and with copies as late as may be; one cluster for all panels."""
+    """With warps and copies in order, at random times, and with copies as late as possible; one cluster for all panels."""
     monkeypatch.setattr(linear, "clusters_at_once", lambda *given: 1)
-    # With fewer blocks of k than CTAs, sums that some CTAs do not send are loaded, and not used.
+    # With fewer k blocks than CTAs, partial sums that some CTAs do not send are loaded but not used.
     with emulated(linear._launch_of, 8, uninitialised=False, **request.param):
         yield
 
@@ -170,7 +170,7 @@ def check(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | Non
 @FORMATS
 @pytest.mark.parametrize(("m", "dtype"), [(3, torch.bfloat16), (16, torch.float16), (9, torch.bfloat16)])
 def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) -> None:
-    """Stages and buffers are used again; CTAs have 2 and 3 blocks of k, so that a last stage has one; the last panel is short."""
+    """Stages and buffers are reused; CTAs have 2 and 3 k blocks, so that a last stage has one; the last panel is short."""
     k, n = 19 * 64 - 32, 10 * 64 + 24
     bias = torch.randn(n, generator=torch.Generator().manual_seed(1))
     weights, plan = weights_of(k, n, weight_format, bias=bias), plan_of(k, n, weight_format, bias=True, dtype=dtype)
@@ -179,7 +179,7 @@ def test_many_panels_and_blocks(weight_format: str, m: int, dtype: torch.dtype) 
 
 @pytest.mark.usefixtures("on_emulator")
 def test_rows_that_begin_anywhere() -> None:
-    """Of tokens and results; fewer blocks of k than CTAs."""
+    """Rows of tokens and of results; fewer k blocks than CTAs."""
     weights, plan = weights_of(64, 72, "nvfp4"), plan_of(64, 72, "nvfp4")
     out = torch.empty(11, 200, dtype=torch.bfloat16)[:, 3:75]
     check(torch.randn(11, 80).bfloat16()[:, 5:69], weights, plan, out)
@@ -193,7 +193,7 @@ def test_as_much_k_as_there_is_room_for() -> None:
 
 @pytest.mark.usefixtures("on_emulator")
 def test_what_is_not_finite_stays_where_it_is() -> None:
-    """A NaN among scales makes its row NaN, one among tokens its token's results."""
+    """A NaN scale makes its row NaN, a NaN in a token that token's results."""
     weights, plan = weights_of(128, 64, "nvfp4"), plan_of(128, 64, "nvfp4")
     assert weights.weight_scale is not None
     weights.weight_scale.view(torch.uint8)[7, 3] = 0x7F

@@ -1,4 +1,4 @@
-"""What is listed to be compiled ahead of time is what launchers of attention ask for, of all calls that are declared as served."""
+"""The programs listed for ahead-of-time compilation are those that attention launchers use for all declared calls."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ PREFILLS = {"mha_prefill", "mha_extend_with_kvcache", "mla_prefill"}
 
 
 def admits(spec: KernelSpec, **stated: Any) -> bool:
-    """Whether a kernel is declared for a request with these traits. Of flags it does not have what it is silent about."""
+    """Whether a kernel's declaration admits a request with these traits. Flags that it does not mention are unsupported."""
     constraints = ((spec.traits.get(name), value) for name, value in stated.items())
     return all(value is not True if known is None else known.accepts(value) for known, value in constraints)
 
 
 def dtypes(spec: KernelSpec, *roles: str) -> Iterator[tuple[torch.dtype, ...]]:
-    """Of operands in these roles, as they are served together."""
+    """Dtypes of operands in these roles, in the supported combinations."""
     for signature in spec.format_signatures or ():
         yield tuple(signature.format_for(role).storage_dtype for role in roles)
 
 
 def decodes(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
-    """What `decode._program_of` is given of all calls that a kernel serves."""
+    """The arguments of `decode._program_of` for all calls that a kernel supports."""
     for (k_dim, v_dim), page_size, ratio, new, capped in itertools.product(
         WIDTHS, (1, *PAGE_SIZES), range(1, 17), (1, 2, 3, 4, 8, 16, 32, 64), (False, True)
     ):
@@ -49,7 +49,7 @@ def decodes(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
 
 
 def prefills(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
-    """What `prefill._program_of` is given of all calls that a kernel serves."""
+    """The arguments of `prefill._program_of` for all calls that a kernel supports."""
     paged, expanded = spec.mode == "mha_extend_with_kvcache", spec.mode == "mla_prefill"
     for (k_dim, v_dim), page_size, ratio, capped, windowed, own_kv in itertools.product(
         WIDTHS, PAGE_SIZES if paged else (0,), GQA_RATIOS, (False, True), (False, True), (False, True) if expanded else (False,)
@@ -62,7 +62,7 @@ def prefills(spec: KernelSpec) -> Iterator[tuple[Any, ...]]:
 
 
 def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec], monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
-    """The configurations that a launcher's module asks for, and the highest priority of a kernel that does."""
+    """The configurations that a launcher's module uses, and the highest priority of a kernel that uses each."""
     found: dict[Any, int] = {}
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     asked: list[Any] = []
@@ -78,7 +78,7 @@ def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec],
 
 
 def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are usual are asked for by kernels that go before the portable one."""
+    """The usual ones are used by kernels that are preferred to the portable one."""
     listed = decode.decode_program
     specs = [spec for spec in registered.list_kernels() if spec.solution == "cutedsl" and spec.mode == "mha_decode_with_kvcache"]
     asked = asked_of(decode, "decode_program", decodes, specs, monkeypatch)
@@ -88,7 +88,7 @@ def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.Monk
 
 
 def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them is asked for, and no other."""
+    """Each of them is used, and no other."""
     listed = prefill.prefill_program
     specs = [
         spec

@@ -1,4 +1,4 @@
-"""What ``ci/machine_code.py`` finds in machine code, on small examples with the faults that it looks for."""
+"""``ci/machine_code.py`` on small examples of machine code with the faults that it detects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def program(between: str, products: int = 2) -> str:
-    """PTX of a loop of products, with an instruction between them and the wait for them."""
+    """PTX of a loop of MMAs, with an instruction between them and their wait."""
     product = f"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, %p1, 1, 1, 0, 0;"
     return f"""
 .version 8.4
@@ -56,8 +56,8 @@ ret;
     [
         ("", 2, False),
         ("mul.f32 %f8, %f8, %f8;", 2, False),
-        ("mul.f32 %f0, %f0, %f8;", 2, True),  # an accumulator is used while products may still be added to it
-        ("", 1, False),  # one product at a time is what was written
+        ("mul.f32 %f0, %f0, %f8;", 2, True),  # reads an accumulator while MMAs may still add to it
+        ("", 1, False),  # the PTX itself serialises the MMAs
     ],
 )
 def test_serialised_products_are_found(

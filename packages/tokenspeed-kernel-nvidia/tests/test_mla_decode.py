@@ -1,4 +1,4 @@
-"""Latent attention of the newest tokens, against the operator's reference."""
+"""MLA decode against the operator's reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .launched import Launched
 NAME = "cutedsl_mla_decode_with_kvcache"
 NAME_FP8 = "cutedsl_mla_decode_with_kvcache_fp8"
 E4M3 = torch.float8_e4m3fn
-# Queries and cache, or the cache alone.
+# Dtypes of queries and cache, or of the cache only.
 FP8: list[dict[str, Any]] = [{"dtype": E4M3, "scales": ("q_scale", "kv_scale")}, {"cache_dtype": E4M3, "scales": ("kv_scale",)}]
 FP8_NAMES = ["fp8 queries", "fp8 cache"]
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def arguments_of(lengths: list[int], heads: int, new: int = 1, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """A call with DeepSeek-V3's widths. Slots that hold no token hold NaN, and the log-sum-exp is asked for."""
+    """A call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     given = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, **options}
     case = Case("", paged(lengths, heads=heads, max_seqlen_q=new, stale=True, return_lse=True, **given))
     return dict(get_operator("attention.mla_decode_with_kvcache").complete(case.build(device, sum(lengths))))
@@ -47,7 +47,7 @@ def check(arguments: dict[str, Any]) -> None:
 
 
 def check_fp8(arguments: dict[str, Any]) -> None:
-    """Launches the kernel, twice, with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
+    """Launches the kernel twice with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
     launched.check_fp8(mla_decode.mla_decode_with_kvcache, tokenspeed_kernel.mla_decode_with_kvcache, arguments)
 
 
@@ -57,7 +57,7 @@ def check_fp8(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [[0], [1], [64], [1, 63, 64, 65, 0, 127, 128, 129, 300], [9000, 1, 0, 700], [40000]], ids=str)
 def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
-    """One token, the edges of blocks, and sequences that all groups have a part of."""
+    """One token, the edges of blocks, and sequences that are split over all groups."""
     check(arguments_of(lengths, heads, device=sm90))
 
 
@@ -65,7 +65,7 @@ def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [[0], [64], [1, 63, 65, 0, 129, 300], [9000, 1, 0, 700], [40000], [30000] * 150], ids=len)
 def test_an_fp8_cache(sm90: torch.device, lengths: list[int], heads: int, options: dict[str, Any]) -> None:
-    """Also ranges that are summed in memory."""
+    """Also ranges whose partial sums are accumulated in memory."""
     if len(lengths) == 150 and heads != 128:
         pytest.skip("one program shows it")
     check_fp8(arguments_of(lengths, heads, device=sm90, **options))
@@ -80,7 +80,7 @@ def test_several_new_tokens_and_an_fp8_cache(sm90: torch.device, heads: int, opt
 @pytest.mark.parametrize("batch", [33, 200, 500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More than a lane's lengths, and more than there are groups."""
+    """More lengths than a lane has, and more than there are groups."""
     draw = random.Random(batch)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(1500)]) for _ in range(batch)], heads, device=sm90))
 
@@ -121,9 +121,9 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
 @pytest.mark.parametrize(
     ("heads", "lengths", "multiprocessors", "options"),
     [
-        (128, [700, 200, 0, 3], 6, {}),  # three clusters; one has parts of two sequences, and a sequence has parts in two
-        (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # maxima rise so much that sums are scaled anew
-        (16, [1500], 7, {}),  # parts in all groups
+        (128, [700, 200, 0, 3], 6, {}),  # three clusters; one has ranges of two sequences, and a sequence is split over two
+        (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
+        (16, [1500], 7, {}),  # split over all groups
         (16, [300, 2, 66, 65], 3, {"new": 3}),  # several tokens in a tile
     ],
 )
@@ -131,16 +131,16 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
 def test_on_the_emulator(
     heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str
 ) -> None:
-    """Whatever warp goes on first, and however late copies and products are."""
+    """With warps in any order, and copies and wgmmas as late as possible."""
     with emulated(multiprocessors, seed=seed, copies=copies):
         check(arguments_of(lengths, heads, **options))
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30], ids=str)
 def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -> None:
-    """They are of float16, which has neither the smallest nor the largest of these values."""
+    """They are float16, which can represent neither the smallest nor the largest of these values."""
     arguments = arguments_of([700], 128)
-    arguments["q"].zero_()  # so that scores are none of these
+    arguments["q"].zero_()  # so that scores have none of these values
     arguments["kv_cache"].mul_(magnitude)
     wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
     with emulated(8):
@@ -156,19 +156,21 @@ def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any]
 ) -> None:
-    """Two blocks are summed in registers, and more in memory; maxima rise meanwhile. The tensor cores' sums have few bits."""
+    """Two blocks are accumulated in registers, and more in memory, while row maxima rise. Tensor-core accumulators
+    have few bits.
+    """
     monkeypatch.setattr(mla_decode, "Fp8Config", partial(Fp8Config, summed=2))
     with emulated(multiprocessors, seed=3, copies="late", limited_fp8_accumulation=True):
         check_fp8(arguments_of(lengths, heads, **options))
 
 
 def test_many_pages_on_the_emulator() -> None:
-    """More than a warp has lanes, and more sequences than it has."""
+    """More pages than a warp has lanes, and more sequences as well."""
     with emulated(2):
         check(arguments_of([2600, *[1, 0, 64] * 11], 16))
 
 
-# -- what is launched ----------------------------------------------------------------------------------------------------------
+# -- launches ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,7 +181,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
-    """A group, which has all heads, is a CTA, or two with half of 128 heads each."""
+    """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
     mla_decode.mla_decode_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_decode.mla_decode_program, mla_decode.mla_merge_program)
@@ -204,7 +206,7 @@ def test_an_fp8_cache_has_a_program_of_its_own(
     assert config in computes.configs()
     assert same in merges.configs()
     assert (config, str(got.dtype)) == (Fp8Config(dtype, 128, fp8_queries), f"torch.{dtype}")
-    assert same == Config(dtype, 128)  # with partial results of float32, which the program adds sums in
+    assert same == Config(dtype, 128)  # with float32 partial results, which the program accumulates in
     assert handed[1].dtype == torch.uint8
     scales = [arguments[name] for name in ("q_scale", "kv_scale")]
     assert handed[-2:] == tuple(0 if scale is None else scale.data_ptr() for scale in scales)
@@ -243,11 +245,11 @@ def test_an_empty_cache_and_an_empty_batch(launches: list[Launched]) -> None:
     assert launches == []
 
 
-# -- what is declared ----------------------------------------------------------------------------------------------------------
+# -- declarations --------------------------------------------------------------------------------------------------------------
 
 
 def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
-    """Whether the kernel may serve a call, and which one does."""
+    """Whether the kernel is eligible for a call, and which one is selected."""
     with use_platform(named_platform("sm_90")):
         explained = tokenspeed_kernel.mla_decode_with_kvcache.explain(**arguments)
     accepted = [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME]

@@ -1,4 +1,4 @@
-"""Latent attention of many new tokens, against the operator's reference."""
+"""MLA extend (many new tokens) against the operator's reference."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .launched import Launched
 NAME = "cutedsl_mla_extend_with_kvcache"
 NAME_FP8 = "cutedsl_mla_extend_with_kvcache_fp8"
 E4M3 = torch.float8_e4m3fn
-# Queries and cache, or the cache alone.
+# Dtypes of queries and cache, or of the cache only.
 FP8: list[dict[str, Any]] = [{"dtype": E4M3, "scales": ("q_scale", "kv_scale")}, {"cache_dtype": E4M3, "scales": ("kv_scale",)}]
 FP8_NAMES = ["fp8 queries", "fp8 cache"]
 CPU = torch.device("cpu")
 
 
 def arguments_of(lengths: list[int], new: list[int], heads: int, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
-    """A call with DeepSeek-V3's widths. Slots that hold no token hold NaN, and the log-sum-exp is asked for."""
+    """A call with DeepSeek-V3's head dims. Slots without tokens are NaN, and the LSE is requested."""
     widths = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, "is_causal": True}
     case = Case("", paged(lengths, new, heads=heads, **{**widths, "stale": True, "return_lse": True, **options}))
     return dict(get_operator("attention.mla_extend_with_kvcache").complete(case.build(device, sum(lengths))))
@@ -46,7 +46,7 @@ def check(arguments: dict[str, Any]) -> None:
 
 
 def check_fp8(arguments: dict[str, Any]) -> None:
-    """Launches the kernel, twice, with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
+    """Launches the kernel twice with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
     launched.check_fp8(mla_extend.mla_extend_with_kvcache, tokenspeed_kernel.mla_extend_with_kvcache, arguments)
 
 
@@ -86,13 +86,15 @@ def test_an_fp8_cache(sm90: torch.device, lengths: list[int], new: list[int], he
 @pytest.mark.parametrize("batch", [33, 200])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More than a lane's lengths, and more than there are groups."""
+    """More lengths than a lane has, and more than there are groups."""
     check(arguments_of(*drawn(batch), heads, sm90))
 
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_runs_agree(sm90: torch.device, heads: int) -> None:
-    """Thousands of short units, many times: what a CTA gives back must have been read when another one overwrites it."""
+    """Thousands of short work items, many times: a buffer that a CTA releases must have been read before another one
+    overwrites it.
+    """
     arguments = arguments_of(*drawn(200), heads, sm90)
     first, _ = mla_extend.mla_extend_with_kvcache(**arguments)
     for _ in range(60):
@@ -102,7 +104,7 @@ def test_runs_agree(sm90: torch.device, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_more_queries_than_keys(sm90: torch.device, heads: int) -> None:
-    """Some of which see nothing."""
+    """Some queries see nothing."""
     check(arguments_of([30, 0, 300], [40, 5, 400], heads, sm90, is_causal=False))
 
 
@@ -142,19 +144,19 @@ emulated = partial(launched.emulated, mla_extend._programs_of)
     ("heads", "lengths", "new", "multiprocessors", "options"),
     [
         (128, [130, 0, 3, 70], [3, 0, 3, 1], 6, {}),  # three clusters, and ranges that begin in the middle
-        (128, [130, 65], [2, 1], 2, {"softmax_scale": 1.0}),  # maxima rise so much that sums are scaled anew
+        (128, [130, 65], [2, 1], 2, {"softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
         (16, [300, 2, 0, 66, 65], [21, 2, 0, 9, 1], 4, {}),  # tiles with fewer tokens, and none
         (16, [700, 130], [9, 8], 10, {"is_causal": False}),
         (64, [20, 0, 70], [30, 3, 71], 2, {"is_causal": False}),  # more queries than keys
         (32, [200, 128], [70, 64], 6, {"page_size": 128}),
-        (16, [300, 2, 0, 66, 65], [4, 2, 0, 1, 3], 3, {}),  # so few that a tile has all, and CTAs are alone
+        (16, [300, 2, 0, 66, 65], [4, 2, 0, 1, 3], 3, {}),  # so few that one tile has all, and there are no clusters
     ],
 )
 @pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "random")])
 def test_on_the_emulator(
     heads: int, lengths: list[int], new: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str
 ) -> None:
-    """Whatever warp goes on first, and however late copies and products are."""
+    """With warps in any order, and copies and wgmmas as late as possible."""
     with emulated(multiprocessors, seed=seed, copies=copies):
         check(arguments_of(lengths, new, heads, **options))
 
@@ -164,27 +166,29 @@ def test_on_the_emulator(
     [
         (128, [130, 1], [2, 1], 2, FP8[0]),
         (16, [300, 66], [9, 5], 4, {"softmax_scale": 1.0, **FP8[1]}),
-        (16, [200, 3], [3, 1], 2, FP8[0]),  # CTAs are alone
+        (16, [200, 3], [3, 1], 2, FP8[0]),  # no clusters
     ],
 )
 def test_an_fp8_cache_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], new: list[int], multiprocessors: int, options: dict[str, Any]
 ) -> None:
-    """Two blocks are summed in registers, and more in memory; maxima rise meanwhile. The tensor cores' sums have few bits."""
+    """Two blocks are accumulated in registers, and more in memory, while row maxima rise. Tensor-core accumulators
+    have few bits.
+    """
     monkeypatch.setattr(mla_extend, "Fp8Config", partial(Fp8Config, summed=2))
     with emulated(multiprocessors, seed=3, copies="late", limited_fp8_accumulation=True):
         check_fp8(arguments_of(lengths, new, heads, **options))
 
 
 def test_many_sequences_on_the_emulator() -> None:
-    """More than a warp has lanes."""
+    """More sequences than a warp has lanes."""
     lengths, new = drawn(40)
     lengths = [length % 130 for length in lengths]
     with emulated(4):
         check(arguments_of(lengths, [min(count % 20, length) for count, length in zip(new, lengths, strict=True)], 16))
 
 
-# -- what is launched ----------------------------------------------------------------------------------------------------------
+# -- launches ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,7 +200,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     ("heads", "new", "groups"), [(16, 5, 66), (32, 3, 66), (64, 2, 66), (128, 1, 66), (16, 4, 132), (64, 1, 132)]
 )
 def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, new: int, groups: int) -> None:
-    """A group is a cluster of two, or where a tile has all new tokens of a sequence one CTA."""
+    """A group is a cluster of two CTAs, or one CTA if a tile has all new tokens of a sequence."""
     mla_extend.mla_extend_with_kvcache(**arguments_of([70, 3], [new, 1], heads))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_extend.mla_extend_program, mla_extend.mla_extend_merge_program)
@@ -221,7 +225,7 @@ def test_an_fp8_cache_has_a_program_of_its_own(launches: list[Launched], options
 
 @pytest.mark.parametrize(("is_causal", "bound", "handed_on"), [(True, 1000, 70), (True, 50, 50), (False, 1000, 73)])
 def test_a_loose_bound_of_new_tokens_is_tightened(launches: list[Launched], is_causal: bool, bound: int, handed_on: int) -> None:
-    """By how many there are, and where attention is causal by the longest sequence."""
+    """By their total number, and for causal attention by the longest sequence."""
     arguments = arguments_of([70, 3], [70, 3], 16, is_causal=is_causal)
     mla_extend.mla_extend_with_kvcache(**{**arguments, "max_seqlen_q": bound, "max_seqlen_k": 70})
     assert [arguments[8] for _, _, arguments in launches[:1]] == [arguments[4] for _, _, arguments in launches[1:]] == [handed_on]
@@ -261,11 +265,11 @@ def test_an_empty_cache_and_no_new_tokens(launches: list[Launched]) -> None:
     assert launches == []
 
 
-# -- what is declared ----------------------------------------------------------------------------------------------------------
+# -- declarations --------------------------------------------------------------------------------------------------------------
 
 
 def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
-    """Whether the kernel may serve a call, and which one does."""
+    """Whether the kernel is eligible for a call, and which one is selected."""
     with use_platform(named_platform("sm_90")):
         explained = tokenspeed_kernel.mla_extend_with_kvcache.explain(**arguments)
     accepted = [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME]

@@ -1,4 +1,4 @@
-"""Latent attention of tokens to chosen slots, against the operator's reference."""
+"""Sparse MLA of tokens to selected slots, against the operator's reference."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def arguments_of(
     softmax_scale: float = 0.1352,
     counted: bool = True,
 ) -> dict[str, Any]:
-    """A call with DeepSeek-V3's widths, whose tokens have so many keys each.
+    """A call with DeepSeek-V3's head dims, whose tokens have these numbers of keys.
 
-    Slots that no token chose hold NaN, and what lies behind a token's indices is no slot. The log-sum-exp is asked for.
+    Slots that no token selected are NaN, and indices past a token's last are invalid. The LSE is requested.
 
     Args:
-        holes: how many of the indices that count are -1.
-        counted: give the lengths; otherwise -1 stands behind a token's indices.
+        holes: how many of the valid positions have index -1.
+        counted: pass the lengths; otherwise -1 follows a token's indices.
     """
     draw = torch.Generator().manual_seed(sum(lengths) + heads)
     top_k = top_k or max([1, *lengths])
@@ -77,14 +77,14 @@ def check(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", [[0], [1], [64], [1, 63, 64, 65, 0, 127, 128, 129, 300], [2048], [2048, 1, 0, 700]], ids=str)
 def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
-    """The edges of blocks, and tokens that many groups have a part of."""
+    """The edges of blocks, and tokens that are split over many groups."""
     check(arguments_of(lengths, heads, device=sm90))
 
 
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_tokens(sm90: torch.device, heads: int, tokens: int) -> None:
-    """More than a lane's lengths, and more than there are groups."""
+    """More lengths than a lane has, and more than there are groups."""
     draw = random.Random(tokens)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(700)]) for _ in range(tokens)], heads, device=sm90, holes=0.1))
 
@@ -120,22 +120,22 @@ emulated = partial(launched.emulated, mla_sparse._programs_of)
 @pytest.mark.parametrize(
     ("lengths", "multiprocessors", "options", "seed", "copies"),
     [
-        # Three groups; one has parts of two tokens, and a token has parts in two.
+        # Three groups; one has ranges of two tokens, and a token is split over two.
         ([300, 130, 0, 3], 6, {"holes": 0.2}, 3, "late"),
         ([300, 130, 0, 3], 6, {"holes": 0.2}, 5, "random"),
-        # Maxima rise so much that sums are scaled anew.
+        # Row maxima rise so much that accumulators are rescaled.
         ([130, 70], 4, {"softmax_scale": 1.0, "page_size": 1, "counted": False}, 1, "random"),
-        # A block has no key at all.
+        # A block without any key.
         ([2, 65], 2, {"holes": 0.97, "top_k": 200}, 2, "late"),
     ],
 )
 def test_on_the_emulator(lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str) -> None:
-    """Whatever warp goes on first, and however late copies and products are."""
+    """With warps in any order, and copies and wgmmas as late as possible."""
     with emulated(multiprocessors, seed=seed, copies=copies):
         check(arguments_of(lengths, 128, **options))
 
 
-# -- what is launched ----------------------------------------------------------------------------------------------------------
+# -- launches ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
-    """A group, which has all heads, is a CTA, or two with half of 128 heads each."""
+    """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
     mla_sparse.mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_sparse.mla_sparse_program, mla_merge_program)
@@ -188,7 +188,7 @@ def test_an_empty_cache_and_an_empty_batch(launches: list[Launched]) -> None:
     assert launches == []
 
 
-# -- what is declared ----------------------------------------------------------------------------------------------------------
+# -- declarations --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

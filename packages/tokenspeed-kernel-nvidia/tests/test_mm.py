@@ -1,4 +1,4 @@
-"""Products of few rows against float32."""
+"""GEMMs of few rows against float32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ mm = unchecked(operator, launcher_of_mm)
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32
-# Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most, to float16 by 4.9e-4.
+# Relative to a result's norm. Rounding an element to bfloat16 costs 3.9e-3 at most, to float16 4.9e-4.
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 6e-4, SINGLE: 1e-5}
 
 
@@ -55,7 +55,7 @@ def _wanted(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _check(got: Tensor, wanted: Tensor) -> None:
-    """All together, and the worst number: one that is another's, or lacks a part of k, is far off."""
+    """In total, and the worst element: one at a wrong index, or one that lacks a part of k, is far off."""
     assert got.shape == wanted.shape
     assert got.isfinite().all(), f"{int((~got.isfinite()).sum())} of {got.numel()} numbers are not finite"
     off, limit = got.double() - wanted, TOLERANCE[got.dtype]
@@ -120,7 +120,7 @@ def test_biases_and_results(sm90: torch.device, dtype: torch.dtype, bias: Any, o
 
 
 def test_random_calls(sm90: torch.device) -> None:
-    """200 of them, of every kind."""
+    """200 calls, of every kind."""
     draw = random.Random(3)
     for _ in range(200):
         dtype = draw.choice(DTYPES)
@@ -131,7 +131,7 @@ def test_random_calls(sm90: torch.device) -> None:
 
 
 def test_infinities_and_nan(sm90: torch.device) -> None:
-    """They stay in their rows and columns, and nothing is made of what lies behind a row's end."""
+    """They stay in their rows and columns, and memory past a row's end has no effect."""
     k, n = 328, 500
     a, weight = (_numbers(sm90, rows, k, dtype=torch.bfloat16) for rows in (6, n))
     weight[3, 7], weight[40, k - 1], a[2, 0] = torch.inf, torch.nan, torch.inf
@@ -140,7 +140,7 @@ def test_infinities_and_nan(sm90: torch.device) -> None:
 
 
 def test_strides(sm90: torch.device) -> None:
-    """Slices of larger tensors, results with gaps, and weights that lie otherwise."""
+    """Slices of larger tensors, results with gaps, and weights in other layouts."""
     dtype = torch.bfloat16
     wide, stack = _numbers(sm90, 9, 1000, dtype=dtype), _numbers(sm90, 700, 1000, dtype=dtype, scale=0.05)
     bias = _numbers(sm90, 700, 2, dtype=dtype)[:, 0]
@@ -169,7 +169,7 @@ def test_the_same_again(sm90: torch.device) -> None:
 
 
 def test_a_row_alone(sm90: torch.device) -> None:
-    """A row's result does not depend on the rows beside it, as long as the same program serves them."""
+    """A row's result does not depend on the other rows, as long as the same program is used."""
     a, weight = _numbers(sm90, 8, 2880, dtype=torch.bfloat16), _numbers(sm90, 700, 2880, dtype=torch.bfloat16)
     together = mm(a, weight.t())
     for row in range(8):
@@ -195,7 +195,7 @@ def test_a_graph_whose_inputs_change(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_what_the_kernel_before_wrote(sm90: torch.device, graphed: bool) -> None:
-    """Kernels overlap, but each result is the next one's activations, and another's weights right after."""
+    """Kernels overlap (PDL), but each result is the next one's activations, and another's weights right after."""
     n, k = 2000, 2048
     weight, back = (_numbers(sm90, *shape, dtype=torch.bfloat16, scale=0.05) for shape in ((n, k), (k, n)))
     start = _numbers(sm90, 16, k, dtype=torch.bfloat16)
@@ -206,7 +206,7 @@ def test_what_the_kernel_before_wrote(sm90: torch.device, graphed: bool) -> None
         for _ in range(20):
             wide = mm(x, weight.t())
             narrow = mm(wide, back.t())
-            scores = mm(x, narrow.t())  # the kernel before wrote these weights
+            scores = mm(x, narrow.t())  # the preceding kernel wrote these weights
             steps.append((x, wide, scores))
             x = narrow
 
@@ -259,7 +259,7 @@ SCALED = {
 
 
 def _scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: torch.dtype | None, seed: int = 0) -> dict[str, Any]:
-    """Arguments of a product, with a result to write; ``dtype``: of activations, if they are dense."""
+    """Arguments of a GEMM, with an output; ``dtype``: of dense activations."""
     options: dict[str, Any] = {} if dtype is None or name == "mxfp4 weights" else {"a_dtype": dtype}
     arguments = operator.operator.complete(Case(name, SCALED[name][1](m, k, n, **options)).build(device, seed))
     return {**arguments, "out": torch.full((m, n), torch.nan, dtype=dtype or torch.bfloat16, device=device)}
@@ -277,7 +277,7 @@ def _run_scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: 
 
 
 def _dtypes(name: str) -> list[torch.dtype | None]:
-    """Dtypes of activations that go with such weights."""
+    """Activation dtypes that are supported with such weights."""
     return list(DTYPES) if name.startswith("fp8 weights") else [torch.bfloat16] if name.startswith("mx") else [None]
 
 
@@ -299,7 +299,7 @@ def test_random_scaled_calls(sm90: torch.device, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_strides(sm90: torch.device, name: str) -> None:
-    """Scales that lie otherwise, slices of wider weights, and weights that are not stored in rows."""
+    """Scales in other layouts, slices of wider weights, and weights that are not row-major."""
     dtype = _dtypes(name)[0]
     arguments = _scaled(sm90, name, 5, 512, 700, dtype)
     first = mm(**arguments).clone()
@@ -316,7 +316,7 @@ def test_scaled_strides(sm90: torch.device, name: str) -> None:
 
 
 def test_every_fp8_number(sm90: torch.device) -> None:
-    """As weights and as activations, NaN left out."""
+    """As weights and as activations, except NaN."""
     codes = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=torch.uint8, device=sm90).view(E4M3)
     one = torch.ones(1, device=sm90)
     k = 256
@@ -334,7 +334,7 @@ def test_every_fp8_number(sm90: torch.device) -> None:
 
 
 def test_every_mxfp4_number(sm90: torch.device) -> None:
-    """Each code with each scale, also the smallest, the largest, and NaN."""
+    """Each e2m1 value with each scale, also the smallest, the largest, and NaN."""
     row = torch.arange(256, device=sm90)
     packed = torch.zeros(256, 256, 16, dtype=torch.uint8, device=sm90)  # [row, scale, byte], k = 256 * 32
     packed[row, row] = torch.arange(16, dtype=torch.uint8, device=sm90) * 17
@@ -347,15 +347,15 @@ def test_every_mxfp4_number(sm90: torch.device) -> None:
         a = a.view(4, -1)
         wanted = a.cpu().float() @ decode_operands("mm", a, b, None, b_scale)[1].cpu()
         got = mm(a, b, None, b_scale, out_dtype=SINGLE)
-        # Denormal results may be 0.
+        # Subnormal results may be 0.
         torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=2.0**-126, equal_nan=True)
 
 
-# -- what needs no GPU ---------------------------------------------------------------------------------------------------------
+# -- without a GPU -------------------------------------------------------------------------------------------------------------
 
 
 def test_configurations() -> None:
-    """Every program has room in shared memory for some rows of any length, and reads it without conflicts of banks."""
+    """Every configuration fits into shared memory for rows of any length, and reads it without bank conflicts."""
     every = every_config()
     assert len(set(every)) == len(every)
     for config in every:
@@ -374,15 +374,15 @@ def test_configurations() -> None:
 
 
 def test_what_clusters_share() -> None:
-    """Few rows of weights, where each CTA of a cluster has a part of them and a cluster's are one group; or many activations."""
+    """Few rows of weights, where the CTAs of a cluster split k and a cluster's rows are one group; or many activations."""
     assert sharing_of("dense", 1, 128, 5760, 132) == "weights"
     assert sharing_of("dense", 16, 640, 3584, 132) == "weights"
     assert sharing_of("dense", 16, 641, 5760, 132) == "activations"
     assert sharing_of("dense", 8, 641, 5760, 132) == ""
     assert sharing_of("dense", 8, 128, 3583, 132) == ""
-    assert sharing_of("dense", 16, 131, 64, 132) == ""  # a CTA of a pair would have no row
+    assert sharing_of("dense", 16, 131, 64, 132) == ""  # one CTA of a pair would have no row
     assert sharing_of("mxfp4", 16, 128, 5760, 132) == ""
-    # Not all of a row's activations have room.
+    # Whole rows of activations do not fit.
     assert sharing_of("dense", 16, 5120, 8192, 132) == "activations"
     assert sharing_of("dense", 16, 5120, 16384, 132) == ""
     for quads in range(CLUSTER * (CLUSTER - 1), 200):
@@ -391,7 +391,7 @@ def test_what_clusters_share() -> None:
 
 
 def test_which_rows_are_split() -> None:
-    """A cluster's CTAs have room for all of a row; longer ones, and more of them, are others' work."""
+    """A cluster's CTAs can process a whole row; longer rows, and more of them, use the other kernel."""
     for m, k in itertools.product((1, 8, 9, 16), (8, 2880, 7168, 8192)):
         assert is_split(m, MOST_ROWS, 2 * k)
         config = split_of("bfloat16", "bfloat16", m, 2 * k)
@@ -403,7 +403,7 @@ def test_which_rows_are_split() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
-    """Configurations and arguments of launches, which are recorded. What is asked of tensors is that of compiled programs."""
+    """Records configurations and arguments of launches. Tensors are checked like by compiled programs."""
     found: list[tuple[Any, tuple[Any, ...]]] = []
 
     def record(program: Any, config: Any) -> Any:
@@ -444,7 +444,7 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tupl
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, SINGLE], ids=str)
 def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dtype | None) -> None:
-    """PyTorch multiplies what lies otherwise, where it can; else there is a copy."""
+    """PyTorch multiplies other layouts where it can; otherwise they are copied."""
     device = torch.device("cpu")
     a, weight = (_numbers(device, rows, 72, dtype=torch.bfloat16) for rows in (5, 30))
     given = None if bias is None else _numbers(device, 60, dtype=bias)[::2]
@@ -467,7 +467,7 @@ def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dty
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_are_handed_over(asked: list[tuple[Any, tuple[Any, ...]]], name: str) -> None:
-    """By address, with steps of 0 where one serves all; programs are those that are compiled ahead of time."""
+    """By address, with strides of 0 if one scale applies to all; the programs are those that are compiled ahead of time."""
     device = torch.device("cpu")
     for dtype, m, n in itertools.product(_dtypes(name), (1, 16), (100, 5120)):
         arguments = _scaled(device, name, m, 320, n, dtype)

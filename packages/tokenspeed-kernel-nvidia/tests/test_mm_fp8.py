@@ -1,4 +1,4 @@
-"""Products of fp8 by fp8 of many rows against the reference: on the emulator where there is no GPU."""
+"""fp8 by fp8 GEMMs of many rows against the reference: on the emulator if there is no GPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8_program, signatures_of, steps_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import mm_fp8 as launcher_of_mm_fp8
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SERVED, Config, Scales, Served, Stored, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SUPPORTED, Config, Scales, Stored, Supported, config_of, every_config
 
 from .launched import emulated, fresh
 
 mm_fp8 = unchecked(operator, launcher_of_mm_fp8)
 
 BF16, SINGLE = torch.bfloat16, torch.float32
-# Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most.
+# Relative to a result's norm. Rounding an element to bfloat16 costs 3.9e-3 at most.
 TOLERANCE = 4.5e-3
-# What scales a call has, and what `kind_of` says of it.
+# Scales of a call, and their classification by `kind_of`.
 SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "blocks, e8m0": ({"b_scale": "block", "scales": "e8m0"}, ("block", "byte", 128, 128)),
     "blocks, packed": ({"b_scale": "block", "scales": "packed"}, ("block", "byte", 128, 128)),
@@ -39,7 +39,7 @@ SCALES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 
 @pytest.fixture(params=["gpu", "emulator"])
 def sm(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where to compute: on a GPU, or on an emulated one with two clusters, which so have several tiles each."""
+    """The device: a GPU, or an emulated one that runs two clusters, so that each has several tiles."""
     if request.param == "gpu":
         with fresh(module._launch_of):
             yield request.getfixturevalue("sm90")
@@ -54,7 +54,7 @@ def arguments_of(device: torch.device, name: str, m: int, k: int, n: int, **opti
 
 
 def check(arguments: dict[str, Any], **changes: Any) -> Tensor:
-    """Compares all numbers, and the worst one."""
+    """Compares all elements, and the worst one."""
     bias = None if arguments["bias"] is None else arguments["bias"].float()
     wanted = operator(**{**arguments, "out": None, "out_dtype": SINGLE, "bias": bias}, solution="reference").double()
     out = torch.full(wanted.shape, torch.nan, dtype=BF16, device=wanted.device)
@@ -69,7 +69,7 @@ def check(arguments: dict[str, Any], **changes: Any) -> Tensor:
 
 @pytest.fixture(params=[1, 2], ids=["narrow", "wide"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of one width, however many there are."""
+    """Forces tiles of one width, whatever their number."""
 
     def chosen(scales: Scales, stored: Stored, block: int, m: int, n: int, count: int) -> Config:
         return Config(scales, stored, block, request.param)
@@ -80,7 +80,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", SCALES)
 def test_scales(sm: torch.device, name: str) -> None:
-    """Tiles that are not full, some whose other half lies beyond all columns, and a last block that is short."""
+    """Partial tiles, some whose second half is past all columns, and a short last block."""
     arguments = arguments_of(sm, name, 600, 416, 520, bias=BF16)
     assert kind_of(arguments["b"], arguments["a_scale"], arguments["b_scale"]) == SCALES[name][1]
     assert torch.equal(check(arguments), check(arguments))
@@ -116,7 +116,7 @@ def test_no_rows(sm: torch.device) -> None:
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", ["blocks, e8m0", "rows of 128", "blocks of 64"])
 def test_nothing_is_read_before_it_is_there(name: str) -> None:
-    """Copies and products happen as late as they may, or at random times."""
+    """Copies and wgmmas complete as late as possible, or at random times."""
     arguments = arguments_of(torch.device("cpu"), name, 530, 1440, 520)
     for options in ({"copies": "late"}, {"seed": 2}, {"seed": 3}):
         with emulated(module._launch_of, 4, **options):
@@ -124,7 +124,7 @@ def test_nothing_is_read_before_it_is_there(name: str) -> None:
 
 
 def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
-    """A scale of e8m0 may be NaN, and a factor infinite."""
+    """An e8m0 scale may be NaN, and a factor infinite."""
     arguments = arguments_of(sm, "blocks, e8m0", 140, 272, 136)
     arguments["a_scale"] = arguments["a_scale"].clone()
     arguments["a_scale"].view(torch.uint8)[3, 1] = 255
@@ -135,29 +135,29 @@ def test_infinities_stay_in_their_rows(sm: torch.device) -> None:
 
 @pytest.mark.parametrize(("m", "n", "halves"), [(256, 2048, 1), (512, 4096, 1), (1024, 2048, 1), (4096, 7168, 2), (4096, 4096, 2)])
 def test_tiles_are_as_wide_as_was_measured_to_be_quicker(m: int, n: int, halves: int) -> None:
-    for served in SERVED:
+    for served in SUPPORTED:
         assert config_of(served.scales, served.stored, served.block, m, n, 132).halves == halves
 
 
-@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
-def test_every_program_that_is_chosen_is_compiled_ahead(served: Served) -> None:
+@pytest.mark.parametrize("served", SUPPORTED, ids=lambda served: served.name)
+def test_every_program_that_is_chosen_is_compiled_ahead(served: Supported) -> None:
     configs = served.configs()
     assert {config_of(served.scales, served.stored, served.block, m, 4096, 132) for m in (512, 8192)} == {*configs}
     assert {*configs} <= {*mm_fp8_program.usual()}
 
 
-@pytest.mark.parametrize("served", SERVED, ids=lambda served: served.name)
-def test_declared_scales_are_those_of_the_programs(served: Served) -> None:
-    """Each line of the table declares what `kind_of` tells to be its own, and no format is declared twice."""
+@pytest.mark.parametrize("served", SUPPORTED, ids=lambda served: served.name)
+def test_declared_scales_are_those_of_the_programs(served: Supported) -> None:
+    """`kind_of` classifies the scales of each line of the table as that line's, and no format is declared twice."""
     own = {name for name, (_, kind) in SCALES.items() if kind[:3] == (served.scales, served.stored, served.block)}
     signatures = {operator.operator.request(arguments_of(torch.device("cpu"), name, 40, 416, 520)).signature for name in own}
     assert signatures
     assert signatures <= signatures_of(served)
-    assert not any(signatures_of(served) & signatures_of(other) for other in SERVED if other is not served)
+    assert not any(signatures_of(served) & signatures_of(other) for other in SUPPORTED if other is not served)
 
 
 def test_shared_memory_of_every_program() -> None:
-    """Operands and results fit, with what is beside them."""
+    """Operands, results and the rest fit into shared memory."""
     for config in every_config():
         side = 4 * config.columns + 16 * (config.stages + 1)
         scales = 4 * config.stages * config.parts * config.columns if config.scales == "column" else 0
@@ -166,7 +166,7 @@ def test_shared_memory_of_every_program() -> None:
 
 
 def test_steps_of_packed_scales() -> None:
-    """Four exponents of a number are bytes beside each other."""
+    """Four packed exponents are consecutive bytes."""
     packed = torch.zeros(3, 5, dtype=torch.int32).t()
     assert steps_of(packed, 0)[1:] == (4 * packed.stride(1), 4 * packed.stride(0), 1)
     single = torch.zeros(6, 7)

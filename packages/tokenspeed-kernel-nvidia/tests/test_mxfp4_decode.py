@@ -1,4 +1,4 @@
-"""The instructions that decode mxfp4 weights, executed one by one, against what the layout says that words mean."""
+"""The instructions that dequantise mxfp4 weights, executed one by one, against the layout's definition."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF
 
 def words(count: int) -> Tensor:
     random = torch.Generator().manual_seed(3)
-    every = torch.arange(1 << 16)  # in one half, with anything in the other
+    every = torch.arange(1 << 16)  # in one half, with arbitrary bits in the other
     other = torch.randint(0, 1 << 16, (count, 2, 1 << 16), generator=random)
     return torch.cat(((every | other[:, 0] << 16).flatten(), (every << 16 | other[:, 1]).flatten()))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 def test_every_word(kind: str) -> None:
-    """All codes with all scales that a row can have."""
+    """All e2m1 values with all scales that a row can have."""
     word = words(2)
     random = torch.Generator().manual_seed(4)
     fields = torch.randint(0, 254, (4, len(word)), generator=random)
@@ -49,7 +49,7 @@ def test_every_word(kind: str) -> None:
 
 
 def test_bytes_of_e5m2() -> None:
-    """All words' codes, each in the byte that `decode_e5m2` names."""
+    """The values of all words, each in the byte that `decode_e5m2` documents."""
     word = words(2)
     rows = execute(device.E5M2, word)
     for register in range(4):
@@ -64,7 +64,7 @@ def test_bytes_of_e5m2() -> None:
 
 @pytest.mark.parametrize("pairs", [device.FLOAT16_PAIRS, device.NEAR_FLOAT16_PAIRS], ids=["all", "near"])
 def test_scaled_bytes(pairs: str) -> None:
-    """`decode_scaled_e5m2` with all scales that it has exactly, and zero."""
+    """`decode_scaled_e5m2` with all scales for which it is exact, and zero."""
     word = words(1)
     random = torch.Generator().manual_seed(5)
     fields = torch.randint(252 - OCTAVES, 254, (4, len(word)), generator=random)

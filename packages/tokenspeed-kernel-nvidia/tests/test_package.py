@@ -1,4 +1,4 @@
-"""The package around the kernels: what importing it costs, and what it says to wrong calls and machines."""
+"""The package around the kernels: its imports, and its errors for wrong calls and machines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BFLOAT16, INT32 = torch.bfloat16, torch.int32
 
 
 def _python(code: str) -> str:
-    """What a new interpreter prints that finds the package and what it requires."""
+    """The output of a new interpreter that finds the package and its requirements."""
     base = Path(tokenspeed_kernel_base.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, base)))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -105,7 +105,7 @@ def test_functions_are_the_operators(name: str) -> None:
 
 
 def _edges(path: Path) -> set[str]:
-    """Modules of this package that a file imports, inside functions too."""
+    """Modules of this package that a file imports, including inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE.name):
@@ -126,7 +126,7 @@ def test_no_modules_import_each_other() -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Sets which versions of distributions seem to be installed."""
+    """Fakes the installed versions of distributions."""
 
     def pretend(**versions: str | None) -> None:
         def version(name: str) -> str:
@@ -190,7 +190,7 @@ def test_requirements_with_one_probe_are_equal() -> None:
 
 
 def _arguments(name: str, **changed: Any) -> dict[str, Any]:
-    """Of a function: two sequences with two new tokens each."""
+    """Arguments of a function: two sequences with two new tokens each."""
     made: dict[str, Any] = {"q": torch.zeros(4, 4, 64, dtype=BFLOAT16)}
     offsets = torch.tensor([0, 2, 4], dtype=INT32)
     if name == "mha_prefill":
@@ -214,7 +214,7 @@ def _arguments(name: str, **changed: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    """The operator's checks, on any machine, before it is asked what it is."""
+    """The operator's checks, on any machine, before the platform is checked."""
     with pytest.raises(error, match=f"^{name}: .*{message}"):
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
 
@@ -223,7 +223,7 @@ _SMALL_PAGES = {
     **{side: torch.zeros(10, 8, 2, 64, dtype=BFLOAT16) for side in ("k_cache", "v_cache")},
     "page_table": torch.zeros(2, 5, dtype=INT32),
 }
-_ODD = {"q": torch.zeros(4, 6, 64, dtype=BFLOAT16)}  # three query heads a key head, which nobody serves
+_ODD = {"q": torch.zeros(4, 6, 64, dtype=BFLOAT16)}  # a GQA group size of three, which no kernel supports
 
 
 @pytest.mark.parametrize(

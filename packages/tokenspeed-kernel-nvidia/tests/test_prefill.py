@@ -22,7 +22,7 @@ from .oracle import Options
 BF16, FP16 = torch.bfloat16, torch.float16
 GPT_OSS = (64, 8, 64)
 WIDE = (32, 8, 128)
-# Bytes of shared memory that a CTA of sm_90 may have, and registers of a multiprocessor.
+# Maximum shared memory of a CTA of sm_90 in bytes, and registers of an SM.
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
 
 
@@ -122,7 +122,7 @@ def test_thousands_of_sequences(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_scores_that_grow_rescale_the_sums(sm90: torch.device, head_dim: int) -> None:
-    """Keys ever longer toward the first one, so that the maximum rises in most blocks."""
+    """Keys ever longer toward the first one, so that the row max rises in most blocks."""
     q, k, v = oracle.ragged([900], 16, 2, head_dim, BF16, sm90)
     q, k = 4 * q, k * torch.linspace(6, 0.2, 900, device=sm90, dtype=BF16)[:, None, None]
     got = prefill.mha_prefill(q, k, v, oracle.offsets([900], sm90), return_lse=True)

@@ -1,4 +1,4 @@
-"""Prefill and extend of heads that are neither 64 nor 128 wide, with logit caps, and of latent attention, against float32."""
+"""Prefill and extend of head dims other than 64 and 128, with logit caps, and of MLA, against float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .oracle import Options
 mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Bytes of shared memory that a CTA of sm_90 may have, and registers of a multiprocessor.
+# Maximum shared memory of a CTA of sm_90 in bytes, and registers of an SM.
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
 GEMMA = {"logit_cap": 50.0, "softmax_scale": 0.0625}
 
@@ -35,7 +35,7 @@ def check_prefill(
     dtype: torch.dtype = BF16,
     **options: Any,
 ) -> None:
-    """Compares prefill of some lengths with float32, and fails where rows or log-sum-exps differ."""
+    """Compares prefill of some lengths with float32, and fails if rows or LSEs differ."""
     q, k, v = oracle.ragged(lengths, *heads, max(widths), dtype, device, seed=sum(lengths))
     v = v[..., : widths[1]].contiguous()
     out = v.new_full((*q.shape[:2], widths[1]), math.nan)
@@ -54,7 +54,7 @@ def check_extend(
     is_causal: bool = True,
     **options: Any,
 ) -> None:
-    """Compares extend with float32 likewise; slots without a token hold NaN."""
+    """Compares extend with float32 likewise; slots without a token are NaN."""
     case = oracle.paged(q_lens, kv_lens, *heads, widths[0], page_size, BF16, device, sum(kv_lens), widths[1])
     out = case.v_cache.new_full((*case.q.shape[:2], widths[1]), math.nan)
     got = prefill.mha_extend_with_kvcache(
@@ -65,7 +65,7 @@ def check_extend(
 
 
 def check_latent(device: torch.device, q_lens: list[int], kv_lens: list[int], heads: int, is_causal: bool, **options: Any) -> None:
-    """Compares latent attention of tokens to others with float32."""
+    """Compares MLA of tokens to other tokens with float32."""
     q, k, v = oracle.ragged([max(sum(q_lens), sum(kv_lens))], heads, heads, 192, BF16, device)
     q, k, v = q[: sum(q_lens)], k[: sum(kv_lens)], v[: sum(kv_lens), :, :128]
     got = mla_prefill(

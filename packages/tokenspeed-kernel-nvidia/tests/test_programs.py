@@ -1,7 +1,7 @@
-"""The compile cache: what is in its key, who compiles when many ask, and what becomes of a file that is not as it was written.
+"""The compile cache: its key, concurrent compilation, and damaged files.
 
-A kernel of a few lines stands for all. It is compiled for sm_90a, which needs CuteDSL and no GPU. What is loaded is known by what
-it says of wrong arguments, and launched where there is an sm_90.
+A kernel of a few lines stands for all. It is compiled for sm_90a, which needs CuteDSL and no GPU. A loaded program is recognised by
+its errors for wrong arguments, and launched if there is an sm_90.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ except ValueError as error:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """A package with a program, somewhere."""
+    """A package with a program, in a temporary directory."""
     package = tmp_path / "source" / "scaling"
     package.mkdir(parents=True)
     files = {"__init__": "", "scale": KERNEL, "scale_device": DEVICE, "shared": SHARED, "other": "import os\n"}
@@ -114,7 +114,7 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def scaling(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The same, imported, with a cache of its own."""
+    """The same, imported, with its own cache."""
     monkeypatch.syspath_prepend(str(sources.parent))
     monkeypatch.setenv(_programs.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
@@ -124,19 +124,19 @@ def scaling(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def fresh(module: Any) -> Any:
-    """The program as a new process has it: nothing loaded."""
+    """The program as in a new process: nothing loaded."""
     program = module.scale
     return _programs.Program(program._declaration, program.arch, program.configs)
 
 
 def compiled(folder: Path) -> int:
-    """How often something was compiled."""
+    """The number of compilations."""
     log = folder / "compiled"
     return len(log.read_text().split()) if log.exists() else 0
 
 
 def works(launch: Any) -> bool:
-    """Whether it is the kernel, which refuses a tensor of the CPU in words of its own."""
+    """Whether it is the kernel, which rejects a CPU tensor with an error message of its own."""
     x = torch.zeros(4)
     with pytest.raises(ValueError, match=r"x: Tensor\(\[n0\], float32\)"):
         launch(x, x, 4)
@@ -148,14 +148,14 @@ def files(folder: Path) -> list[str]:
 
 
 def asking(sources: Path, folder: Path, factor: int, **environment: str) -> subprocess.Popen[str]:
-    """A new process that asks for a program."""
+    """A new process that requests a program."""
     command = [sys.executable, "-c", ASK, str(HERE), str(sources.parent), str(factor)]
     settings = {**os.environ, _programs.VARIABLE: str(folder / "cache"), "COMPILED": str(folder / "compiled"), **environment}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
 
 
 def answer(process: subprocess.Popen[str]) -> tuple[bool, bool]:
-    """Whether the compiler was imported, and whether what was got works."""
+    """Whether the compiler was imported, and whether the program works."""
     out, error = process.communicate()
     assert process.returncode == 0, error
     imported, right = out.split()
@@ -274,7 +274,7 @@ def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: p
         scaling.scale.compile(scaling.Config(2))
 
 
-# -- what a file may have suffered ---------------------------------------------------------------------------------------------
+# -- damaged files -------------------------------------------------------------------------------------------------------------
 
 
 @needs_dsl
@@ -317,7 +317,7 @@ def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path
 
 @needs_dsl
 def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
-    """Another thing of that name is in its place: the same for root, to whom no folder is read-only."""
+    """A file of that name is in its place, which works for root as well: root can write to read-only folders."""
     (tmp_path / "cache").write_text("a file")
     storage.warn_once.cache_clear()
     with pytest.warns(storage.StorageWarning, match="compiled programs are not kept in .*cache"):
@@ -362,7 +362,7 @@ def test_a_folder_that_is_read_only(scaling: Any, tmp_path: Path) -> None:
 
 @needs_dsl
 def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, tmp_path: Path) -> None:
-    """Killed between writing and renaming: what it left is no program, and the next writer takes it away."""
+    """Killed between writing and renaming: its partial file is no program, and the next writer removes it."""
     config = scaling.Config(2)
     stop = "from pathlib import Path; Path.replace = lambda *_: (print('written', flush=True), sys.stdin.read())\n"
     command = [sys.executable, "-c", stop + ASK, str(HERE), str(sources.parent), "2"]
@@ -379,7 +379,7 @@ def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, t
     assert not any(".part" in name for name in files(tmp_path))
 
 
-# -- many at once --------------------------------------------------------------------------------------------------------------
+# -- concurrent processes ------------------------------------------------------------------------------------------------------
 
 
 @needs_dsl
@@ -410,7 +410,7 @@ def test_it_launches_on_the_current_stream(scaling: Any, sm90: torch.device) -> 
     x = torch.randn(1000, device=sm90)
     y, z = torch.empty_like(x), torch.empty_like(x)
     for config in (scaling.Config(2), scaling.Config(3)):
-        for program in (fresh(scaling), fresh(scaling)):  # made, and loaded
+        for program in (fresh(scaling), fresh(scaling)):  # compiled, and loaded
             program(config)(x, y, 1000)
             assert torch.equal(y, x * config.factor)
     launch = fresh(scaling)(scaling.Config(3))

@@ -1,4 +1,4 @@
-"""The kernel of `rmsnorm_qkv_rope`, executed without a GPU: small calls, by the instructions that a GPU would get."""
+"""The kernel of `rmsnorm_qkv_rope`, executed without a GPU: small calls, with the PTX that a GPU would get."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, made once."""
+    """The PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -124,13 +124,13 @@ def test_a_token_in_the_cache(texts: Any) -> None:
 
 
 def test_several_tokens(texts: Any) -> None:
-    """Warps have tokens of their own; one token is not written."""
+    """Warps have different tokens; one token is not written."""
     run(texts, 3, 96, 2, 1, 64, 5, slots=torch.tensor([5, -1, 0]), index_dtype=torch.int32, norm_dtype=torch.float32)
     run(texts, 8, 1056, 1, 1, 64, 4, residual=False, norm_dtype=torch.float16)
 
 
 def test_several_groups(texts: Any) -> None:
-    """A CTA has more pairs than meet in shared memory at once."""
+    """A CTA has more pairs than fit into shared memory at once."""
     assert 2 * GROUP_PAIRS < 64 * 3 // 2
     run(texts, 2, 64, 1, 1, 64, 2, bias=False, slots=torch.tensor([1, 2]))
 

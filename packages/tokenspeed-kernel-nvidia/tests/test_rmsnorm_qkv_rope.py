@@ -1,4 +1,4 @@
-"""The kernel of `rmsnorm_qkv_rope` against float64, where the operator's cases do not look."""
+"""The kernel of `rmsnorm_qkv_rope` against float64, beyond the operator's cases."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Call:
         return torch.cat([q, k, every[:, turned:]], 1).flatten(1), total
 
     def check(self, **changes: Any) -> None:
-        """Runs the call, and compares what it returns and writes."""
+        """Runs the call, and compares its results and what it writes."""
         given = {**self.given, **changes}
         wanted, total = self.wanted()
         before = [given[name].clone() for name in ("k_cache", "v_cache")]
@@ -121,7 +121,7 @@ def test_tokens(sm90: torch.device, tokens: int) -> None:
     [(8, 1, 1, 64), (4096, 32, 8, 128), (MOST_HIDDEN, 64, 8, 128), (1000, 3, 1, 64), (2048, 100, 10, 128), (7168, 9, 3, 64)],
 )
 def test_shapes(sm90: torch.device, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Of models; heads that share no CTA, and many groups of pairs."""
+    """Shapes of models; heads that share no CTA, and many groups of pairs."""
     for tokens in (1, 3, 8):
         Call(sm90, tokens, hidden, heads, kv_heads, head_dim, page_size=5, seed=tokens).check()
 
@@ -144,7 +144,7 @@ def test_tokens_that_are_not_written(sm90: torch.device, index_dtype: torch.dtyp
 
 
 def test_strides(sm90: torch.device) -> None:
-    """Memory that other things lie between, rows that begin anywhere, and caches whose elements are apart."""
+    """Interleaved memory, unaligned rows, and caches with gaps between elements."""
     for target in ("x", "residual"):
         call = Call(sm90, 4)
         call.check(residual_out=call.given[target])
@@ -173,7 +173,7 @@ def test_the_same_alone_and_with_others(sm90: torch.device) -> None:
 
 
 def test_every_size_has_room() -> None:
-    """Tokens, a ring of several stages, and the barriers with the sums of squares fit into shared memory."""
+    """Tokens, a ring buffer of several stages, and the barriers with the sums of squares fit into shared memory."""
     assert [config.head_dim for config in every_config()] == list(HEAD_DIMS)
     for tokens, hidden in itertools.product((1, MOST_TOKENS), (8, 2880, MOST_HIDDEN)):
         numbers = launch_parameters_of(QkvConfig("bfloat16", 64), tokens, 5120, hidden, 132)

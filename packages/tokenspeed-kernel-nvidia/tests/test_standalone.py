@@ -1,8 +1,8 @@
-"""The wheels, built and installed into an empty environment: ours alone first, then with tokenspeed-kernel beside it.
+"""The wheels, built and installed into an empty environment: this package alone first, then with tokenspeed-kernel.
 
-The environment is new. Of the one that runs the tests it has PyTorch, CuteDSL and what those need, as links, and nothing of this
-project: an editable installation there is a file of paths, and such files are not linked. A program is compiled there, for sm_90a;
-it is launched where there is an sm_90.
+The environment is new. It links PyTorch, CuteDSL and their requirements from the environment that runs the tests, and nothing of
+this project: an editable installation there is a file of paths, and such files are not linked. A program is compiled there for
+sm_90a, and launched if there is an sm_90.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ print(json.dumps({{
 
 
 class Environment:
-    """A virtual environment with links to what PyTorch and CuteDSL need."""
+    """A virtual environment with links to PyTorch's and CuteDSL's requirements."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -95,7 +95,7 @@ class Environment:
         self.site_packages = Path(self.run(purelib).strip())
         for module in ("torch", "nvidia_cutlass_dsl", "tvm_ffi", "numpy"):
             self._link_all_beside(Path(_folder(module)).parent)
-        # How CuteDSL's wheel puts its own folder on the path.
+        # CuteDSL's wheel adds its own folder to the path in this way.
         (self.site_packages / "cutedsl.pth").write_text(f"{_folder('cutlass').rpartition('/')[0]}\n")
 
     def _link_all_beside(self, folder: Path) -> None:
@@ -106,17 +106,17 @@ class Environment:
                 link.symlink_to(entry)
 
     def install(self, wheel: Path) -> None:
-        """By the pip of the environment that runs the tests. Dependencies are linked already."""
+        """Uses the pip of the environment that runs the tests. Dependencies are linked already."""
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
         _output([*pip, "install", "--no-index", "--no-deps", str(wheel)])
 
     def run(self, code: str) -> str:
-        """What a script prints. The folder that the tests run in is not on its path."""
+        """The output of a script. The tests' working directory is not on its path."""
         return _output([str(self.python), "-I", "-c", code], TOKENSPEED_KERNEL_PROGRAMS=str(self.where / "programs"))
 
 
 def _output(command: list[str], **settings: str) -> str:
-    """What a command prints, without our own settings and without the paths that the tests' own Python was given."""
+    """The output of a command, without this project's settings and without the Python paths of the tests."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENSPEED_", "PYTHON"))}
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **settings}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Experts for few tokens against float32, which program serves what, and what the launcher hands to it."""
+"""MoE experts for few tokens against float32, the choice of programs, and the launcher's arguments."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_options(sm90: torch.device, options: dict[str, Any]) -> None:
 def test_skipped_slots_and_empty_experts(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(40)
-    ids[ids % 3 == 0] = -1  # six experts have nothing to do
+    ids[ids % 3 == 0] = -1  # six experts have no pairs
     ids[17] = -7
     weights[ids < 0] = torch.nan
     got = layer.run(x, weights, ids)
@@ -91,13 +91,13 @@ def test_skipped_slots_and_empty_experts(sm90: torch.device) -> None:
     assert (got[17] == 0).all()
     out = torch.full_like(x, torch.nan)
     assert (layer.run(x, weights, torch.full_like(ids, -1), out) == 0).all()
-    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # one expert alone
+    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # only one expert
 
 
 def test_one_expert_for_all(sm90: torch.device) -> None:
     layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(100)
-    layer.check(x, weights, torch.full_like(ids, 5))  # twice by each token
+    layer.check(x, weights, torch.full_like(ids, 5))  # each token has it twice
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -116,7 +116,7 @@ def test_few_tokens(sm90: torch.device, dtype: torch.dtype, count: int) -> None:
 
 @pytest.mark.parametrize("pairs", [31, 32, 33])
 def test_lists_of_a_warp_and_of_a_cta(sm90: torch.device, pairs: int) -> None:
-    """Up to 32 pairs are sorted by a warp."""
+    """Up to 32 pairs are sorted by one warp."""
     layer = Layer(sm90, 24, 1, 96, 64, **GPT_OSS)
     x, weights, ids = layer.tokens(pairs)
     ids[pairs // 2] = -1
@@ -137,7 +137,7 @@ def test_strides(sm90: torch.device, count: int) -> None:
     x, weights, ids = layer.tokens(count)
     wanted = layer.wanted(x, weights, ids)
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
-    # Rows at multiples of 16 bytes, then rows that begin beside them, then rows that lie at no multiples of them.
+    # Aligned rows, then slices that begin between multiples of 16 bytes, then rows whose pitch is not a multiple of 16 bytes.
     for first, width in ((8, 400), (3, 400), (8, 397)):
         wide_x, wide_out = (torch.full((count, width), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
         wide_x[:, first : first + 192] = x
@@ -151,7 +151,7 @@ def test_strides(sm90: torch.device, count: int) -> None:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
 def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Each row is scaled by its own largest number, which may be far from others', and from the rest of the row."""
+    """Each row is scaled by its own amax, which may be far from others', and from the rest of the row."""
     layer = Layer(sm90, 4, 4, 96, 160, dtype=dtype, **options)
     x, weights, ids = layer.tokens(9)
     x[2] = 0
@@ -212,7 +212,7 @@ def _capture(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> tuple[torch.c
 
 
 def _change(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Other tokens, for other experts, some of them skipped, where a graph reads them."""
+    """Writes other tokens, for other experts, some of them skipped, to the memory that a graph reads."""
     x, weights, ids = layer.tokens(len(call[0]))
     for old, new in zip(call, (x, weights, torch.where(ids > 3, ids, -1)), strict=True):
         old.copy_(new)
@@ -250,7 +250,7 @@ def test_two_graphs(sm90: torch.device) -> None:
 
 
 def test_two_streams(sm90: torch.device) -> None:
-    """Launches wait on both until all of them are queued, and then overlap. They leave their counters zero."""
+    """Launches on both streams wait until all of them are queued, and then overlap. They leave their counters zero."""
     layer = Layer(sm90, 32, 4, 960, 640, **GPT_OSS)
     calls = [layer.tokens(16), layer.tokens(60)]
     wanted = [layer.run(*call) for call in calls]
@@ -278,7 +278,7 @@ def test_two_streams(sm90: torch.device) -> None:
 
 
 def test_kernels_that_overlap(sm90: torch.device) -> None:
-    """Kernels begin while the ones before end: each output is the next call's tokens."""
+    """Kernels overlap (PDL): each output is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
     x, weights, ids = layer.tokens(24)
     wanted = x
@@ -301,7 +301,7 @@ def test_kernels_that_overlap(sm90: torch.device) -> None:
         assert torch.equal(captured, wanted)
 
 
-# -- which program serves what -----------------------------------------------------------------------------------------------------
+# -- the choice of programs --------------------------------------------------------------------------------------------------------
 
 
 def test_programs() -> None:
@@ -352,7 +352,7 @@ def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_p
 
 @st.composite
 def _routings(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Pairs of each expert, of which a launch has no more than it takes, and pairs that are skipped."""
+    """Pairs of each expert, in total no more than a launch takes, and skipped pairs."""
     counts = draw(st.lists(st.one_of(st.sampled_from([0, 1, 5, 9, 17]), st.integers(0, 200)), min_size=1, max_size=MAX_EXPERTS))
     left, kept = MAX_PAIRS, []
     for count in counts:
@@ -374,7 +374,7 @@ def test_room_for_all_entries(routing: tuple[list[int], int], config: Config) ->
 
 @dataclass
 class Launch:
-    """What a program was handed, and the workspace that was made for it."""
+    """The arguments of a program, and the workspace that was made for it."""
 
     config: Config
     arguments: tuple[Any, ...]
@@ -387,7 +387,7 @@ class Launch:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """Launches, none of which is made: programs double their tokens instead, and refuse what compiled ones do."""
+    """Launches, none of which is run: programs double their tokens instead, and reject what compiled ones reject."""
     found: list[Launch] = []
     made: list[Workspace] = []
 
@@ -420,7 +420,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 
 def _checked(layer: Layer, found: list[Launch], x: Tensor, weights: Tensor, ids: Tensor, out: Tensor | None = None) -> list[int]:
-    """Makes a call, and looks at its launches. Returns the tokens of each."""
+    """Makes a call, and checks its launches. Returns the tokens of each."""
     plan = layer.plan
     got = layer.run(x, weights, ids, out)
     assert out is None or got is out
@@ -479,7 +479,7 @@ def test_no_launch_has_more_pairs_than_it_takes(
 @pytest.mark.parametrize("top_k", range(1, MAX_TOP_K + 1))
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_sizes(launches: list[Launch], dtype: torch.dtype, top_k: int) -> None:
-    """What a program is asked for is compiled ahead of time."""
+    """The programs that are used are compiled ahead of time."""
     every = set(every_config())
     sizes = ((32, 32, 8), (768, 800, 8), (2880, 32, 9), (32, 4096, 8), (max_k(), 64, 8), (64, max_k(), 8), (32, 32, MAX_EXPERTS))
     for hidden, intermediate, experts in sizes:
@@ -493,7 +493,7 @@ def test_sizes(launches: list[Launch], dtype: torch.dtype, top_k: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 300])
 def test_layouts(launches: list[Launch], tokens: int) -> None:
-    """Whatever the caller's tensors are like, what programs get has rows at multiples of 16 bytes, and ``out`` comes back."""
+    """Whatever the layout of the caller's tensors, programs get aligned rows, and ``out`` is returned."""
     layer = Layer(CPU, 8, 4, 64, 96)
     x, weights, ids = layer.tokens(tokens)
     weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
@@ -513,7 +513,7 @@ def test_layouts(launches: list[Launch], tokens: int) -> None:
     ],
 )
 def test_a_plan_that_names_the_kernel_is_checked(changes: dict[str, Any], message: str) -> None:
-    """Naming a kernel passes by its traits."""
+    """Naming a kernel skips its traits."""
     options = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, "weight_format": "mxfp4", **changes}
     plan = moe_plan(**options, platform=cpu_platform(), override="reference_moe_apply")  # type: ignore[arg-type]
     x, ids = torch.zeros(1, plan.hidden_size, dtype=torch.bfloat16), torch.zeros(1, plan.top_k, dtype=torch.int32)

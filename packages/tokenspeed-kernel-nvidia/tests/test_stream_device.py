@@ -1,4 +1,4 @@
-"""What the device code of experts for few tokens consists of, as far as it can be looked at without a GPU."""
+"""Parts of the device code of experts for few tokens that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import Entry, Shapes, 
 
 from .snippets import bits, execute
 
-LARGEST = 256.0  # a row is scaled so that all of its numbers are smaller
+LARGEST = 256.0  # a row is scaled so that all of its elements are smaller
 
 
 def scaled_numbers(dtype: torch.dtype) -> Tensor:
-    """All numbers of a type, multiplied by all powers of 2 that rows are, as far as a row can have them then."""
+    """All values of a type, times all powers of 2 that rows are scaled by, as far as they occur in a scaled row."""
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
-    # Rows of float16 have largest numbers from 2^15 to 2^-24. bfloat16 has all exponents that matter by itself.
+    # float16 rows have an amax from 2^15 to 2^-24. bfloat16's own values already have all relevant exponents.
     exponents = range(-8, 32) if dtype == torch.float16 else range(1)
     numbers = torch.cat([every * 2.0**exponent for exponent in exponents])
     return numbers[numbers.abs() < LARGEST]  # neither NaN nor infinity
 
 
 def split(numbers: Tensor, others: Tensor, parts: int) -> Tensor:
-    """``[parts, 2, n]``: the values of the bytes that pairs of numbers become."""
+    """``[parts, 2, n]``: the dequantised fp8 parts of pairs of values."""
     words = execute(rows._split(parts), bits(numbers), bits(others))
     assert len(words) == parts
     assert all((word >> 16 == 0).all() for word in words), "bytes are joined by or"
@@ -47,7 +47,7 @@ def test_parts_of_a_row_restore_its_numbers(dtype: torch.dtype) -> None:
     parts = PARTS[str(dtype).removeprefix("torch.")]
     numbers = scaled_numbers(dtype)
     others = numbers.flip(0)
-    step = 2.0**-9 / rows.REST ** (parts - 1)  # between the smallest numbers of the last part
+    step = 2.0**-9 / rows.REST ** (parts - 1)  # between the smallest values of the last part
     restored = sum(part / rows.REST**at for at, part in enumerate(split(numbers, others, parts)))
     assert isinstance(restored, Tensor)
     for got, given in zip(restored, (numbers, others), strict=True):
@@ -58,7 +58,7 @@ def test_parts_of_a_row_restore_its_numbers(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("parts", [2, 3])
 def test_parts_of_what_is_no_number(parts: int) -> None:
-    """NaN stays NaN, in its own byte; infinity and what is too large become something finite."""
+    """NaN stays NaN, in its own byte; infinity and values out of range become finite."""
     given = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6])
     found = split(given, torch.full((4,), 3.0), parts)
     assert found[:, 0, 0].isnan().all()

@@ -1,4 +1,4 @@
-"""Experts for few tokens, executed without a GPU: small layers, by the instructions that a GPU would get."""
+"""MoE experts for few tokens, executed without a GPU: small layers, with the PTX that a GPU would get."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The PTX of a program, made once."""
+    """The PTX of a program, compiled once."""
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
@@ -47,7 +47,7 @@ def bytes_of(x: Tensor) -> Any:
 def executed(
     texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
 ) -> Tensor:
-    """The output of a launch, which leaves its counters zero."""
+    """The output of a launch, which must leave its counters zero."""
     x, weights, ids = call
     plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24)
     config = config_of(DTYPES[plan.dtype], max(plan.hidden_size, plan.intermediate_size), pairs / plan.num_experts)
@@ -77,7 +77,7 @@ def executed(
 
 
 def some_experts(ids: Tensor) -> Tensor:
-    """A third of all slots are skipped, and all of a token."""
+    """Skips a third of all slots, and all slots of one token."""
     ids = torch.where(ids % 3 == 2, -1, ids)
     ids[len(ids) // 2] = -5
     return ids
@@ -90,7 +90,7 @@ def some_experts(ids: Tensor) -> Tensor:
         (torch.float16, 4, 2, 64, 96, 5, 2, 1),
         (torch.bfloat16, 8, 4, 96, 64, 10, 2, 2),  # more pairs than a warp sorts
         pytest.param(torch.bfloat16, 16, 4, 192, 160, 20, 3, 2, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 4, 2, 1024, 320, 3, 2, 1, marks=pytest.mark.slow),  # stages are used again
+        pytest.param(torch.bfloat16, 4, 2, 1024, 320, 3, 2, 1, marks=pytest.mark.slow),  # stages are reused
     ],
 )
 def test_layers(
@@ -114,7 +114,7 @@ def test_layers(
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_numbers_far_from_one(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: no projection's result is beyond float32, nor are the products of gates and ups."""
+    """Tokens and weights times powers of 2: neither projection overflows float32, nor does the product of gate and up."""
     layer = RandomLayer(CPU, 4, 2, 96, 64)
     given = layer.given
     assert given.w13_weight_scale is not None
@@ -128,7 +128,7 @@ def test_numbers_far_from_one(texts: Any, tokens_by: int, w13_by: int, w2_by: in
 
 
 def test_activations_beyond_float16(texts: Any) -> None:
-    """A token with infinity is NaN, like any other that has none; so is no other."""
+    """A token with infinity becomes NaN, and no other token does."""
     layer = RandomLayer(CPU, 4, 2, 64, 96, dtype=torch.float16)
     x, weights, ids = layer.wide_tokens(5)
     wanted = layer.wanted(x, weights, ids)
@@ -141,7 +141,7 @@ def test_activations_beyond_float16(texts: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_numbers_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
-    """Outliers by which weights multiply nothing: in some tokens, and in all activations."""
+    """Outliers whose weights are zero: in some tokens, and in all activations."""
     layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None
     layer.given.w13_weight_bias[:, [0, 96]] = 2.0**15
@@ -152,7 +152,7 @@ def test_small_numbers_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
 
 
 def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
-    """Tokens choose an expert twice, and there is room for one CTA at a time."""
+    """Tokens choose an expert twice, and only one CTA can run at a time."""
     layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)
     x, weights, _ = layer.tokens(3)
     ids = torch.tensor([[3, 3, 3, 3], [3, -1, 3, 0], [2, 3, 1, 0]], dtype=torch.int32)

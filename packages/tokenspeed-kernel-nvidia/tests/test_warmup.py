@@ -1,4 +1,4 @@
-"""Compiling ahead of time: what there is, what is chosen of it, what is said of it. What is compiled here is a stand-in."""
+"""Ahead-of-time compilation: the listing, the selection and the output. The programs compiled here are stand-ins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """Two programs in place of ours, of which one compiles and one does not, and what was compiled."""
+    """Two programs in place of this package's, one that compiles and one that does not, and what was compiled."""
     monkeypatch.setenv(_programs.VARIABLE, str(tmp_path))
     done: list[Any] = []
 
@@ -52,7 +52,7 @@ def test_every_program_is_found() -> None:
 
 
 def test_configurations_are_values() -> None:
-    """They name files and travel to other processes: so many that are all different, and the same when they are made again."""
+    """They name files and are pickled to other processes, so they must be distinct, and equal when they are made again."""
     for program in warmup.programs():
         configs = program.configs()
         assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))
@@ -108,8 +108,8 @@ def test_nothing_is_compiled_that_cannot_be_kept(two: list[Any], monkeypatch: py
         list(warmup.warm_up(warmup.select(), jobs=1))
 
 
-# Six configurations. Compiling the third and later ones does not end while the test holds a pipe open: each has a file that is half
-# written, and a linker that would write another.
+# Six configurations. Compilations from the third on do not end while the test holds a pipe open: each has a partial file, and a
+# linker process that would write another one.
 SLOW = """
 import os, subprocess, sys
 from tokenspeed_kernel_base.storage import part_of
@@ -176,7 +176,7 @@ def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, w
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Tests in the background of a shell inherit that it is ignored.
+        # Tests in the background of a shell inherit that SIGINT is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     holder = os.open(held, os.O_RDWR)
@@ -187,7 +187,7 @@ def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, w
         time.sleep(0.05)
     assert len([*cache.glob(".*.part")]) == 2
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
-    out, error = process.communicate()  # which returns when all that inherited stdout have ended, linkers too
+    out, error = process.communicate()  # returns when all processes that inherited stdout have ended, linkers included
     os.close(holder)
     assert process.returncode == 130
     assert "interrupted after 2 of 6, which are kept; the same command goes on with the rest" in out

@@ -1,8 +1,8 @@
 """Kernels for NVIDIA Hopper (sm_90: H100, H200), as plain functions and as a plugin of tokenspeed-kernel.
 
 Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_nvidia import mha_prefill``. It
-has the operator's signature, docstring and checks, and is served by the kernels of this package alone. NoKernelFoundError, a
-RuntimeError, says why each of them does not serve a call: the machine may be another one, for instance.
+has the operator's signature, docstring and checks, and uses only this package's kernels. If none is eligible, it raises
+NoKernelFoundError, a RuntimeError, which gives the reason for each kernel, for instance that the machine is another one.
 
 Importing the package imports neither PyTorch nor CuteDSL and works on any machine.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tokenspeed_kernel_base.standalone import functions_of
 from tokenspeed_kernel_nvidia.version import __version__
 
-if TYPE_CHECKING:  # so that editors and type checkers know them; others work all the same
+if TYPE_CHECKING:  # for editors and type checkers only; at run time `functions_of` makes them
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill

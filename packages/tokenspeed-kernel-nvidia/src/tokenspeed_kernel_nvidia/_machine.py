@@ -1,4 +1,4 @@
-"""Whether this machine compiles and runs the kernels: which CuteDSL there is, and which device. Imports no CuteDSL."""
+"""Whether this machine compiles and runs the kernels: the CuteDSL version and the device. Imports no CuteDSL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry noth
 
 @functools.cache
 def dsl_gap() -> str | None:
-    """Why the installed CuteDSL does not do, or None where it does. From package metadata."""
+    """Why the installed CuteDSL cannot be used, or None if it can. From package metadata."""
     needed = f"needs {DSL} >= {'.'.join(map(str, NEEDED_DSL))}"
     try:
         version = metadata.version(DSL)
@@ -37,28 +37,28 @@ def dsl_gap() -> str | None:
 
 @functools.cache
 def capability_of(device: int) -> tuple[int, int]:
-    """Compute capability of a device, by PyTorch's number for it."""
+    """Compute capability of a device, by PyTorch's index."""
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
 
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """Streaming multiprocessors of a device, by PyTorch's number for it."""
+    """The number of SMs of a device, by PyTorch's index."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache
 def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters of CTAs, one on a multiprocessor, a device runs at the same time.
+    """How many clusters of CTAs, one CTA per SM, a device runs at the same time.
 
-    A cluster is in one group of multiprocessors, and the groups of a device differ in size: an H100 has 132 multiprocessors and
-    place for 15 clusters of eight, not 16. If the driver answers with an error, one for each ``size`` multiprocessors.
+    A cluster runs within one GPC, and a device's GPCs differ in their number of SMs. So an H100 has 132 SMs, but runs 15 clusters
+    of eight, not 16. If the driver returns an error, the result is one cluster for each ``size`` SMs.
 
     Args:
-        device: PyTorch's number for it; negative for none.
+        device: PyTorch's index; negative for none.
         size: CTAs of a cluster.
-        threads: of a CTA.
+        threads: threads of a CTA.
         shared_bytes: dynamic shared memory of a CTA.
     """
     most = max(1, multiprocessors(device) // size)
@@ -70,12 +70,12 @@ def clusters_at_once(device: int, size: int, threads: int, shared_bytes: int) ->
 
 
 def _clusters_at_once(most: int, size: int, threads: int, shared_bytes: int) -> int:
-    """What the driver says; 0 if it answers with an error."""
+    """The driver's answer; 0 if it returns an error."""
     driver: Any = importlib.import_module("cuda.bindings.driver")
     error, module = driver.cuModuleLoadData(_NOTHING)
     if error:
         return 0
-    _, function = driver.cuModuleGetFunction(module, b"nothing")  # after an error, the last call has one, too
+    _, function = driver.cuModuleGetFunction(module, b"nothing")  # an error here recurs in the occupancy query below
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     driver.cuFuncSetAttribute(function, attribute, shared_bytes)
     value = driver.CUlaunchAttributeValue()

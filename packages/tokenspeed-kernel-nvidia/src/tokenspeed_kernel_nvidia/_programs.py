@@ -1,6 +1,6 @@
-"""Programs: kernels of CuteDSL that compile once for each configuration, and are kept on disk as machine code.
+"""Programs: CuteDSL kernels, compiled once for each configuration and cached on disk as machine code.
 
-A kernel's module declares a program beside its configuration, and names the module of the device code inside it::
+A kernel's launcher module declares a program for its configurations, and imports the device code inside it::
 
     @program(arch="sm_90a", configs=every_config)
     def decode_program(config: Config):
@@ -10,11 +10,11 @@ A kernel's module declares a program beside its configuration, and names the mod
 ``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
 process loads it from the cache, which imports neither the compiler nor the device code, or compiles it.
 
-A file of the cache is a shared library with a checksum behind it, or an object where there is no linker; that one is loaded by
-CuteDSL. Its name says what it was made from: the sources of the declaring module and of all that it imports from this package, the
-configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. Of the processes that want the same program
-one compiles it, and the others wait. A damaged file is kept aside, with a warning, and compiled again. Where nothing can be kept,
-programs are compiled for the process alone.
+A cache file is a shared library followed by a checksum, or an object file if there is no linker; CuteDSL loads those. The file name
+contains a hash of what it was made from: the sources of the declaring module and of all modules of this package that it imports,
+the configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. If several processes need the same
+program, one compiles it and the others wait. A damaged file is set aside with a warning, and the program is compiled again. If
+nothing can be cached, programs are compiled in each process.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _FORMAT = 1
 _FUNCTION = "program"
 _RUNTIME = "libcute_dsl_runtime.so"
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|.*)|import[ \t]+(.*))", re.MULTILINE)
-# What ends a file: this, and the SHA-256 of all before it. Loaders look at neither.
+# Trailer of a file: this mark, and the SHA-256 of everything before it. Loaders ignore both.
 _MARK = b"tokenspeed-kernel program"
-# CuteDSL's own variables that change what it makes.
+# CuteDSL's environment variables that change its output.
 _SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
-# Compiling takes seconds. Whoever holds the lock for longer is stuck.
+# Compiling takes seconds. A process that holds the lock for longer is stuck.
 _PATIENCE_S = 300.0
-# The compiler keeps its state in globals.
+# The compiler keeps its state in globals, so one thread compiles at a time.
 _compiler = threading.RLock()
 _libraries: dict[Path, ctypes.CDLL] = {}
 
@@ -70,9 +70,9 @@ def program(
     """Makes a `Program` of a function from a configuration to a ``cute.jit`` function and its fake arguments, the stream last.
 
     Args:
-        arch: what it is compiled for, as CuteDSL spells it: ``"sm_90a"``.
-        configs: gives all configurations that are served.
-        usual: gives those that calls get without asking for a kernel by name, for who compiles ahead of time; all if not given.
+        arch: the architecture to compile for, as CuteDSL spells it: ``"sm_90a"``.
+        configs: returns all supported configurations.
+        usual: returns those that selection uses by itself, for compiling ahead of time; all if not given.
     """
 
     def declare(declaration: Declaration[ConfigT]) -> Program[ConfigT]:
@@ -86,9 +86,9 @@ class Program(Generic[ConfigT]):
 
     Attributes:
         name: of the declaring module and function, without the package.
-        arch: what it is compiled for.
-        configs: gives all configurations that are served.
-        usual: gives those that calls get without asking for a kernel by name.
+        arch: the architecture to compile for.
+        configs: returns all supported configurations.
+        usual: returns those that selection uses by itself, without a request for a kernel by name.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Program(Generic[ConfigT]):
         return f"<program {self.name} for {self.arch}>"
 
     def __call__(self, config: ConfigT) -> Launch:
-        """The compiled program: from this process, from the cache, or made now.
+        """The compiled program: from this process, from the cache, or compiled now.
 
         Returns:
-            A function of the fake arguments' counterparts without the stream. It raises TypeError or ValueError where a dtype,
-            a shape, an alignment or a device is not what it was compiled for, and launches on the current stream otherwise.
+            A function of the fake arguments' counterparts without the stream. It launches on the current stream. It raises
+            TypeError or ValueError if a dtype, a shape, an alignment or a device differs from what it was compiled for.
         """
         try:
             return self._loaded[config]
@@ -126,17 +126,17 @@ class Program(Generic[ConfigT]):
             return self._load(config)
 
     def compile(self, config: ConfigT, options: str = "") -> Any:
-        """Compiles it here and now, without the cache. No GPU is needed.
+        """Compiles it now, without the cache. No GPU is needed.
 
         Args:
             config: the configuration.
-            options: more of what ``cute.compile`` takes, for instance ``"--keep-cubin --dump-dir /tmp/x"``.
+            options: further options of ``cute.compile``, for instance ``"--keep-cubin --dump-dir /tmp/x"``.
 
         Returns:
-            What ``cute.compile`` returns.
+            The result of ``cute.compile``.
 
         Raises:
-            RuntimeError: there is no CuteDSL.
+            RuntimeError: CuteDSL is not installed.
         """
         if importlib.util.find_spec("cutlass") is None:
             raise RuntimeError(f"{self.name} is not compiled yet, which needs {DSL}: pip install {DSL}")
@@ -147,7 +147,7 @@ class Program(Generic[ConfigT]):
             return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {self.arch} {options}")
 
     def file(self, config: ConfigT) -> Path | None:
-        """Where the cache has it, or would have it; None where nothing is kept."""
+        """The cache file, whether it exists or not, without its suffix; None if the cache is off."""
         directory = cache_directory()
         if directory is None:
             return None
@@ -182,7 +182,7 @@ class Program(Generic[ConfigT]):
         if found is not None:
             return found
         with _alone(file):
-            found = _read(file)  # somebody else may have made it meanwhile
+            found = _read(file)  # another process may have made it meanwhile
             if found is None:
                 for path, whole in _kept(file):
                     if not whole:
@@ -196,22 +196,22 @@ class Program(Generic[ConfigT]):
 
 
 def _declared(module: str, name: str) -> Any:
-    """What a pickled program is unpickled to: that of the other process."""
+    """Unpickles a program: returns this process's object of that name."""
     return getattr(importlib.import_module(module), name)
 
 
 def cache_directory() -> Path | None:
-    """Where compiled programs are kept: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache
-    directory; None if the variable says ``off``, or there is no home.
+    """The cache directory: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache directory; None if
+    the variable is ``off``, or there is no home directory.
     """
     return settings.kept_in(settings.directory(os.environ.get(VARIABLE, "")), "programs")
 
 
 def source_digest(module: str) -> str:
-    """Of the source of a module, and of all modules of its package that it imports, directly or not, wherever in them.
+    """Hash of the source of a module, and of all modules of its package that it imports, directly or indirectly, at any place.
 
-    Nothing is imported. Left out are this module, of which the rest of the key says what matters, and the package's own
-    ``__init__``, through which everything can be reached.
+    Nothing is imported. This module is left out, because the rest of the key covers what matters of it. So is the package's own
+    ``__init__``, from which everything is reachable.
     """
     digest = hashlib.sha256()
     for name, source in sorted(_sources(module).items()):
@@ -233,7 +233,7 @@ def _sources(module: str) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Where the source of a module lies, if it is one and its package has been imported."""
+    """The source file of a module, if it is a module and its package has been imported."""
     package, *parts = module.split(".")
     root = sys.modules[package].__file__
     if root is None or not parts:
@@ -243,9 +243,9 @@ def _file_of(module: str) -> Path | None:
 
 
 def _imported(source: str, package: str) -> Iterator[str]:
-    """Names that a source in a package imports and that might be modules below the same outermost package.
+    """Names imported by a source in a package that may be modules below the same top-level package.
 
-    Text that looks like an import does for one: a module too many in the key is no harm, and parsing costs ten times as much.
+    Text that looks like an import counts as one: an extra module in the key does no harm, and parsing costs ten times as much.
     """
     outermost = package.partition(".")[0] + "."
     for origin, members, plain in _IMPORT.findall(source):
@@ -263,7 +263,7 @@ def _imported(source: str, package: str) -> Iterator[str]:
 
 @functools.cache
 def toolchain() -> tuple[str, ...]:
-    """Versions of what compiles and of what the programs are linked to."""
+    """Versions of the compiler and of the libraries that programs are linked to."""
     runtime = _runtime()
     flavor = "unknown" if runtime is None else runtime.parent.parent.name
     return f"{DSL} {_version(DSL)}", flavor, f"apache-tvm-ffi {_version('apache-tvm-ffi')}", os.uname().machine
@@ -278,9 +278,9 @@ def _version(distribution: str) -> str:
 
 @functools.cache
 def _runtime() -> Path | None:
-    """CuteDSL's runtime library; None where it does not lie where its wheels put it, and CuteDSL must be asked.
+    """CuteDSL's runtime library; None if it is not where the wheels put it, so that CuteDSL must be queried.
 
-    There may be one for CUDA 12 and one for CUDA 13. CuteDSL takes the newest that the driver can run, and so must this.
+    There may be one for CUDA 12 and one for CUDA 13. Like CuteDSL, this picks the newest that the driver can run.
     """
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     if spec is None or not spec.submodule_search_locations:
@@ -296,7 +296,7 @@ def _runtime() -> Path | None:
 
 
 def _driver_major() -> int | None:
-    """The newest CUDA that the driver runs, or None where there is no driver."""
+    """The newest CUDA major version that the driver runs, or None if there is no driver."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -306,7 +306,7 @@ def _driver_major() -> int | None:
 
 
 def _runtime_libraries() -> list[Path]:
-    """What a linked program needs in the process: CuteDSL's runtime and TVM-FFI."""
+    """The libraries that a linked program needs in the process: CuteDSL's runtime and TVM-FFI."""
     import tvm_ffi
 
     runtime = _runtime()
@@ -318,12 +318,12 @@ def _runtime_libraries() -> list[Path]:
 
 
 def _sealed(body: bytes) -> bytes:
-    """A program with its checksum behind it."""
+    """A program followed by its checksum."""
     return body + _MARK + hashlib.sha256(body).digest()
 
 
 def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
-    """The cache's files under a name, and whether each is as it was written."""
+    """The cache files of a name, and whether each is intact."""
     for path in (file.with_name(file.name + ".so"), file.with_name(file.name + ".o")):
         with contextlib.suppress(OSError):
             content = path.read_bytes()
@@ -331,10 +331,10 @@ def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _read(file: Path) -> Launch | None:
-    """The program in the cache under this name; None if there is none, or it is damaged or does not load."""
+    """The cached program of this name; None if there is none, or if it is damaged or does not load."""
     for path, whole in _kept(file):
         if whole:
-            with contextlib.suppress(OSError, RuntimeError, AttributeError):  # not for this system: as good as none
+            with contextlib.suppress(OSError, RuntimeError, AttributeError):  # not for this system: treat as absent
                 return _load_library(path) if path.suffix == ".so" else _load_object(path)
     return None
 
@@ -343,7 +343,7 @@ def _load_library(path: Path) -> Launch:
     import tvm_ffi
 
     for library in _runtime_libraries():
-        # The linker finds those by name that are in the process already.
+        # The dynamic linker resolves these by name if they are loaded already.
         if library not in _libraries:
             _libraries[library] = ctypes.CDLL(str(library))
     launch: Launch = tvm_ffi.load_module(path)[_FUNCTION]
@@ -359,23 +359,23 @@ def _load_object(path: Path) -> Launch:
 
 
 def _unkept(compiled: Any) -> Launch:
-    """A program for this process only: made and loaded like all others where there is any place for that."""
+    """A program for this process only, linked and loaded like cached ones if a temporary directory can be written."""
     launch: Launch = compiled
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "program"
             launch = (_read(file) if _write(file, compiled) else None) or compiled
-    except OSError:  # no place; what the compiler has in memory works as well, on the machine that it is made for
+    except OSError:  # no writable directory: the in-memory program works as well, on the machine that it was made for
         pass
     return launch
 
 
 def _write(file: Path, compiled: Any) -> bool:
-    """Puts a program into the cache, and says whether it could; called under its lock."""
+    """Writes a program to the cache and returns whether it could. The caller holds the program's lock."""
     part = part_of(file)
     beside, linked = part.with_name(part.name + ".o"), part.with_name(part.name + ".so")
     try:
-        beside.touch(exist_ok=False)  # the exporter's own error, where it cannot write, is one of many
+        beside.touch(exist_ok=False)  # fails early with an OSError; the exporter raises many kinds of errors if it cannot write
         compiled.export_to_c(str(beside), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
         made = linked if _link(beside, linked) else beside
         replace_file(file.with_name(file.name + made.suffix), _sealed(made.read_bytes()))
@@ -390,7 +390,7 @@ def _write(file: Path, compiled: Any) -> bool:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Makes a shared library of an object; False where there is no linker that can."""
+    """Links an object file to a shared library; False if no linker can."""
     libraries = [str(path) for path in _runtime_libraries()]
     for linker in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if shutil.which(linker) is None:
@@ -403,7 +403,7 @@ def _link(source: Path, target: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Holds the lock of a program. Where it cannot be had, things go on without."""
+    """Holds a program's lock. If the lock cannot be had, continues without it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             stack.enter_context(locked(file, _PATIENCE_S))

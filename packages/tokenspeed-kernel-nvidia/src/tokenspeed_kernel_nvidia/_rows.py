@@ -1,4 +1,4 @@
-"""Outputs as kernels want them: rows contiguous, each at a multiple of 16 bytes, as bulk copies need them."""
+"""Outputs as kernels need them: contiguous rows, 16-byte aligned for bulk copies."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tokenspeed_kernel_base.alignment import is_aligned
 
 
 def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``out`` if it `is_aligned`, else new memory in like's dtype. What the caller gets is then for `deliver`.
+    """``out`` if it `is_aligned`, else a new tensor in like's dtype, which `deliver` copies to ``out``.
 
-    An ``out`` of another shape, dtype or device comes back too: programs refuse it, and a copy would not.
+    An ``out`` of another shape, dtype or device is returned as well: the kernel rejects it, while a copy would not.
     """
     if out is not None:
         if is_aligned(out) or (out.shape, out.dtype, out.device) != (shape, like.dtype, like.device):
             return out
         return like.new_empty(shape)
-    if like.shape == shape:  # nearly always, and half the price
+    if like.shape == shape:  # nearly always true, and half the cost of new_empty
         return torch.empty_like(like, memory_format=torch.contiguous_format)
     return like.new_empty(shape)
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:
-    """What the caller gets: ``out`` if it gave one, also where other memory was written instead."""
+    """Returns ``out`` if it was given, copied from ``written`` if another tensor was written; else ``written``."""
     return written if out is None or written is out else out.copy_(written)

@@ -1,6 +1,6 @@
-"""The machines that the kernels of this package run on, as data: a range of architectures, and what must be installed beside it.
+"""The platforms that the kernels of this package run on, as data: a range of architectures, and a probe of required packages.
 
-A new architecture is one more function here, and a folder of its kernels.
+A new architecture needs one more function here, and a folder for its kernels.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Probe = Callable[[], str | None]
 
 
 def between(first: tuple[int, int], last: tuple[int, int], probe: Probe | None = None) -> CapabilityRequirement:
-    """NVIDIA's architectures from one to another.
+    """NVIDIA architectures from ``first`` to ``last``.
 
     Args:
-        first, last: both included, as (major, minor).
+        first, last: inclusive, as (major, minor).
         probe: see `CapabilityRequirement`. It reads package metadata only, and imports neither CuteDSL nor FlashInfer.
     """
     return CapabilityRequirement(ArchVersion(*first), ArchVersion(*last), vendors=frozenset({"nvidia"}), probe=probe)
@@ -40,14 +40,14 @@ def blackwell_workstation(probe: Probe | None = None) -> CapabilityRequirement:
 
 
 def cutedsl_gap() -> str | None:
-    """Why the installed CuteDSL does not compile the kernels, or None where it does."""
+    """Why the installed CuteDSL cannot compile the kernels, or None if it can."""
     return _machine.dsl_gap()
 
 
 def flashinfer_gap() -> str | None:
-    """Why FlashInfer cannot be used, or None where it can."""
+    """Why FlashInfer cannot be used, or None if it can."""
     return package.gap()
 
 
-# What kernels in CuteDSL for Hopper need.
+# What CuteDSL kernels for Hopper need.
 CUTEDSL_HOPPER = hopper(cutedsl_gap)

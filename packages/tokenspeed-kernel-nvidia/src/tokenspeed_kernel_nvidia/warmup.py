@@ -1,7 +1,7 @@
-"""Compiles programs ahead of time, so that no call has to: ``python -m tokenspeed_kernel_nvidia.warmup``.
+"""Compiles programs ahead of time: ``python -m tokenspeed_kernel_nvidia.warmup``.
 
-No GPU is needed. What is compiled goes to the cache that calls read; ``TOKENSPEED_KERNEL_PROGRAMS`` names another place for it, for
-instance in a container's image.
+No GPU is needed. Programs go to the cache that calls read; ``TOKENSPEED_KERNEL_PROGRAMS`` selects another directory, for instance
+in a container's image.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Warmed:
-    """What became of one configuration of a program.
+    """The outcome of one configuration of a program.
 
     Attributes:
-        program, config: which.
-        seconds: how long it was compiled; 0 where the cache had it.
-        error: why it could not be compiled; empty where it could.
+        program, config: what was compiled.
+        seconds: compile time; 0 if the cache had it.
+        error: why it could not be compiled; empty if it could.
     """
 
     program: Program[Any]
@@ -52,7 +52,7 @@ def programs() -> list[Program[Any]]:
     """All programs of this package, by name."""
     found = {}
     for info in pkgutil.walk_packages(tokenspeed_kernel_nvidia.__path__, "tokenspeed_kernel_nvidia."):
-        # Only modules that declare some are imported: those of device code would bring the compiler.
+        # Import only modules that declare programs: modules of device code would import the compiler.
         spec = info.module_finder.find_spec(info.name, None)
         source = getattr(spec.loader, "get_source", None) if spec is not None else None
         if source is not None and "\n@program(" in (source(info.name) or ""):
@@ -62,7 +62,7 @@ def programs() -> list[Program[Any]]:
 
 
 def describe(program: Program[Any], config: Any) -> str:
-    """How a configuration is listed, and what words of a selection are looked for in."""
+    """The line of a configuration in listings, in which the words of a selection are searched."""
     return f"{program.name} {program.arch} {config}"
 
 
@@ -70,22 +70,23 @@ def select(words: Sequence[str] = (), *, every: bool = False) -> list[tuple[Prog
     """Configurations of programs.
 
     Args:
-        words: all of them must occur in what `describe` says.
-        every: also those that only calls get which ask for a kernel by name.
+        words: all of them must occur in the result of `describe`.
+        every: includes configurations that are used only if a kernel is requested by name.
     """
     found = [(program, config) for program in programs() for config in (program.configs() if every else program.usual())]
     return [(program, config) for program, config in found if all(word in describe(program, config) for word in words)]
 
 
 def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
-    """Compiles what the cache has not, and gives the outcomes as they come. Closed early, it ends the processes that compile.
+    """Compiles programs that the cache does not have, and yields the outcomes as they complete. Closing it early ends the worker
+    processes.
 
     Args:
         selection: see `select`.
-        jobs: how many processes compile.
+        jobs: the number of worker processes.
 
     Raises:
-        RuntimeError: nothing can be kept, because the cache is off or there is no home.
+        RuntimeError: nothing can be cached, because the cache is off or there is no home directory.
     """
     if cache_directory() is None:
         raise RuntimeError("compiled programs are not kept here: set TOKENSPEED_KERNEL_PROGRAMS to a directory")
@@ -93,7 +94,7 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
         yield from (_warm(program, config) for program, config in selection)
         return
     started_before = {*multiprocessing.active_children()}
-    # The compiler has threads, which do not survive a fork. Each process has a group of its own, with the linkers that it starts.
+    # Spawn, because the compiler's threads do not survive a fork. Each worker gets a process group, which includes its linkers.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=os.setpgid, initargs=(0, 0)) as pool:
         try:
@@ -108,8 +109,8 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes that are started inside the block do not hear of Ctrl-C: their parent does, and ends them."""
-    if threading.current_thread() is not threading.main_thread():  # others may not say what becomes of signals
+    """Processes that are started inside the block ignore Ctrl-C; their parent handles it and ends them."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set signal handlers
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -120,10 +121,10 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _end(workers: Iterable[BaseProcess]) -> None:
-    """Ends processes and what they have started, and removes what they were writing."""
+    """Kills processes and their children, and removes their partial files."""
     for worker in workers:
         worker.kill()
-        with contextlib.suppress(OSError):  # it may not have a group yet
+        with contextlib.suppress(OSError):  # its process group may not exist yet
             os.killpg(worker.pid or 0, signal.SIGKILL)
     directory = cache_directory()
     for worker in workers:
@@ -138,7 +139,7 @@ def _warm(program: Program[Any], config: Any) -> Warmed:
     begun = time.perf_counter()
     try:
         program(config)
-    except Exception as error:  # one that does not compile is reported with the others' success
+    except Exception as error:  # a failure to compile is an outcome like the others
         return Warmed(program, config, 0.0, f"{type(error).__name__}: {error}")
     kept = program.is_kept(config)
     return Warmed(program, config, time.perf_counter() - begun, "" if kept else f"{cache_directory()} cannot be written")

@@ -1,7 +1,7 @@
 """mha_decode_with_kvcache by ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
 
-On sm_100 and sm_103 that is TensorRT-LLM's generated kernels (``trtllm-gen``), which FlashInfer downloads when they are first used,
-if its package flashinfer-cubin is not there; on sm_90 and sm_120 its XQA kernels, which nvcc compiles when they are first used.
+On sm_100 and sm_103 it calls TensorRT-LLM's generated kernels (``trtllm-gen``), which FlashInfer downloads at first use if its
+package flashinfer-cubin is not installed. On sm_90 and sm_120 it calls its XQA kernels, which nvcc compiles at first use.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def mha_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`; one new token a sequence, no scales, no cap.
 
-    Never waits for the device. Where a window has freed pages (-1), what lies on page 0 must be finite. The first call gets the
-    kernel, which takes minutes where nvcc compiles it, and 256 MiB of memory on each stream: make it before a graph is
+    Never waits for the device. Where a window has freed pages (-1), the contents of page 0 must be finite. The first call loads the
+    kernel, which takes minutes if nvcc compiles it, and allocates 256 MiB of memory on each stream: make it before a graph is
     captured.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
-        RuntimeError: a graph is captured, and there has been no call on the device before.
+        RuntimeError: a graph is being captured, and there has been no call on the device before.
     """
     written = to_write(out, q, tuple(q.shape))
     lse = lse_for(q, return_lse)
-    if not q.numel():  # it takes no empty batch
+    if not q.numel():  # FlashInfer rejects an empty batch
         out = deliver(written, out)
         return out if lse is None else (out, lse)
     _attend(
@@ -57,10 +57,10 @@ def mha_decode_with_kvcache(
         pages(page_table, window_left),
         cache_seqlens.contiguous(),
         max_seqlen_k,
-        # Of the scores; the second is of the output.
+        # Scale of the scores; bmm2_scale is that of the output.
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,
-        # Tokens to the left besides the token itself, as here: kernels get one more.
+        # Tokens to the left, without the token itself, as here; FlashInfer passes one more to the kernels.
         window_left=window_left,
         out=written,
         sinks=sinks_of(sinks),
@@ -69,8 +69,8 @@ def mha_decode_with_kvcache(
         return_lse=return_lse,
         multi_ctas_kv_counter_buffer=counters(q.device, q.shape[0] * q.shape[1]),
     )
-    # A sequence that only pads the batch has no tokens, and no kernel minds its quotient of zeros.
+    # A sequence that only pads the batch has no tokens, and its result would be 0 / 0.
     empty = (cache_seqlens <= 0).view(-1, 1)
     out = deliver(written.masked_fill_(empty.unsqueeze(2), 0), out)
-    # It is a logarithm to base 2.
+    # FlashInfer's LSE is in base 2.
     return out if lse is None else (out, lse.mul_(math.log(2)).masked_fill_(empty, -math.inf))

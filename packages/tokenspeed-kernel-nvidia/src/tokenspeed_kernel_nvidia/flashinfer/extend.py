@@ -1,4 +1,4 @@
-"""mha_extend_with_kvcache by FlashInfer: what is declared. The adapter is in ``extend_device``."""
+"""mha_extend_with_kvcache by FlashInfer: the declarations. The adapter is in ``extend_device``."""
 
 from __future__ import annotations
 

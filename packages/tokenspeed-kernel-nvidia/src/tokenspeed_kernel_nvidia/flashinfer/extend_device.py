@@ -1,9 +1,9 @@
 """mha_extend_with_kvcache by ``flashinfer.prefill.trtllm_batch_context_with_kv_cache``.
 
-That is TensorRT-LLM's generated kernels for sm_100 and sm_103. They read pages whole, and what lies behind the end of a sequence is
-multiplied by 0: if it is NaN, so is the result (TensorRT-LLM writes zeros there, https://github.com/NVIDIA/TensorRT-LLM/pull/18925).
-The operator promises that such slots are never part of a result, and nothing may be written to them here, because another sequence
-may have tokens there. So the kernel serves only calls that name it: the caller must know that unused slots are finite.
+It calls TensorRT-LLM's generated kernels for sm_100 and sm_103. They read whole pages and multiply slots past the end of a sequence
+by 0. If such a slot is NaN, so is the result (TensorRT-LLM writes zeros there, https://github.com/NVIDIA/TensorRT-LLM/pull/18925).
+The operator promises that such slots never affect a result. They cannot be overwritten here, because another sequence may have
+tokens there. So the kernel handles only calls that name it: their caller must ensure that unused slots are finite.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`; no log-sum-exp, no scales, no cap. Never waits for the device.
+    """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`; no LSE, no scales, no cap. Never waits for the device.
 
-    Unused slots of the last page of each sequence must be finite, and where a window has freed pages (-1), so must page 0. Make
-    the first call before a graph is captured.
+    Unused slots of the last page of each sequence must be finite, and where a window has freed pages (-1), so must page 0. Make the
+    first call before a graph is captured.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
-        RuntimeError: a graph is captured, and there has been no call on the device before.
+        RuntimeError: a graph is being captured, and there has been no call on the device before.
     """
     written = to_write(out, q, tuple(q.shape))
-    if not q.numel():  # it takes no empty batch
+    if not q.numel():  # FlashInfer rejects an empty batch
         return deliver(written, out)
     batch = cache_seqlens.shape[0]
     if cu_seqlens_kv is None:

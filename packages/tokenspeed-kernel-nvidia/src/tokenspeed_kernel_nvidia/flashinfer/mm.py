@@ -1,12 +1,12 @@
-"""mm of block-scaled operands by FlashInfer, on Blackwell: what is declared. The adapter is in ``mm_device``.
+"""mm of block-scaled operands by FlashInfer, on Blackwell: the declarations. The adapter is in ``mm_device``.
 
-nvfp4 and mxfp8 products are CUTLASS's, mxfp4 products cuDNN's, which FlashInfer requires. Both operands' scales are in tiles of
-128x4. Products of bfloat16 with nvfp4 weights are FlashInfer's own: on sm_100 and sm_103 their scales are in rows, on sm_120 and
-sm_121 in tiles. Weights need no preparation. Those of TensorRT-LLM's generated kernels would: these are left out, for how they want
-weights shuffled is documented for weights that FlashInfer itself has quantised.
+nvfp4 and mxfp8 GEMMs are CUTLASS's, mxfp4 GEMMs cuDNN's, which FlashInfer requires. Both operands' scales are in tiles of 128x4.
+GEMMs of bfloat16 with nvfp4 weights are FlashInfer's own: their scales are in rows on sm_100 and sm_103, and in tiles on sm_120 and
+sm_121. Weights need no preparation. TensorRT-LLM's generated kernels would need shuffled weights. They are left out, because the
+shuffle is documented only for weights that FlashInfer itself has quantised.
 
-Nothing was measured, and most of these products are compiled when they are first used. So these kernels are below the portable
-ones, and serve who asks for them.
+Nothing was measured, and most of these GEMMs are compiled at first use. So these kernels are ranked below the portable ones, and
+are used on request only.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation
 
 _PRIORITY = 2
 _TILES = "128x4"
-# CUTLASS's products want rows of whole 32 elements, and those of mxfp8 were found to be wrong where sizes are smaller than these.
+# CUTLASS's GEMMs need multiples of 32 elements, and those of mxfp8 were found to be wrong for sizes below 128.
 _WHOLE = {"k": multiple_of(32), "n": multiple_of(32)}
 _LARGE = {size: constraint & at_least(128) for size, constraint in _WHOLE.items()}
-# Larger blocks than cuDNN is documented to want.
+# Larger multiples than cuDNN is documented to need.
 _LONG = {"k": multiple_of(128), "n": multiple_of(32)}
 _SOME = {"k": at_least(16), "n": at_least(1)}
-# It refuses operands and results of 2^31 elements or more.
+# The kernel rejects operands and results of 2^31 elements or more.
 _COUNTED = {"m": at_most(1 << 15), "k": at_least(16) & at_most(1 << 15), "n": at_least(1) & at_most((1 << 16) - 1)}
 
 

@@ -25,10 +25,10 @@ def mm(
     alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, or with a dense a as they are; no bias.
+    """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, or with a dense a in the weights' layout; no bias.
 
-    Never waits for the device. Operands that are not contiguous, weights along k, are copied. The first call gets the kernel, which
-    takes minutes where nvcc compiles it, and memory to work in: make it before a graph is captured.
+    Never waits for the device. Operands that are not contiguous (weights: along k) are copied. The first call loads the kernel,
+    which takes minutes if nvcc compiles it, and allocates a workspace: make it before a graph is captured.
     """
     dtype = out_dtype or torch.bfloat16
     written = to_write(out, a.new_empty((), dtype=dtype), (a.shape[0], b.shape[1]))
@@ -67,6 +67,6 @@ def mm(
 
 
 def _rows(scale: Tensor) -> Tensor:
-    """Tiles ``[down, across, 32, 4, 4]`` under the shape of what they hold, ``[128 * down, 4 * across]``; e8m0 as bytes."""
+    """Views tiles ``[down, across, 32, 4, 4]`` in the shape of the scales, ``[128 * down, 4 * across]``; e8m0 as uint8."""
     scale = scale.contiguous() if scale.dtype == torch.float8_e4m3fn else scale.contiguous().view(torch.uint8)
     return scale.view(128 * scale.shape[0], 4 * scale.shape[1])

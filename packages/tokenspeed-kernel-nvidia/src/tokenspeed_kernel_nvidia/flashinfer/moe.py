@@ -1,12 +1,12 @@
-"""moe_apply by FlashInfer: what is declared. The adapter, which also arranges weights, is in ``moe_device``.
+"""moe_apply by FlashInfer: the declarations. The adapter, which also arranges weights, is in ``moe_device``.
 
-These are TensorRT-LLM's grouped CUTLASS kernels (``cutlass_fused_moe``): dense weights on Hopper and Blackwell; on Hopper alone
-mxfp4 weights under bfloat16 tokens, and fp8 blocks under fp8 tokens. FlashInfer's generated kernels for Blackwell
-(``trtllm_*_moe``) are left out: how they want weights shuffled is documented for weights that FlashInfer itself has quantised, not
-for those of a checkpoint.
+These are TensorRT-LLM's grouped CUTLASS GEMMs (``cutlass_fused_moe``): dense weights on Hopper and Blackwell; on Hopper only, mxfp4
+weights with bfloat16 tokens, and fp8 block-scaled weights with fp8 tokens. FlashInfer's generated kernels for Blackwell
+(``trtllm_*_moe``) are left out: the shuffle of their weights is documented only for weights that FlashInfer itself has quantised,
+not for those of a checkpoint.
 
-Nothing was measured, and at the first call nvcc compiles some 250 files, if FlashInfer's prebuilt kernels are not installed. So
-these kernels are below the portable ones, and serve who asks for them.
+Nothing was measured, and the first call compiles some 250 files with nvcc, unless FlashInfer's prebuilt kernels are installed. So
+these kernels are ranked below the portable ones, and are used on request only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation
 _PRIORITY = 2
 _DEVICE = f"{__name__}_device"
 _ADAPTER = f"{_DEVICE}:moe_apply"
-# Every option of an activation is a number an expert, and where there is no limit the largest float is one.
+# Every option of the activation is one value for each expert; the largest float stands for no limit.
 _OPTIONS = {"activation": "swiglu", "swiglu_limit": any, "swiglu_alpha_beta": any, "bias": any, "w13_interleaved": any}
-# Bulk copies want rows of whole 16 bytes.
+# Bulk copies need rows that are multiples of 16 bytes.
 _HALVES = {"hidden_size": multiple_of(8), "intermediate_size": multiple_of(8)}
 _BFLOAT16 = dense_tensor_format(torch.bfloat16)
 _FP8_BLOCKS = fp8_format(torch.float8_e4m3fn, "block", (128, 128))

@@ -1,11 +1,11 @@
 """moe_apply by ``flashinfer.fused_moe.cutlass_fused_moe``, and its weights.
 
-It wants the rows of w13 to be all ups and then all gates. mxfp4 weights and their scales go through two functions of FlashInfer's
-besides, and sizes that are no multiples of 128 are padded with zeros: such a feature is ``(0 + beta) * 0``, whatever the options.
+It needs w13's rows to be all ups, then all gates. mxfp4 weights and their scales also go through two functions of FlashInfer, and
+sizes that are not multiples of 128 are zero-padded: a padding feature is ``(0 + beta) * 0``, for any options.
 
 Slots with negative ids are skipped, as are experts beyond the rank's. The sum over slots is a kernel of its own here, which writes
-zeros for tokens without any. FlashInfer can also sum in the second product's epilogue, but there with atomic operations in the
-output's dtype, so that bits change from run to run and a token of four experts is rounded four times.
+zeros for tokens without any. FlashInfer can also sum in the second GEMM's epilogue. But there it uses atomic operations in the
+output's dtype: results vary from run to run, and a token of four experts is rounded four times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MXFP4_MULTIPLE = 128
 
 @dataclass(eq=False)
 class FlashInferWeights(MoEWeights, Resource):
-    """Weights as the kernels want them, and the activation's options.
+    """Weights as the kernels need them, and the activation's options.
 
     Attributes:
         alpha, beta, limit: float32 ``[experts]``, or all None for the plain activation.
@@ -48,18 +48,18 @@ class FlashInferWeights(MoEWeights, Resource):
     hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        # Whatever hooks read follows from the layout; the rest is the kernel's.
+        # Everything that hooks read follows from the layout; the rest is private to the kernel.
         self.key = self.layout
         self.device = self.w13_weight.device
 
 
 def prepare_dense(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """float16 or bfloat16 weights; a copy of w13."""
+    """float16 or bfloat16 weights; copies w13."""
     return _made(weights, plan, plan.hidden_size, lambda w13: w13, "flashinfer_dense", weights.w2_weight.contiguous(), None, None)
 
 
 def prepare_mxfp4(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """mxfp4 weights, copies of all."""
+    """mxfp4 weights; copies everything."""
     hidden, intermediate = (_up(size, _MXFP4_MULTIPLE) for size in (plan.hidden_size, plan.intermediate_size))
     w13_scale, w2_scale = _scales(weights)
 
@@ -83,7 +83,7 @@ def prepare_mxfp4(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
 
 
 def prepare_fp8_blocks(weights: MoEWeights, plan: MoEPlan) -> FlashInferWeights:
-    """fp8 weights with a scale for each 128 x 128; a copy of w13. Gates and ups are of whole blocks, as is declared."""
+    """fp8 weights with a scale for each 128 x 128; copies w13. Gates and ups are whole blocks, as the declaration requires."""
     w13_scale, w2_scale = _scales(weights)
     blocks = plan.intermediate_size // BLOCK_FP8
     swapped = torch.cat([w13_scale[:, blocks:], w13_scale[:, :blocks]], 1)
@@ -104,7 +104,7 @@ def _made(
     w2_scale: Tensor | None,
     intermediate: int | None = None,
 ) -> FlashInferWeights:
-    """What all have in common: ups before gates, biases in the tokens' dtype, and the options."""
+    """The common part: ups before gates, biases in the tokens' dtype, and the options."""
     intermediate = plan.intermediate_size if intermediate is None else intermediate
     w13 = arrange(_halves(weights.w13_weight, plan, intermediate))
     b13, b2 = weights.w13_weight_bias, weights.w2_weight_bias
@@ -123,14 +123,14 @@ def _made(
 
 
 def _halves(tensor: Tensor, plan: MoEPlan, intermediate: int) -> Tensor:
-    """Rows (axis 1) of w13: all ups and then all gates, each as many as said."""
+    """Rows (axis 1) of w13: all ups, then all gates, each padded to ``intermediate``."""
     size = plan.intermediate_size
     gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if plan.w13_interleaved else (tensor[:, :size], tensor[:, size:])
     return torch.cat([_rows(up, intermediate), _rows(gate, intermediate)], 1)
 
 
 def _rows(tensor: Tensor, count: int) -> Tensor:
-    """With zeros behind axis 1, which becomes as long as said."""
+    """Zero-pads axis 1 to ``count``."""
     behind = (0, 0) * (tensor.dim() - 2)
     return tensor if tensor.shape[1] == count else pad(tensor, (*behind, 0, count - tensor.shape[1]))
 
@@ -155,19 +155,20 @@ def moe_apply(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `tokenspeed_kernel_nvidia.moe_apply`. Never waits for the device. Make the first call before a graph is captured: it
-    compiles the kernels where that has not been done."""
+    compiles the kernels if that has not been done.
+    """
     if not x.numel():
         return deliver(torch.empty_like(x), out)
     options: dict[str, Any] = {}
     scales: list[Tensor] = []
     if plan.weight_format == "mxfp4":
         options["use_w4_group_scaling"] = True
-        scales = [scale.view(torch.int32) for scale in _scales(weights)]  # four a number
+        scales = [scale.view(torch.int32) for scale in _scales(weights)]  # four e8m0 in an int32
     elif plan.weight_format == "fp8_block":
         options["use_deepseek_fp8_block_scale"] = True
         scales = [*_scales(weights)]
     padding = weights.hidden_size - plan.hidden_size
-    # Where there is padding its columns do not fit into ``out``.
+    # Padded results do not fit into ``out``.
     written = to_write(None if padding else out, x, (x.shape[0], weights.hidden_size))
     _experts(
         pad(x, (0, padding)) if padding else x.contiguous(),

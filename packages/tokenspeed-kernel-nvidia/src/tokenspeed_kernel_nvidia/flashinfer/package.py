@@ -1,4 +1,4 @@
-"""Whether FlashInfer is installed, from package metadata; and importing it, when an adapter is first selected."""
+"""Whether FlashInfer is installed, from package metadata; and its import, when an adapter is first selected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib import metadata
 from typing import Any
 
 DISTRIBUTION = "flashinfer-python"
-# The version whose source the adapters were written from. Before it, among other things, a decode took no counters.
+# The version whose source the adapters were written from. Older ones lack, among other things, the counters of a decode.
 NEEDED = (0, 7, 2)
 
 
 @functools.cache
 def gap() -> str | None:
-    """Why FlashInfer cannot be used, or None where it can."""
+    """Why FlashInfer cannot be used, or None if it can."""
     wanted = f"{DISTRIBUTION} >= {'.'.join(map(str, NEEDED))}"
     try:
         version = metadata.version(DISTRIBUTION)
@@ -35,7 +35,7 @@ def load(module: str, function: str) -> Callable[..., Any]:
     """A function of FlashInfer.
 
     Raises:
-        ImportError: whatever went wrong in there. The kernel is then left out of selection, with a warning.
+        ImportError: for any error inside. The kernel is then left out of selection, with a warning.
     """
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)

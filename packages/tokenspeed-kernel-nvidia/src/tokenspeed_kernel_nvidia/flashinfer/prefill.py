@@ -1,6 +1,6 @@
-"""mha_prefill by FlashInfer: what is declared. The adapter is in ``prefill_device``.
+"""mha_prefill by FlashInfer: the declarations. The adapter is in ``prefill_device``.
 
-No log-sum-exp with sinks: whether the sink is in it is not documented.
+No LSE with sinks: whether it includes the sink is not documented.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import blackwell, flashinfer_gap
 
-# Widths of keys and of values that FlashInfer's function takes.
+# Head dims of keys and of values that FlashInfer's function supports.
 _WIDTHS = ((128, 128), (192, 128), (256, 256))
 
 for _width, _v_width in _WIDTHS:
@@ -26,5 +26,5 @@ for _width, _v_width in _WIDTHS:
             signatures=format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}),
             traits={"head_dim": _width, "v_head_dim": _v_width, "sliding_window": any, **_traits},
             priority=Priority.PERFORMANT,
-            tags={"waits"},  # for the lengths, if the host does not have them
+            tags={"waits"},  # for the lengths, if they are not on the host
         )(f"{__name__}_device:mha_prefill")

@@ -1,7 +1,7 @@
 """mha_prefill by ``flashinfer.prefill.trtllm_ragged_attention_deepseek``: TensorRT-LLM's generated kernels, for sm_100 and sm_103.
 
-Its kernels must not see a sequence without tokens. So lengths are wanted on the host: where the caller gives them
-(``cu_seqlens_cpu``) nothing waits for the device, elsewhere they are copied from it. The declaration's tag says so.
+The kernels must not see a sequence without tokens, so lengths are needed on the host. If the caller passes them
+(``cu_seqlens_cpu``) nothing waits for the device; otherwise they are copied from it. The declaration's tag says so.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def mha_prefill(
     Waits for the device if cu_seqlens_cpu is not given.
 
     Raises:
-        RuntimeError: a graph is captured, and cu_seqlens_cpu has a sequence without tokens.
+        RuntimeError: a graph is being captured, and cu_seqlens_cpu has a sequence without tokens.
     """
     written = to_write(out, q, (*q.shape[:2], v.shape[2]))
     lse = lse_for(q, return_lse)
-    if not q.numel():  # it takes no empty batch
+    if not q.numel():  # FlashInfer rejects an empty batch
         out = deliver(written, out)
         return out if lse is None else (out, lse)
     offsets, lengths = _without_empty(cu_seqlens, cu_seqlens_cpu)
@@ -61,9 +61,9 @@ def mha_prefill(
         max(lengths),
         bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         bmm2_scale=1.0,
-        o_sf_scale=-1.0,  # there are no blocks with scales in the output
+        o_sf_scale=-1.0,  # the output is not block-scaled
         batch_size=len(lengths),
-        # Tokens to the left besides the token itself, as here: kernels get one more.
+        # Tokens to the left, without the token itself, as here; FlashInfer passes one more to the kernels.
         window_left=window_left,
         cum_seq_lens_q=starts,
         cum_seq_lens_kv=starts,
@@ -75,17 +75,17 @@ def mha_prefill(
         lse=lse,
     )
     out = deliver(written, out)
-    return out if lse is None else (out, lse.mul_(math.log(2)))  # it is a logarithm to base 2
+    return out if lse is None else (out, lse.mul_(math.log(2)))  # FlashInfer's LSE is in base 2
 
 
 def _without_empty(offsets: Tensor, on_host: Sequence[int] | Tensor | None) -> tuple[Tensor | None, list[int]]:
-    """The lengths of sequences that have tokens, and the offsets of these alone, or None if there are no others."""
+    """The lengths of sequences that have tokens, and the offsets of these alone, or None if all sequences have tokens."""
     given = offsets if on_host is None else on_host
     values: list[int] = given.tolist() if isinstance(given, Tensor) else list(given)
     lengths = [end - begin for begin, end in itertools.pairwise(values)]
     if all(lengths):
         return None, lengths
-    if capturing(offsets.device):  # each replay would copy from memory of the host that is no longer ours
+    if capturing(offsets.device):  # each replay would copy from host memory that has been freed
         raise RuntimeError("sequences without tokens must be left out of cu_seqlens where a graph is captured")
     kept = [length for length in lengths if length]
     made = torch.tensor([0, *itertools.accumulate(kept)], dtype=torch.int32)

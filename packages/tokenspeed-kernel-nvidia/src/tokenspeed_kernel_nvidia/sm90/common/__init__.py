@@ -1,1 +1,1 @@
-"""What kernels for Hopper share: pipelines, tiles, softmax, masks, paging, registers, and how launchers call programs."""
+"""Building blocks of the Hopper kernels: pipelines, tiles, softmax, masks, paging, registers, and helpers of launchers."""

@@ -1,4 +1,4 @@
-"""Stand-ins for a program's arguments, to compile it with: dtypes, ranks and alignments, and which sizes are equal."""
+"""Fake arguments to compile a kernel with: dtypes, ranks, alignments, and which sizes are equal."""
 
 # mypy: ignore-errors
 
@@ -15,13 +15,13 @@ size = cute.sym_int
 
 
 def rows(dtype: str, *shape: Any) -> Any:
-    """A tensor of 16-bit or float32 numbers, the last axis contiguous. Rows begin at multiples of 16 bytes, as bulk copies need."""
+    """A tensor of 16-bit or float32 elements, the last axis contiguous. Rows are 16-byte aligned, as bulk copies require."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in shape[:-1])
     return make_fake_tensor(dtype_of(dtype), shape, (*strides, 1), assumed_align=16)
 
 
 def byte_rows(*shape: Any) -> Any:
-    """`rows` of bytes."""
+    """Like `rows`, for uint8 elements."""
     strides = tuple(cute.sym_int64(divisibility=16) for _ in shape[:-1])
     return make_fake_tensor(Uint8, shape, (*strides, 1), assumed_align=16)
 
@@ -30,7 +30,7 @@ def ints(*shape: Any, contiguous: bool = True) -> Any:
     """A tensor of int32, such as lengths, offsets, or a page table.
 
     Args:
-        contiguous: whether the last axis is; the others may have any strides.
+        contiguous: whether the last axis is contiguous; the other axes may have any strides.
     """
     strides = tuple(cute.sym_int64() for _ in shape[:-1])
     return make_fake_tensor(Int32, shape, (*strides, 1 if contiguous else cute.sym_int64()), assumed_align=4)

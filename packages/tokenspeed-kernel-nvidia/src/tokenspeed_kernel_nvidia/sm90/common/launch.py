@@ -1,4 +1,4 @@
-"""What launchers of attention have in common: how they name dtypes, hand over sinks, and what they do where a program refuses."""
+"""Helpers of attention launchers: dtype names, sinks and scales as raw addresses, and copies of tensors that a kernel rejects."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from torch import Tensor
 from tokenspeed_kernel_base.alignment import aligned, aligned_cache
 from tokenspeed_kernel_nvidia._rows import deliver, to_write
 
-# Of q, keys, values and the output, as configurations have them.
+# Dtypes of q, keys, values and the output, as configurations name them.
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# How device code tells dtypes of sinks and biases apart; 0 is none.
+# Dtype tags of sinks and biases for device code; 0 means that there is none.
 KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
-# Operands of attention to a paged cache that would be copied whole.
+# Operands that live in a paged KV cache. An unaligned one would be copied whole.
 CACHES = ("k_cache", "v_cache")
 
 
 def scales_of_scores(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float | None]:
-    """What programs multiply with to get scores in units of base 2: products of q and k, or where scores are capped, their shares
-    of the limit; and what they multiply products with for `softmax_device.cap`, None where scores are not capped.
+    """Returns ``(scale, cap_factor)``; scores are in base 2 (``log2(e)`` times those of base e).
+
+    Without a cap, ``scale`` multiplies ``q @ k.T`` and ``cap_factor`` is None. With a cap, ``cap_factor`` is the factor of
+    `softmax_device.cap`, and ``scale`` multiplies the result of `softmax_device.cap`.
     """
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     return (logit_cap * LOG2_E, 2.0 * LOG2_E * scale / logit_cap) if logit_cap > 0 else (LOG2_E * scale, None)
 
 
 def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Sinks as programs get them: the tensor, which must live until the launch, its address, and its entry of KINDS.
+    """Returns the sinks (keep the tensor alive until the launch), their address, and their tag in `KINDS`.
 
-    float64, and what is not contiguous, is copied to float32.
+    float64 and non-contiguous sinks are copied to float32.
     """
     if sinks is None:
         return None, 0, 0
@@ -44,8 +46,10 @@ def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 
 def scales_at(scale: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """A scale as programs get it: the tensor, which must live until the launch, its address, and the bytes from one key head's
-    to the next; 0 where there is one for all, or none."""
+    """Returns the scale (keep the tensor alive until the launch), its address, and the stride in bytes between key heads.
+
+    The stride is 0 if all heads have one scale. All three are None or 0 if there is no scale.
+    """
     if scale is None:
         return None, 0, 0
     scale = scale.contiguous()
@@ -61,19 +65,19 @@ def launched(
     numbers: tuple[Tensor | None, ...],
     others: tuple[Any, ...],
 ) -> Tensor:
-    """Launches a program, and returns the output: ``out``, or new memory of q's dtype and v's columns if that is None.
+    """Launches a kernel and returns the output: ``out``, or a new tensor of q's dtype with v's head_dim if ``out`` is None.
 
-    Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
+    Few tensor properties are read here, since each read costs host time: the kernel checks dtypes, shapes and strides itself.
 
     Args:
-        program: takes q, k, v, the output, ``numbers`` and ``others``, and raises ValueError where it refuses them.
+        program: takes q, k, v, the output, ``numbers`` and ``others``, and raises ValueError if it rejects them.
         numbers: lengths, offsets and page tables.
-        others: what is no tensor.
+        others: arguments that are not tensors.
     """
     width = v.shape[-1]
     if out is not None:
         written = out
-    elif width == q.shape[-1]:  # nearly always, and half the price
+    elif width == q.shape[-1]:  # nearly always true, and half the cost of new_empty
         written = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         written = q.new_empty(*q.shape[:-1], width)
@@ -89,24 +93,24 @@ def launched_on(
     others: tuple[Any, ...],
     caches: tuple[str, ...],
 ) -> Tensor:
-    """Launches a program on tensors as they are, or on copies where bulk copies could not read or write them.
+    """Launches a kernel on the given tensors, or on aligned copies if bulk copies cannot read or write these.
 
     Args:
-        program: takes ``read``, ``written``, ``numbers`` and ``others``, and raises ValueError where it refuses them.
+        program: takes ``read``, ``written``, ``numbers`` and ``others``, and raises ValueError if it rejects them.
         read: the operands.
-        caches: the names of the last operands, as far as they are caches.
+        caches: the names of those of the last operands that are KV caches.
 
     Returns:
-        What was written: ``written``, or other memory for `deliver`.
+        The tensor that was written: ``written``, or a temporary for `deliver`.
 
     Raises:
-        ValueError: the program refuses tensors that need no copy.
+        ValueError: the kernel rejects tensors that need no copy.
     """
     given = (*read, written, *numbers)
     try:
         program(*given, *others)
         return written
-    except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
+    except ValueError:  # bulk copies need 16-byte aligned rows; int32 lists must be contiguous
         plain = len(read) - len(caches)
         operands = map(aligned, read[:plain]), map(aligned_cache, read[plain:], caches)
         rows = to_write(written, written, written.shape)

@@ -1,6 +1,6 @@
-"""Masks: scores of keys that a query does not see become -inf.
+"""Masks: set the scores of keys that a query does not see to -inf.
 
-Columns count from a thread's first column of the tile. For how the elements of an accumulator lie see `registers_device`.
+Column indices are relative to the thread's first column of the tile. `registers_device` describes the accumulator's layout.
 """
 
 # mypy: ignore-errors
@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 
 @cute.jit
 def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) -> None:
-    """Hides a row's columns from ``limit`` on."""
+    """Masks a row's columns at ``limit`` and above."""
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             at = 4 * j + 2 * row + c
@@ -22,7 +22,7 @@ def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) ->
 
 @cute.jit
 def hide_before(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) -> None:
-    """Hides a row's columns before ``limit``."""
+    """Masks a row's columns before ``limit``."""
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             at = 4 * j + 2 * row + c
@@ -31,7 +31,7 @@ def hide_before(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) 
 
 @cute.jit
 def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
-    """Hides the columns below ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
+    """Masks the columns below ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
     for j in cutlass.range_constexpr(begin, end):
         for e in cutlass.range_constexpr(4):
             if 8 * j + e % 2 < limits[e // 2]:
@@ -40,7 +40,7 @@ def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int],
 
 @cute.jit
 def hide_above(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
-    """Hides the columns above ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
+    """Masks the columns above ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
     for j in cutlass.range_constexpr(begin, end):
         for e in cutlass.range_constexpr(4):
             if 8 * j + e % 2 > limits[e // 2]:

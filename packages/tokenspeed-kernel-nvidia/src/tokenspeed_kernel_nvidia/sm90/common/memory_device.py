@@ -1,8 +1,8 @@
-"""Global memory that CTAs share while they run, and bulk copies of bytes.
+"""Flags in global memory that synchronise running CTAs, bulk copies, and other PTX loads and stores.
 
-A flag is an int32 in global memory. Whoever has written what others will read adds to it (`release_add`), and whoever has seen the
-sum that he waited for (`wait_for`) may read that. Both speak for the calling lane; `cute.arch.sync_warp` extends what they order to
-the warp, and a barrier to the CTA.
+A flag is an int32 in global memory. A CTA writes its data, then adds to the flag (`release_add`). Another CTA waits until the flag
+has the expected value (`wait_for`), then reads the data. Both order only the calling lane's accesses; `cute.arch.sync_warp` extends
+the order to the warp, and a barrier to the CTA.
 """
 
 # mypy: ignore-errors
@@ -15,24 +15,24 @@ from cutlass import Int32, Uint32, cute
 
 
 def acquire_int(address: Any) -> Any:
-    """A flag, and what was written before it got this value may be read."""
+    """Reads a flag with acquire semantics: later reads see what was written before the flag got this value."""
     return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def release_add(address: Any, value: Any) -> None:
-    """Adds to a flag after all that was written before."""
+    """Adds to a flag with release semantics: earlier writes become visible first."""
     cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def exchange_add(address: Any, value: Any) -> Any:
-    """Adds to a flag, and gives what it was: both of `acquire_int` and `release_add`."""
+    """Adds to a flag and returns its former value, with the semantics of both `acquire_int` and `release_add`."""
     return cute.arch.inline_ptx(
         "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
     )
 
 
 def take_ticket(address: Any) -> Any:
-    """Adds 1 to a counter that orders nothing, and gives what it was."""
+    """Adds 1 to a counter and returns its former value (relaxed: orders no other access)."""
     return cute.arch.inline_ptx(
         "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
     )
@@ -40,18 +40,18 @@ def take_ticket(address: Any) -> Any:
 
 @cute.jit
 def wait_for(address: Any, value: Int32) -> None:
-    """Waits until a flag has a value."""
+    """Spins until a flag has a value."""
     while acquire_int(address) != value:
         pass
 
 
 def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = True) -> None:
-    """Starts the copy of bytes from global to shared memory; ``barrier``, an address like ``to``, counts them.
+    """Starts a bulk copy of ``count`` bytes from global to shared memory; completes on ``barrier``.
 
-    All of them are multiples of 16.
+    ``to`` and ``barrier`` are addresses in shared memory. ``to``, ``source`` and ``count`` are multiples of 16.
 
     Args:
-        once: the L2 cache drops these bytes first: they are read once, and others, instructions among them, again and again.
+        once: hint that L2 evicts these bytes first. They are read once, while other data and instructions are reused.
     """
     head, hint, policy = "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; ", ".L2::cache_hint", ", first"
     if not once:
@@ -64,15 +64,15 @@ def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = Tr
 
 
 def prefetch_bulk(source: Any, count: Any) -> None:
-    """Starts to bring bytes of global memory to the L2 cache; both numbers are multiples of 16.
+    """Starts a prefetch of ``count`` bytes into L2; ``source`` and ``count`` are multiples of 16.
 
-    Whatever others write there afterwards is seen all the same, because all multiprocessors share that cache.
+    Later writes by other SMs are still seen, because all SMs share L2.
     """
     cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, count])
 
 
 def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
-    """Starts a copy to both CTAs of a cluster of two, to the same places; see `bulk_load`. Each CTA's barrier counts its bytes."""
+    """`bulk_load` multicast to both CTAs of a cluster of two, at the same offsets. Each CTA's barrier counts its own bytes."""
     cute.arch.inline_ptx(
         "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
@@ -81,16 +81,16 @@ def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
 
 
 def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
-    """Starts the copy of 16 bytes from global memory to so many bytes behind an address in shared memory.
+    """Starts an asynchronous copy (cp.async) of 16 bytes from global memory to shared address ``to + behind``.
 
-    Those beyond the first ``count`` become 0.
+    Only the first ``count`` bytes are read; the rest is zero-filled.
     """
     code = f"cp.async.cg.shared.global.L2::128B [{{$r0}} + {behind}], [{{$r1}}], 16, {{$r2}};"
     cute.arch.inline_ptx(code, read_only_args=[to, source, count])
 
 
 def load_words(space: str, address: Any, count: int) -> Any:
-    """1, 2 or 4 neighbouring words."""
+    """Loads 1, 2 or 4 consecutive 32-bit words."""
     if count == 1:
         return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Uint32], read_only_args=[address])
     to = ", ".join(f"{{$w{at}}}" for at in range(count))
@@ -100,26 +100,26 @@ def load_words(space: str, address: Any, count: int) -> Any:
 
 
 def store_words_shared(address: Any, words: Any) -> None:
-    """Four neighbouring words, to shared memory."""
+    """Stores four consecutive 32-bit words to shared memory."""
     cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
 
 
 def store_half(address: Any, value: Any) -> None:
-    """A 16-bit number, the lower half of a word, to global memory."""
+    """Stores the lower 16 bits of a word to global memory."""
     cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.global.b16 [{$r0}], low; }", read_only_args=[address, value]
     )
 
 
 def of_rank(address: Any, rank: Any) -> Any:
-    """Returns the address that a place in shared memory has in another CTA of the cluster."""
+    """Maps a shared-memory address to the same offset in another CTA of the cluster (mapa)."""
     return cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
     )
 
 
 def send_word(address: Any, value: Any, barrier: Any) -> None:
-    """Stores a word in a CTA of the cluster, whose barrier counts its four bytes; both addresses are of `of_rank`."""
+    """Stores a word to another CTA's shared memory; its barrier counts the four bytes. Both addresses come from `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[address, value, barrier],

@@ -1,11 +1,11 @@
-"""Barriers in shared memory, between the warps that load tiles and the warps that compute with them.
+"""mbarrier pipelines between the producer warp that loads tiles and the consumer warps that compute on them.
 
-A ring has a fixed number of stages. A producer waits until a stage is empty, says how many bytes will arrive, and starts the bulk
-copies; the copies themselves complete the barrier. A consumer waits until the stage is full, and releases it when it has read it.
-A barrier has a phase bit that flips each time it completes, so whoever waits names the phase that must have ended. `Cursor` holds
-the stage and that phase together.
+A ring buffer has a fixed number of stages. The producer waits until a stage is empty, sets the bytes to expect on the stage's full
+barrier, and issues the bulk copies; the copies themselves complete the barrier. A consumer waits until the stage is full, and
+arrives on its empty barrier once it has read it. An mbarrier has a phase bit that flips at each completion, so a waiter names the
+phase that must have ended. `Cursor` holds the stage and that phase.
 
-All containers are frozen dataclasses: CuteDSL carries those through loops only where they are assigned.
+All containers are frozen dataclasses: CuteDSL then carries them through a loop only if the loop assigns them.
 """
 
 # mypy: ignore-errors
@@ -21,29 +21,29 @@ from cutlass import Boolean, Int32, cute
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in a ring: the stage, and the phase of its barrier that is waited for."""
+    """A position in a ring buffer: the stage, and the phase of its barrier to wait for."""
 
     stage: Int32
     phase: Int32
 
 
 def first_to_fill() -> Cursor:
-    """Where a producer begins. Stages that were never filled count as released."""
+    """The producer's first position. Stages that were never filled count as empty."""
     return Cursor(Int32(0), Int32(1))
 
 
 def first_to_read() -> Cursor:
-    """Where a consumer begins."""
+    """A consumer's first position."""
     return Cursor(Int32(0), Int32(0))
 
 
 def nth_to_fill(index: Int32, stages: int) -> Cursor:
-    """The producer's ``index``-th stage, where the index is counted anyway."""
+    """The producer's ``index``-th position, for callers that keep a running index."""
     return Cursor(index % stages, (index // stages + 1) % 2)
 
 
 def nth_to_read(index: Int32, stages: int) -> Cursor:
-    """A consumer's ``index``-th stage, where the index is counted anyway."""
+    """A consumer's ``index``-th position, for callers that keep a running index."""
     return Cursor(index % stages, index // stages % 2)
 
 
@@ -59,7 +59,7 @@ def advance(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
-    """What a producer waits for (`Pipeline.acquire`) until all is released that it has filled. ``at``: where it would go on."""
+    """The position to `Pipeline.acquire` so that all filled stages have been released. ``at``: the next position to fill."""
     stage, phase = at.stage - 1, at.phase ^ 1
     if stage < 0:
         stage = Int32(stages - 1)
@@ -69,7 +69,7 @@ def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 @cute.jit
 def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int]) -> Cursor:
-    """Some stages on, where others have those in between. ``step``: at most all."""
+    """The position ``step`` stages on, where other warps handle the stages between. ``step`` is at most ``stages``."""
     stage, phase = at.stage + step, at.phase
     if stage >= stages:
         stage -= stages
@@ -79,20 +79,20 @@ def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int
 
 @dataclass(frozen=True)
 class Barriers:
-    """A barrier for each stage of a ring.
+    """One mbarrier for each stage of a ring buffer.
 
     Attributes:
-        first: that of stage 0.
+        first: the barrier of stage 0.
     """
 
     first: cute.Pointer
 
     def init(self, stage: int, arrivals: int) -> None:
-        """Makes a stage's barrier one whose phase ends after so many arrivals. By one thread, before anyone uses it."""
+        """Initialises a stage's barrier to complete after ``arrivals`` arrivals. Called by one thread, before any use."""
         cute.arch.mbarrier_init(self.first + stage, arrivals)
 
     def of(self, at: Cursor) -> cute.Pointer:
-        """The barrier of a stage, for a bulk copy to complete."""
+        """The barrier of a stage, to pass to a bulk copy."""
         return self.first + at.stage
 
     def wait(self, at: Cursor) -> None:
@@ -100,32 +100,32 @@ class Barriers:
         cute.arch.mbarrier_wait(self.first + at.stage, at.phase)
 
     def poll(self, at: Cursor) -> Boolean:
-        """Whether that phase has ended."""
+        """Whether that phase has ended, without waiting."""
         return cute.arch.mbarrier_test_wait(self.first + at.stage, at.phase)
 
     def arrive(self, at: Cursor) -> None:
-        """The calling lane arrives."""
+        """The calling lane arrives on the stage's barrier."""
         cute.arch.mbarrier_arrive(self.first + at.stage)
 
     def expect(self, at: Cursor, count: int | Int32) -> None:
-        """The calling lane arrives, and the phase ends only when bulk copies have brought so many bytes."""
+        """The calling lane arrives and expects ``count`` bytes: the phase ends only after bulk copies have delivered them."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.first + at.stage, count)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A ring with one producer warp.
+    """A ring buffer with one producer warp.
 
     Attributes:
         full: completed by the producer's copies.
-        empty: completed by the consumers, each of which arrives once a stage.
+        empty: completed by the consumer warps, each of which arrives once per stage.
     """
 
     full: Barriers
     empty: Barriers
 
     def init(self, stage: int, consumers: int) -> None:
-        """Makes a stage's barriers, for one producer and some consumers. By one thread, before anyone uses them."""
+        """Initialises a stage's barriers for one producer and ``consumers`` consumers. Called by one thread, before any use."""
         self.full.init(stage, 1)
         self.empty.init(stage, consumers)
 
@@ -134,7 +134,7 @@ class Pipeline:
         self.empty.wait(at)
 
     def commit(self, at: Cursor, count: int | Int32) -> None:
-        """The producer's calling lane says how many bytes its copies will bring."""
+        """The producer's calling lane arrives on the full barrier and expects ``count`` bytes from its copies."""
         self.full.expect(at, count)
 
     def wait(self, at: Cursor) -> None:
@@ -143,12 +143,12 @@ class Pipeline:
 
     @cute.jit
     def release(self, at: Cursor) -> None:
-        """A consumer warp is done with a stage; one of its lanes says so."""
+        """A consumer warp releases a stage: one of its lanes arrives on the empty barrier."""
         barrier = self.empty.of(at)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
 
 
 def pipeline(full: Any, empty: Any) -> Pipeline:
-    """A ring whose barriers lie in these members of a shared-memory struct."""
+    """A `Pipeline` whose barriers lie in these two members of a shared-memory struct."""
     return Pipeline(Barriers(full.data_ptr()), Barriers(empty.data_ptr()))

@@ -1,8 +1,8 @@
-"""What a warp does with its registers: values moved between lanes, fragments of small matrices, and single PTX instructions.
+"""Register-level helpers of a warp: shuffles between lanes, fragments of small matrices, and single PTX instructions.
 
-An accumulator of wgmma or mma.sync is a flat list of float32. A thread holds two rows r = 0, 1, which lie 8 apart, and of each
-group of 8 columns two neighbours c = 0, 1: element ``4 * j + 2 * r + c`` is column ``8 * j + 2 * (lane % 4) + c``. So four lanes, a
-quad, hold a row together.
+A thread's accumulator of wgmma or mma.sync is a flat list of float32. The thread holds two rows r = 0, 1, which lie 8 apart, and in
+each group of 8 columns two neighbours c = 0, 1. Element ``4 * j + 2 * r + c`` is column ``8 * j + 2 * (lane % 4) + c``. So a quad
+of four lanes holds a row.
 """
 
 # mypy: ignore-errors
@@ -16,12 +16,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
 
 LANES = 32
-EXPONENT = 127 + 14  # of the largest number in float16, as float32 has it; 15 is the format's last
-LEAST_EXPONENT = 27  # smaller numbers, and zeros, would need a factor that float32 does not have
+EXPONENT = 127 + 14  # exponent field, in float32, of values scaled to float16's range: one below float16's largest exponent, 15
+LEAST_EXPONENT = 27  # smaller values and zeros would need a factor that float32 cannot represent
 
 
 def dtype_of(name: str) -> type[Numeric]:
-    """CuteDSL's type of a name in `launch.DTYPES`, or of ``"float32"``."""
+    """CuteDSL's type for a name in `launch.DTYPES`, or for ``"float32"``."""
     return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}[name]
 
 
@@ -30,8 +30,9 @@ def _ptx_type(dtype: type[Numeric]) -> str:
 
 
 def opt_barrier(x: Int32) -> Int32:
-    """The same value, of which the compiler knows nothing: what is computed from it is computed here, and not earlier, where it
-    would take registers from the loop in between."""
+    """Returns x, opaque to the compiler: values computed from it are not hoisted out of the loop before, where they would occupy
+    registers.
+    """
     return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]))
 
 
@@ -54,7 +55,7 @@ def quad_sum(x: Float32) -> Float32:
 
 @cute.jit
 def column_max(x: Float32) -> Float32:
-    """The maximum over the eight lanes that hold one column: those with the same number modulo 4."""
+    """The maximum over the eight lanes that hold one column: those with the same lane index modulo 4."""
     for power in cutlass.range_constexpr(2, 5):
         x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1 << power))
     return x
@@ -70,7 +71,7 @@ def column_sum(x: Float32) -> Float32:
 
 @cute.jit
 def transpose_matrix(word: Uint32, lane: Int32) -> Uint32:
-    """Transposes an 8 x 8 matrix of 16-bit numbers, of which a lane ``4 g + t`` has row g's columns 2 t and 2 t + 1."""
+    """Transposes an 8 x 8 matrix of 16-bit elements; lane ``4 g + t`` holds columns 2 t and 2 t + 1 of row g."""
     column = lane // 4
     low, high = (cute.arch.shuffle_sync(word, offset=lane % 4 * 8 + row * 4 + column // 2) for row in range(2))
     return permute_bytes(low, high, cutlass.select_(column % 2 == 0, Int32(0x5410), Int32(0x7632)))
@@ -83,18 +84,18 @@ def any_lane(condition: Boolean) -> Boolean:
 
 @cute.jit
 def ballot(condition: Boolean) -> Int32:
-    """A bit for each lane."""
+    """Bit i is lane i's condition."""
     return Int32(cute.arch.vote_ballot_sync(condition))
 
 
 def lanes_with(x: Int32) -> Int32:
-    """A bit for each lane that has the same value as this one."""
+    """Bit i is set if lane i has the same value as this lane."""
     return cute.arch.inline_ptx("match.any.sync.b32 {$w0}, {$r0}, 0xFFFFFFFF;", write_only_types=[Int32], read_only_args=[x])
 
 
 @cute.jit
 def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
-    """The sum of this lane's and all lower lanes' values."""
+    """The inclusive prefix sum over lanes."""
     for shift in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(x, offset=1 << shift)
         x = x + below if lane >= 1 << shift else x
@@ -103,10 +104,10 @@ def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
 
 @cute.jit
 def transpose_quad(words: list, lane: Int32) -> list:
-    """Four words of each of the four lanes of a quad, transposed: word i of lane j becomes word j of lane i.
+    """Transposes four words of each of a quad's four lanes: word i of lane j becomes word j of lane i.
 
     Args:
-        lane: this lane's number in its quad.
+        lane: this lane's index in its quad.
     """
     for step in cutlass.range_constexpr(2):
         far, upper = 1 << step, (lane >> step) % 2 == 1
@@ -126,7 +127,7 @@ def transpose_quad(words: list, lane: Int32) -> list:
 
 @cute.jit
 def scale_row(values: cute.Tensor, row: cutlass.Constexpr[int], factor: Float32) -> None:
-    """Multiplies one of an accumulator's two rows."""
+    """Multiplies one of an accumulator's two rows by ``factor``."""
     for j in cutlass.range_constexpr(cute.size(values) // 4):
         values[4 * j + 2 * row] = values[4 * j + 2 * row] * factor
         values[4 * j + 2 * row + 1] = values[4 * j + 2 * row + 1] * factor
@@ -134,19 +135,19 @@ def scale_row(values: cute.Tensor, row: cutlass.Constexpr[int], factor: Float32)
 
 @cute.jit
 def round_to(source: cute.Tensor, target: cute.Tensor) -> None:
-    """Rounds an accumulator to the 16-bit operand of the next product; their elements lie alike."""
+    """Rounds an accumulator to the 16-bit operand of the next MMA; both fragments have the same element order."""
     target.store(source.load().to(target.element_type))
 
 
 def pack(dtype: type[Numeric], low: Float32, high: Float32) -> Uint32:
-    """Two numbers, rounded to 16 bits each, in one register."""
+    """Rounds two float32 values to 16 bits each and packs them into one register."""
     return cute.arch.inline_ptx(
         f"cvt.rn.{_ptx_type(dtype)}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
     )
 
 
 def widened(dtype: type[Numeric], word: Uint32) -> Any:
-    """The two 16-bit numbers of a register, as float32."""
+    """Converts the two 16-bit values of a register to float32."""
     if dtype is cutlass.BFloat16:
         code = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
     else:
@@ -156,17 +157,17 @@ def widened(dtype: type[Numeric], word: Uint32) -> Any:
 
 @cute.jit
 def factors_of_float16(bits: Int32):
-    """Returns the power of 2 that brings a warp's numbers to float16's range, and its inverse.
+    """Returns the power of 2 that scales a warp's values into float16's range, and its inverse.
 
     Args:
-        bits: of the absolute value of this lane's largest one, as a float32.
+        bits: the float32 bit pattern of this lane's amax.
     """
     exponent = cutlass.max(cute.arch.warp_redux_sync(bits, "max") >> 23, LEAST_EXPONENT)
     return float_of((EXPONENT + 127 - exponent) << 23), float_of((exponent + 127 - EXPONENT) << 23)
 
 
 def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
-    """Converts four e4m3 numbers to two pairs."""
+    """Converts four e4m3 values to two registers of two 16-bit values each."""
     halves = (
         "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }"
         if dtype is cutlass.Float16
@@ -179,7 +180,7 @@ def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
 
 
 def permute_bytes(x: Any, y: Any, order: Any) -> Any:
-    """Puts four of the bytes of two words together; the hexadecimal digits of ``order`` say which, a number or a register."""
+    """Selects four bytes of two words (prmt). The hex digits of ``order``, an int or a register, are the selectors."""
     known = isinstance(order, int)
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order if known else '{$r2}'};",
@@ -189,7 +190,7 @@ def permute_bytes(x: Any, y: Any, order: Any) -> Any:
 
 
 def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -> Uint32:
-    """Four numbers, rounded to e4m3, in one register. What is too large becomes the largest."""
+    """Rounds four values to e4m3 and packs them into one register; saturates."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};"
         " mov.b32 {$w0}, {low, high}; }",
@@ -199,17 +200,17 @@ def pack_fp8(first: Float32, second: Float32, third: Float32, fourth: Float32) -
 
 
 def bits_of(x: Float32) -> Int32:
-    """Returns the bits of a number."""
+    """Returns the bit pattern of a float32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def float_of(bits: Int32) -> Float32:
-    """Returns the number that has these bits."""
+    """Returns the float32 with this bit pattern."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
-    """``c + a @ b``, of 16 x 16 and 16 x 8 numbers."""
+    """``c + a @ b`` with a 16 x 16 and b 16 x 8."""
     kind = _ptx_type(dtype)
     return cute.arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
@@ -220,7 +221,7 @@ def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Se
 
 
 def ldmatrix(address: Any, transposed: bool) -> Any:
-    """Four 8 x 8 matrices from shared memory; each lane gives the address of a row."""
+    """Loads four 8 x 8 matrices from shared memory; each lane passes the address of one row."""
     trans = ".trans" if transposed else ""
     return cute.arch.inline_ptx(
         f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
@@ -230,7 +231,7 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
 
 
 def stmatrix(address: Any, words: Sequence[Any]) -> None:
-    """Stores four 8 x 8 matrices in shared memory, as `ldmatrix` loads them."""
+    """Stores four 8 x 8 matrices to shared memory, in the layout that `ldmatrix` loads."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
@@ -240,7 +241,7 @@ def stmatrix(address: Any, words: Sequence[Any]) -> None:
 
 
 def load_floats(space: str, address: Any, count: int) -> Any:
-    """Loads 1, 2 or 4 neighbouring numbers; one of them is returned as it is, and not in a list."""
+    """Loads 1, 2 or 4 consecutive float32 values; a single value is returned bare, not in a list."""
     vector = f".v{count}" if count > 1 else ""
     to = ", ".join(f"{{$w{at}}}" for at in range(count))
     return cute.arch.inline_ptx(
@@ -251,7 +252,7 @@ def load_floats(space: str, address: Any, count: int) -> Any:
 
 
 def load_floats_if(condition: Any, address: Any, count: int) -> Any:
-    """Loads 2 or 4 neighbouring numbers of global memory past the nearest cache where a condition holds; zeros else."""
+    """Loads 2 or 4 consecutive float32 values from global memory, bypassing L1 (``.cg``), if a condition holds; else zeros."""
     to = [f"{{$w{at}}}" for at in range(count)]
     zeros = " ".join(f"mov.b32 {one}, 0;" for one in to)
     return cute.arch.inline_ptx(
@@ -262,7 +263,7 @@ def load_floats_if(condition: Any, address: Any, count: int) -> Any:
 
 
 def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
-    """Stores 1, 2 or 4 neighbouring numbers."""
+    """Stores 1, 2 or 4 consecutive float32 values."""
     vector = f".v{len(values)}" if len(values) > 1 else ""
     given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
     cute.arch.inline_ptx(
@@ -271,9 +272,10 @@ def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
 
 
 def store_if(condition: Any, address: Any, values: Sequence[Any]) -> None:
-    """Stores 1, 2 or 4 neighbouring words or float32 numbers in global memory where a condition holds.
+    """Predicated store of 1, 2 or 4 consecutive 32-bit words or float32 values to global memory.
 
-    ptxas takes a branch about a store for one that lanes take differently, and waits for each product alone in a loop with such.
+    Predicated, not a branch: ptxas treats a branch around a store as divergent. In a loop with one, it waits for every MMA
+    separately.
     """
     vector = f".v{len(values)}" if len(values) > 1 else ""
     given = ", ".join(f"{{$r{at + 2}}}" for at in range(len(values)))
@@ -285,12 +287,12 @@ def store_if(condition: Any, address: Any, values: Sequence[Any]) -> None:
 
 
 def load_word(address: Any) -> Any:
-    """Two 16-bit numbers of global memory."""
+    """Loads a 32-bit word, such as two 16-bit values, from global memory."""
     return cute.arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
 def store_words(address: Any, words: Sequence[Any]) -> None:
-    """Stores 1, 2 or 4 neighbouring words in global memory, for instance pairs of 16-bit numbers."""
+    """Stores 1, 2 or 4 consecutive 32-bit words to global memory, for instance pairs of 16-bit values."""
     if len(words) == 1:
         cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, *words])
         return
@@ -299,11 +301,11 @@ def store_words(address: Any, words: Sequence[Any]) -> None:
 
 
 def load_int(address: Any, early: bool) -> Any:
-    """``early``: while others may still write it. What is read then is not kept where a later read would find it."""
+    """Loads an int32. ``early``: others may still write it, so the load is relaxed at GPU scope and leaves nothing stale in L1."""
     order = ".relaxed.gpu" if early else ""
     return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])
 
 
 def prefetch_line(address: Any) -> None:
-    """Brings a line of global memory to the L2 cache."""
+    """Prefetches a cache line of global memory into L2."""
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

@@ -13,15 +13,19 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats
 
 @dataclass(frozen=True)
 class Scales:
-    """The scales of an fp8 tensor: the address of the first, or 0 where there is none, and how many bytes further the next key
-    head's is."""
+    """The scales of an fp8 tensor.
+
+    Attributes:
+        address: the first scale's address, or 0 if there is none.
+        apart: the stride in bytes between key heads.
+    """
 
     address: Int64
     apart: Int32
 
     @cute.jit
     def of(self, kv_head: Int32) -> Float32:
-        """The scale of a key head."""
+        """The scale of a key head; 1 if there are no scales."""
         scale = Float32(1.0)
         if self.address != 0:
             scale = load_floats("global", self.address + Int64(kv_head * self.apart), 1)

@@ -1,7 +1,7 @@
-"""The softmax of attention in registers, in powers of 2: ``exp2(score * scale - shift)`` with ``scale = softmax_scale * log2(e)``.
+"""Online softmax on accumulator fragments, in base 2: ``exp2(score * scale - shift)`` with ``scale = softmax_scale * log2(e)``.
 
-What is called a row's maximum here (row_max) is the shift of its exponents, in units of base 2. It need not be the maximum itself:
-any number will do that keeps the exponentials in range.
+``row_max`` is the shift of a row's exponents, in base 2. It need not be the exact row max: any value that keeps the exponentials in
+range is correct.
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, quad_max
 
 LN2 = 0.6931471805599453
-# What a running maximum begins with. Finite, so that a row that has not seen a key yet gives weights of 0 and not NaN.
+# Initial row max. It is finite, so that a row that has seen no key yet has weights of 0, not NaN.
 LOWEST = -1.0e30
 
 
@@ -29,34 +29,34 @@ def exp2(x: Float32) -> Float32:
 
 @cute.jit
 def exp2_ftz(x: Float32) -> Float32:
-    """By one instruction, which takes denormal numbers for 0."""
+    """One ex2 instruction; flushes denormals to 0."""
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def log2_ftz(x: Float32) -> Float32:
-    """By one instruction, which takes denormal numbers for 0."""
+    """One lg2 instruction; flushes denormals to 0."""
     return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def reciprocal_ftz(x: Float32) -> Float32:
-    """By one instruction; 0 of infinity."""
+    """One rcp instruction; maps infinity to 0."""
     return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 @cute.jit
 def tanh(x: Float32) -> Float32:
-    """By one instruction, off by at most 2^-11 of the result."""
+    """One tanh instruction; relative error at most 2^-11."""
     return cute.arch.inline_ptx("tanh.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
-# -- rows of an accumulator; for how its elements lie see `registers_device` -----------------------------------------------------
+# -- rows of an accumulator; `registers_device` describes its layout ------------------------------------------------------------
 
 
 @cute.jit
 def lane_maxima(scores: cute.Tensor):
-    """The maxima of what this thread holds of its two rows. Four chains side by side, because one waits for itself."""
+    """The max over this thread's elements of each of its two rows. Four independent chains hide the latency of fmax."""
     best = [scores[i] for i in range(4)]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         for i in cutlass.range_constexpr(4):
@@ -66,7 +66,7 @@ def lane_maxima(scores: cute.Tensor):
 
 @cute.jit
 def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
-    """The maximum of what this thread holds of one of its two rows, in two chains."""
+    """The max over this thread's elements of one of its two rows, in two independent chains."""
     even, odd = scores[2 * row], scores[2 * row + 1]
     for j in cutlass.range_constexpr(1, cute.size(scores) // 4):
         even = cute.arch.fmax(even, scores[4 * j + 2 * row])
@@ -76,9 +76,9 @@ def lane_maximum(scores: cute.Tensor, row: cutlass.Constexpr[int]) -> Float32:
 
 @cute.jit
 def cap(scores: cute.Tensor, factor: Float32) -> None:
-    """Makes ``tanh(x)`` of scores s, where ``factor * s`` is ``2 * log2(e) * x``: ``1 - 2 / (1 + exp(2 * x))``.
+    """Replaces scores s by ``tanh(x)``, computed as ``1 - 2 / (1 + exp(2 * x))``, where ``factor * s`` is ``2 * log2(e) * x``.
 
-    The instruction for tanh is off by 2^-11 of it, which times a cap of 50 is more than the rounding of weights.
+    The tanh instruction has a relative error of 2^-11. Times a cap of 50, that exceeds the rounding error of the softmax weights.
     """
     for i in cutlass.range_constexpr(cute.size(scores)):
         scores[i] = Float32(1.0) - 2.0 * reciprocal_ftz(1.0 + exp2_ftz(scores[i] * factor))
@@ -86,21 +86,21 @@ def cap(scores: cute.Tensor, factor: Float32) -> None:
 
 @cute.jit
 def cap_by_tanh(scores: cute.Tensor, factor: Float32) -> None:
-    """`cap` by the instruction for tanh, which is off by at most 2^-11 of it.
+    """`cap` by the tanh instruction, whose relative error is at most 2^-11.
 
-    Were the errors of 4096 scores random and as large as that, outputs would be off by 6e-4 of their norm for scores of variance 1,
-    where rounding weights to bfloat16 takes 1.5e-3, and by 2.6e-3 for a standard deviation of 5 and a cap of 50. With `cap`
-    instead, prefill of Gemma 2 (9B: 4 x 4096 tokens, heads of 256) took 980 us on an H200, and 836 with this; that of the 27B,
-    with heads of 128, 1295 and 1028, and 839 without a cap.
+    If the errors of 4096 scores were random and that large, outputs would be off by 6e-4 of their norm for scores of variance 1,
+    where rounding weights to bfloat16 costs 1.5e-3. For a standard deviation of 5 and a cap of 50 they would be off by 2.6e-3.
+    Prefill of Gemma 2 9B (4 x 4096 tokens, head_dim 256) took 836 us on an H200 with this function, and 980 us with `cap`. Prefill
+    of the 27B (head_dim 128) took 1028 us and 1295 us, and 839 us without a cap.
     """
-    each = factor * (0.5 * LN2)  # it is for powers of 2, of the double
+    each = factor * (0.5 * LN2)  # factor is 2 * log2(e) * x / s
     for i in cutlass.range_constexpr(cute.size(scores)):
         scores[i] = tanh(scores[i] * each)
 
 
 @cute.jit
 def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float32, shift: Float32) -> Float32:
-    """Makes ``exp2(score * scale - shift)`` of a row's scores, and returns this thread's sum of them."""
+    """Replaces a row's scores by ``exp2(score * scale - shift)``, and returns this thread's partial sum of them."""
     sums = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
@@ -114,10 +114,10 @@ def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float3
 def softmax_first(
     scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale: Float32, lift: cutlass.Constexpr[float] = 0.0
 ) -> None:
-    """The exponentials of a tile's first block of keys: begins the running maxima and sums of this thread's two rows.
+    """The exponentials of the first block of keys; initialises the running max and sum of this thread's two rows.
 
     Args:
-        lift: the largest exponential, as a power of 2.
+        lift: log2 of the largest exponential.
     """
     seen = lane_maxima(scores)
     for r in cutlass.range_constexpr(2):
@@ -137,12 +137,13 @@ def softmax_step(
     """The exponentials of a further block of keys (online softmax).
 
     Args:
-        scale: of the scores; a pair where this thread's two rows have one each.
-        lazy: how far, as a power of 2, they may exceed ``2**lift`` before the maxima are raised.
+        scale: of the scores; a pair if this thread's two rows have different scales.
+        lazy: log2 of how far exponentials may exceed ``2**lift`` before the row max is raised (lazy rescaling).
         lift: as of `softmax_first`.
 
     Returns:
-        whether this thread's maxima rose by more; what each row's earlier sums are to be multiplied by; this thread's sums.
+        whether this thread's maxima grew by more than ``lazy``; the rescale factor of each row's earlier accumulator; this thread's
+        partial sums of this block.
     """
     maxima = lane_maxima(scores)
     scales = scale if cutlass.const_expr(isinstance(scale, tuple)) else (scale, scale)
@@ -164,7 +165,7 @@ def softmax_step(
 
 @cute.jit
 def raise_to(row_max: Float32, other: Float32):
-    """The larger one of two maxima, and what sums that belong to ``row_max`` are multiplied by where that one takes its place."""
+    """Returns the larger of two maxima, and the rescale factor for accumulators that belong to ``row_max``."""
     raised = cute.arch.fmax(row_max, other)
     return raised, exp2(row_max - raised)
 
@@ -174,10 +175,10 @@ def raise_to(row_max: Float32, other: Float32):
 
 @dataclass(frozen=True)
 class Sinks:
-    """One more score for each query head, in the softmax's denominator only.
+    """Attention sinks: one extra score for each query head, in the softmax's denominator only.
 
     Attributes:
-        address: where they lie.
+        address: of the first sink.
         kind: their dtype, see `launch.KINDS`; 0 for none.
     """
 
@@ -186,7 +187,7 @@ class Sinks:
 
     @cute.jit
     def load(self, head: Int32) -> Float32:
-        """A query head's sink in units of base 2; -inf if there are none, which weighs nothing."""
+        """A query head's sink in base 2; -inf if there are none, which contributes 0."""
         sink = -Float32.inf
         if self.kind == 1:
             sink = cute.make_ptr(Float32, self.address, cute.AddressSpace.gmem)[head] * LOG2_E
@@ -198,7 +199,7 @@ class Sinks:
 
     @cute.jit
     def load_two(self, first: Int32, rows: tuple, heads: cutlass.Constexpr[int]):
-        """Those of query heads ``first + row % heads`` for two rows; not in units of base 2 yet."""
+        """The sinks of query heads ``first + row % heads`` for two rows, not yet scaled to base 2."""
         sink_0, sink_1 = -Float32.inf, -Float32.inf
         for index, dtype in enumerate((Float32, cutlass.BFloat16, cutlass.Float16)):
             if self.kind == index + 1:

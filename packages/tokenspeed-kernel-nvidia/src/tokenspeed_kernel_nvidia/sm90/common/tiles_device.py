@@ -1,8 +1,8 @@
-"""Tiles in shared memory, and the bulk copies (TMA) that bring and store them.
+"""Tiles in shared memory, and the TMA loads and stores of them.
 
-A tile of q, keys, values or output has rows of head_dim numbers. It lies in shared memory as panels of 64 columns of 16 bits, or of
-128 or 64 columns of 8 bits, one after another, each with rows of 128 (or 64) bytes in the 128-byte (64-byte) swizzle. The swizzle's
-pattern repeats every 8 rows. A ring of tiles has them one after another, one a stage.
+A tile of q, keys, values or output has rows of head_dim elements. In shared memory it is a sequence of panels of 64 columns of 16
+bits, or 128 or 64 columns of 8 bits. A panel's rows have 128 (or 64) bytes in the 128-byte (64-byte) swizzle, whose pattern repeats
+every 8 rows. A ring buffer holds its tiles one after another, one a stage.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ PANEL = 64  # columns of a panel: 128 bytes
 
 
 def swizzle(row_bytes: int = 128):
-    """The swizzle of rows of 128 or 64 bytes, in terms of bytes."""
+    """The swizzle for rows of 128 or 64 bytes, in bytes."""
     return cute.make_swizzle({128: 3, 64: 2}[row_bytes], 4, 3)
 
 
@@ -28,11 +28,11 @@ def swizzle(row_bytes: int = 128):
 
 @dataclass(frozen=True)
 class Tma:
-    """A tensor in global memory as bulk copies see it.
+    """A TMA copy of a tensor in global memory.
 
     Attributes:
         atom: the copy of one box.
-        tensor: coordinates of the tensor.
+        tensor: the tensor's coordinates.
     """
 
     atom: cute.CopyAtom
@@ -40,12 +40,12 @@ class Tma:
 
 
 def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
-    """The bulk copies between a tensor and boxes in shared memory.
+    """Makes the TMA copy between a tensor and boxes in shared memory.
 
     Args:
-        operation: the direction.
-        box: the shape of a box: rows, then columns of 128 or 64 bytes, and possibly heads; the rows may be a pair of heads and
-            tokens. The rows of a head lie one after another, then those of the next head.
+        operation: load, multicast load or store.
+        box: the shape of a box: rows, then columns of 128 or 64 bytes, and possibly heads. Rows may be a pair of heads and tokens.
+            A head's rows are consecutive, and heads follow one another.
     """
     rows, columns, *heads = box
     row_stride, row_count = columns, rows
@@ -58,13 +58,13 @@ def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
 
 
 def gqa_packed(x: cute.Tensor) -> cute.Tensor:
-    """``[tokens, heads, head_dim]`` as ``((heads, tokens), head_dim)``: the heads of a token are neighbouring rows."""
+    """Views ``[tokens, heads, head_dim]`` as ``((heads, tokens), head_dim)``: the heads of a token are consecutive rows."""
     layout = cute.make_layout(((x.shape[1], x.shape[0]), x.shape[2]), stride=((x.stride[1], x.stride[0]), x.stride[2]))
     return cute.make_tensor(x.iterator, layout)
 
 
 def tokens_first(x: cute.Tensor, paged: bool) -> cute.Tensor:
-    """Keys or values as ``(tokens, head_dim, kv_heads)``; those of a paged cache as ``(page_size, head_dim, kv_heads, pages)``."""
+    """Views keys or values as ``(tokens, head_dim, kv_heads)``; a paged cache as ``(page_size, head_dim, kv_heads, pages)``."""
     return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0] if paged else [0, 2, 1]))
 
 
@@ -84,11 +84,11 @@ def tma_load(
     barrier: cute.Pointer,
     ctas: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Starts the copy of a tensor's first box to shared memory; ``barrier`` counts its bytes.
+    """Issues the TMA load of a tensor's first box to shared memory; ``barrier`` counts its bytes.
 
     Args:
-        ctas: a bit for each CTA of the cluster that gets it, at the same place and with its own barrier; 0 for this one alone. The
-            atom says whether it is a copy to several.
+        ctas: multicast mask, one bit for each CTA of the cluster that receives the box, at the same offset and on its own barrier.
+            0 loads to this CTA alone. ``atom`` must match: a multicast one or not.
     """
     target, source = _partition(atom, shared, tensor, box)
     if cutlass.const_expr(ctas != 0):
@@ -99,7 +99,7 @@ def tma_load(
 
 @cute.jit
 def tma_store(atom: cute.CopyAtom, tensor: cute.Tensor, box: cutlass.Constexpr, shared: cute.Tensor) -> None:
-    """Starts the copy of shared memory to a tensor's first box, as part of the current bulk group."""
+    """Issues the TMA store of shared memory to a tensor's first box, in the current bulk group."""
     source, target = _partition(atom, shared, tensor, box)
     cute.copy(atom, source, target)
 
@@ -109,14 +109,14 @@ def tma_store(atom: cute.CopyAtom, tensor: cute.Tensor, box: cutlass.Constexpr, 
 
 @dataclass(frozen=True)
 class Ring:
-    """How the tiles of a ring lie in shared memory.
+    """Layout of a ring buffer's tiles in shared memory.
 
     Attributes:
         rows: of a tile, 64 or more.
-        head_dim: a multiple of a panel's columns.
-        stages: tiles.
-        columns: of a panel, of 128 or 64 bytes.
-        row_bytes: those.
+        head_dim: a multiple of ``columns``.
+        stages: number of tiles.
+        columns: of a panel, whose rows have 128 or 64 bytes.
+        row_bytes: bytes of a panel's row.
     """
 
     rows: int
@@ -131,31 +131,31 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Numbers of all tiles."""
+        """Elements of all tiles."""
         return self.stages * self.rows * self.head_dim
 
     def _tensor(self, memory, shape: tuple, stride: tuple, dtype: type[Numeric] | None = None) -> cute.Tensor:
         return memory.get_tensor(cute.make_layout(shape, stride=stride), swizzle=swizzle(self.row_bytes), dtype=dtype)
 
     def tiles(self, memory, rows: int = 0, dtype: type[Numeric] | None = None) -> cute.Tensor:
-        """``(rows, head_dim, stage)``, as a left operand, a right operand of q @ k.T, or output.
+        """``(rows, head_dim, stage)``: the A operand of an MMA, the B operand of q @ k.T, or an output tile.
 
         Args:
-            rows: how many of each tile; all if 0.
-            dtype: of the numbers, where the memory is declared as bytes.
+            rows: rows to view of each tile; all if 0.
+            dtype: of the elements, if the memory is declared as bytes.
         """
         columns = self.columns
         shape = (rows or self.rows, (columns, self.panels), self.stages)
         return self._tensor(memory, shape, (columns, (1, self.rows * columns), self.rows * self.head_dim), dtype)
 
     def transposed(self, memory, dtype: type[Numeric] | None = None) -> cute.Tensor:
-        """``(head_dim, rows, stage)``, as the right operand of p @ v. ``dtype``: as of `tiles`."""
+        """``(head_dim, rows, stage)``: the B operand of p @ v. ``dtype``: as of `tiles`."""
         columns = self.columns
         shape = ((columns, self.panels), self.rows, self.stages)
         return self._tensor(memory, shape, ((1, self.rows * columns), columns, self.rows * self.head_dim), dtype)
 
     def views(self, memory, rows: int) -> cute.Tensor:
-        """``(rows, head_dim, first row / 8, stage)``: tiles of fewer rows, which may begin at any multiple of 8 and overlap."""
+        """``(rows, head_dim, first row / 8, stage)``: overlapping tiles of fewer rows, which begin at any multiple of 8."""
         shape = ((8, rows // 8), (PANEL, self.panels), (self.rows - rows) // 8 + 1, self.stages)
         stride = ((PANEL, 8 * PANEL), (1, self.rows * PANEL), 8 * PANEL, self.rows * self.head_dim)
         return self._tensor(memory, shape, stride)
@@ -167,17 +167,17 @@ class Ring:
         return self._tensor(memory, shape, stride)
 
     def boxes(self, memory, box: int) -> cute.Tensor:
-        """``(rows of a box, 64, box, panel, stage)``, as bulk copies of some rows each fill them."""
+        """``(rows of a box, 64, box, panel, stage)``: tiles that are filled by TMA loads of ``box`` rows each."""
         columns = self.columns
         shape = (box, columns, self.rows // box, self.panels, self.stages)
         return self._tensor(memory, shape, (columns, 1, box * columns, self.rows * columns, self.rows * self.head_dim))
 
     def packed_boxes(self, memory, heads: int, tokens: int, count: int = 1, dtype: type[Numeric] | None = None) -> cute.Tensor:
-        """``((heads, tokens), 64, panel, box, stage)``: boxes of rows that are some heads of some tokens.
+        """``((heads, tokens), 64, panel, box, stage)``: boxes whose rows are some heads of some tokens.
 
         Args:
             count: boxes of a tile.
-            dtype: of the numbers, where the memory is declared as bytes.
+            dtype: of the elements, if the memory is declared as bytes.
         """
         columns = self.columns
         shape = ((heads, tokens), columns, self.panels, count, self.stages)
@@ -185,7 +185,7 @@ class Ring:
         return self._tensor(memory, shape, stride, dtype)
 
     def chunks(self, memory) -> cute.Tensor:
-        """``(row, (8, chunk of a panel), panel, stage)``: 16 bytes each."""
+        """``(row, (8, chunk of a panel), panel, stage)``: chunks of 16 bytes."""
         columns = self.columns
         shape = (self.rows, (8, columns // 8), self.panels, self.stages)
         return self._tensor(memory, shape, (columns, (1, 8), self.rows * columns, self.rows * self.head_dim))

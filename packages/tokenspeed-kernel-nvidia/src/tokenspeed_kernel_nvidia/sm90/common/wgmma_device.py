@@ -1,4 +1,4 @@
-"""Products of a warpgroup (wgmma), with the operands that attention has."""
+"""Warpgroup MMAs (wgmma) with the operand layouts of attention."""
 
 # mypy: ignore-errors
 
@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 
 def make_qk_mma(dtype: type[Numeric], keys: int, warpgroups: int = 1) -> cute.TiledMma:
-    """``q @ k.T`` of 64 rows for each warpgroup, and some keys. Both operands lie in shared memory."""
+    """``q @ k.T`` of 64 query rows for each warpgroup and ``keys`` keys. Both operands lie in shared memory."""
     operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
     if dtype.width == 8:
         op = warpgroup.MmaF8Op(dtype, dtype, Float32, (64, keys, 32), *operands)
@@ -20,8 +20,9 @@ def make_qk_mma(dtype: type[Numeric], keys: int, warpgroups: int = 1) -> cute.Ti
 
 
 def make_pv_mma(dtype: type[Numeric], head_dim: int, warpgroups: int = 1) -> cute.TiledMma:
-    """``p @ v`` of 64 rows for each warpgroup. The probabilities p are in registers, the values in shared memory; those of 8 bits
-    lie transposed there."""
+    """``p @ v`` of 64 query rows for each warpgroup. The probabilities p are in registers and the values in shared memory; 8-bit
+    values lie there transposed (K-major).
+    """
     if dtype.width == 8:
         operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
         op = warpgroup.MmaF8Op(dtype, dtype, Float32, (64, head_dim, 32), *operands)
@@ -41,11 +42,12 @@ def start_mma(
     steps: cutlass.Constexpr[int] = 0,
     first: cutlass.Constexpr[int] = 0,
 ) -> None:
-    """Starts ``acc = a @ b``, or ``acc += a @ b``, as a group of its own. Its operands are in use until it has been waited for.
+    """Issues ``acc = a @ b``, or ``acc += a @ b``, as a wgmma group of its own. The operands are in use until the group is waited
+    for.
 
     Args:
-        steps: how many steps of 32 bytes along the axis that is summed; 0 for all.
-        first: the first of them.
+        steps: MMA steps of 32 bytes along k; 0 for all.
+        first: the first step.
     """
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)

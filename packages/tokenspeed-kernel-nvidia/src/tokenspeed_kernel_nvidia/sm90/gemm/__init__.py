@@ -1,1 +1,1 @@
-"""Products of matrices on Hopper."""
+"""GEMMs on Hopper."""

@@ -1,16 +1,17 @@
-"""`linear` with weights in mxfp4 and nvfp4 on Hopper, for at most 16 tokens.
+"""`linear` with mxfp4 and nvfp4 weights on Hopper, for at most 16 tokens.
 
-Reading weights takes most of the time, so nothing may interrupt it. There is one CTA on each multiprocessor. A warp of it streams
-weights through a ring in shared memory by bulk copies, and begins before the kernel in front has ended: weights in a layout of this
-kernel's own are not what that one writes. Sixteen warps decode weights and multiply them, as left operands, with tokens, which lie
-in shared memory from the beginning to the end.
+The kernel is memory-bound: reading the weights takes most of the time, so the weight stream never pauses. There is one persistent
+CTA per SM. A producer warp streams weights through a ring buffer in shared memory by bulk copies. It starts before the preceding
+kernel ends (PDL), because that kernel does not write these pre-arranged weights. Sixteen MMA warps dequantise weights to A
+fragments in registers. The B operand, the tokens, stays in shared memory throughout.
 
-The eight CTAs of a cluster share k, so that each needs few of the tokens' features. All work on the same panels of 64 rows. Each
-sends its sums of a panel to the CTA that finishes the rows: eight rows of each panel are one CTA's. Two warps add them up in a
-fixed order, while the others multiply the next panels. So results are the same bits in every run, no sums pass through global
-memory, and nobody waits for CTAs that may not run yet.
+The eight CTAs of a cluster split k (cluster split-K), so each needs only a slice of the tokens' features. All eight work on the
+same panels of 64 rows. Each CTA sends its partial sums of a panel through distributed shared memory to the CTAs that finish the
+rows: each CTA finishes eight rows of each panel. Two warps add them in a fixed order while the MMA warps work on the next panels.
+So results are bitwise deterministic, no partial sums pass through global memory, and no CTA waits for one that may not be running
+yet.
 
-More tokens need other kernels and the canonical layout, so this one serves only plans that say that there are few.
+More tokens need other kernels and the canonical layout, so only plans that declare few tokens are eligible.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ def linear_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Launch(NamedTuple):
-    """The parts of a call that depend on the layer and the number of tokens alone.
+    """The parts of a launch that depend only on the layer and the number of tokens.
 
     Attributes:
-        program: the compiled function.
+        program: the compiled kernel.
         ctas: the number of CTAs.
     """
 
@@ -68,19 +69,19 @@ class _Launch(NamedTuple):
 
 @functools.cache
 def _launch_of(tokens: int, plan: LinearPlan, device: int) -> _Launch:
-    # Who names the kernel gets past its traits.
+    # A kernel that is requested by name is not checked against its traits.
     if tokens > MAX_TOKENS or plan.in_features > MAX_K:
         most = f"at most {MAX_TOKENS} tokens of {MAX_K} features"
         raise ValueError(f"{plan.kernel} is for {most}, got {tokens} of {plan.in_features}")
     config = config_of(DTYPES[plan.dtype], plan.weight_format, tokens)
-    # An H100 has multiprocessors for 16 clusters, and runs 15 at once, as the driver says. A launch of 16 has a second wave, and
-    # takes 42.1 us in place of 21.8: 8192 x 8192 in nvfp4, one token.
+    # An H100 has SMs for 16 clusters but runs 15 at once, as the driver reports. A launch of 16 has a second wave and takes 42.1 us
+    # instead of 21.8 us (8192 x 8192 in nvfp4, one token).
     clusters = clusters_at_once(device, CLUSTER, THREADS, SHARED_BYTES)
     return _Launch(linear_program(config), CLUSTER * min(clusters, panels_of(plan.out_features)))
 
 
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
-    """See the operator. Weights are in the layout that `prepare_weights` makes."""
+    """See the operator. Weights must be in the layout that `prepare_weights` makes."""
     count = x.shape[0]
     written = x.new_empty(count, plan.out_features) if out is None else out
     if count == 0:

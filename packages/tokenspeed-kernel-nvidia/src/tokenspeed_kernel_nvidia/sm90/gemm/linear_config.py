@@ -1,4 +1,4 @@
-"""The configurations that programs of `linear` are compiled for, and the choice of one of them."""
+"""Configurations that the kernels of `linear` are compiled for, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_layout import LAYOUTS, block_bytes
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_STRIPS
 
-CLUSTER = 8  # CTAs that share k; each finishes 8 rows of a panel of 64
-GROUPS = 4  # groups of four warps that multiply, each another panel
-MULTIPLIERS = 4 * GROUPS  # warps that multiply
-LOAD_WARP = MULTIPLIERS  # the warp that loads weights
-FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that add up what CTAs send
+CLUSTER = 8  # CTAs that split k; each finishes 8 rows of a panel of 64
+GROUPS = 4  # groups of four MMA warps; each group has its own panels
+MMA_WARPS = 4 * GROUPS  # MMA warps
+LOAD_WARP = MMA_WARPS  # the producer warp
+FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the CTAs' partial sums
 FINISHERS = 2
 THREADS = 32 * (FINISH_WARP + FINISHERS)
-ROWS = 8  # of a panel that a CTA finishes
-SLAB = 2  # blocks of a panel in a stage
-HEAD_BYTES = 1024  # at the beginning of shared memory: barriers
-SHARED_BYTES = 227 * 1024  # shared memory that a CTA may have
-STAGES = 8  # of a group at most, so that the lanes of a warp make all barriers at once
-# Numbers of tokens that there are programs for. Microseconds on an H100 by this kernel, by the portable `mm` of the canonical
-# weights, and by cuBLAS with weights in bfloat16. More than 16 tokens were multiplied by wgmma, 64 a launch, which was no quicker
-# than `mm`, so that there are no programs for them any more:
+ROWS = 8  # of a panel that one CTA finishes
+SLAB = 2  # k blocks of a panel in a stage
+HEAD_BYTES = 1024  # at the start of shared memory: mbarriers
+SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
+STAGES = 8  # of a group at most, so that one warp initialises all barriers at once, a lane each
+# Token counts that kernels are compiled for. Microseconds on an H100, in this order: this kernel, the portable `mm` of the
+# canonical weights, cuBLAS with bfloat16 weights. For 64 and 256 tokens this kernel used wgmma, 64 tokens a launch. It was no
+# faster than `mm`, so it is no longer compiled for more than 16 tokens:
 #
 #                                1 token           4                 16               64               256
 #   8192 x 8192, nvfp4      20.7  20.9  47.1  20.6  22.0  47.7  22.8  33.6  48.0  47.4  36.1  49.0   187   77   55
 #   2880 x 5120, nvfp4      10.7  10.4  12.9  10.7  10.7  12.9  11.7  14.7  13.0  26.1  22.5  13.3   101   40   16
 #   8192 x 57344, nvfp4      105   122   323   107   122   324   117   160   327   227   234   335   918  467  355
 #
-# Weights in mxfp4 take the same within 4%.
+# mxfp4 weights take the same time within 4%.
 TOKENS = (8, 16)
 MAX_TOKENS = max(TOKENS)
-# The most blocks of k of a CTA. The features of 16 tokens take 112 KiB then, and a group has five stages.
+# The most k blocks of a CTA. The features of 16 tokens then take 112 KiB, and a group has five stages.
 ROOM = 56
 MAX_K = CLUSTER * ROOM * BLOCK
 
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration that a program is compiled for.
+    """A configuration that a kernel is compiled for.
 
     Attributes:
-        dtype: the dtype of tokens and results.
-        weights: the format of weights, of `LAYOUTS`.
-        tokens: the most tokens of a call, of `TOKENS`.
+        dtype: of tokens and results.
+        weights: the weights' format, a key of `LAYOUTS`.
+        tokens: the most tokens of a call, from `TOKENS`.
     """
 
     dtype: str
@@ -53,22 +53,24 @@ class Config:
 
     @property
     def panel_block_bytes(self) -> int:
-        """The bytes of a panel's block of k."""
+        """Bytes of a k block of a panel."""
         return PANEL_STRIPS * block_bytes(self.weights)
 
     @property
     def stage_bytes(self) -> int:
-        """The bytes of a stage of the ring."""
+        """Bytes of a ring buffer stage."""
         return SLAB * self.panel_block_bytes
 
     @property
     def columns_bytes(self) -> int:
-        """The bytes of shared memory that tokens take."""
+        """Bytes of shared memory for the tokens."""
         return ROOM * BLOCK * self.tokens * 2
 
     @property
     def buffer_bytes(self) -> int:
-        """The bytes of the sums that all CTAs send for a panel's rows. Each group has a buffer for them."""
+        """Bytes of the partial sums that all CTAs send for the rows of a panel that one CTA finishes. Each group has one such
+        buffer.
+        """
         return CLUSTER * ROWS * self.tokens * 4
 
     @property
@@ -77,20 +79,20 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """The number of stages that each group has."""
+        """Stages of each group."""
         return min(STAGES, (SHARED_BYTES - self._before_ring) // (GROUPS * self.stage_bytes))
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes of shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         return self._before_ring + GROUPS * self.stages * self.stage_bytes
 
 
 def config_of(dtype: str, weights: str, tokens: int) -> Config:
-    """Returns the program for a number of tokens, which is at most `MAX_TOKENS`."""
+    """Returns the configuration for a number of tokens, at most `MAX_TOKENS`."""
     return Config(dtype, weights, next(most for most in TOKENS if most >= tokens))
 
 
 def every_config() -> list[Config]:
-    """Returns all configurations that there are."""
+    """Returns all configurations."""
     return [Config(dtype, weights, tokens) for dtype in DTYPES.values() for weights in LAYOUTS for tokens in TOKENS]

@@ -1,4 +1,4 @@
-"""Decoding of codes and scales in the order of `linear_layout`, to registers of a left operand of `mma`."""
+"""Dequantisation of `linear_layout` words (e2m1 values and scales) to A fragments of mma.sync in registers."""
 
 # mypy: ignore-errors
 
@@ -11,8 +11,9 @@ from cutlass import Numeric, Uint32, cute
 
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import BOTH, multipliers
 
-# A word becomes four registers. A bfloat16 has a code at bits 15 and 8...6, which makes it 2^-126 times its value. Shifts to the
-# left are multiplications, for which there are other units than for the rest. Adding -0 multiplies bfloat16 in one instruction.
+# Dequantises a word to four registers. A bfloat16 gets an e2m1 value at bits 15 and 8...6, which makes it 2^-126 times the value.
+# Left shifts compile to multiplications, which use another pipe than the logical instructions. fma with -0 multiplies bfloat16x2 in
+# one instruction.
 _BFLOAT16 = """{
 .reg .b32 a, b, z;
 mov.b32 z, 0x80008000;
@@ -32,7 +33,7 @@ shl.b32 b, {$r0}, 1;
 lop3.b32 a, b, 0x80008000, a, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# To a float16, the sign of a code goes to bit 15, and the rest to bits 11...9. That is 2^-14 times the code's value.
+# For float16, e2m1's sign goes to bit 15 and the rest to bits 11...9, which makes 2^-14 times the value.
 _FLOAT16 = """{
 .reg .b32 a, b;
 and.b32 a, {$r0}, 0x80008000;
@@ -54,7 +55,7 @@ shr.u32 b, {$r0}, 2;
 lop3.b32 a, b, 0x0A000A00, a, 0xEA;
 mul.rn.f16x2 {$w3}, a, {$r2};
 }"""
-# Two neighbouring bytes of scales in nvfp4 become numbers: 2^7 times their value as float16, 2^119 times as bfloat16.
+# Converts two consecutive nvfp4 scale bytes: to 2^7 times their value as float16, or 2^119 times as bfloat16.
 _NUMBERS = {
     cutlass.BFloat16: "{{ .reg .b32 a; prmt.b32 a, {{$r0}}, 0, {order}; mad.lo.u32 {{$w0}}, a, 16, 0x70007000; }}",
     cutlass.Float16: "{{ .reg .b32 a; prmt.b32 a, {{$r0}}, 0, {order}; shl.b32 {{$w0}}, a, 7; }}",
@@ -62,29 +63,29 @@ _NUMBERS = {
 
 
 def multipliers_of(dtype: type[Numeric], weights: str, scales: Any, step: int) -> tuple[Uint32, Uint32]:
-    """Returns the multipliers of a word for row ``lane / 4`` and for the row eight further, each twice in a register.
+    """Returns a word's scale factors for row ``lane / 4`` and for the row eight further, each duplicated in a register.
 
     Args:
-        dtype: the dtype of the operand, BFloat16 or Float16.
+        dtype: of the operand, BFloat16 or Float16.
         weights: the format.
-        scales: the words of row ``lane / 4`` of a block.
-        step: the number of the word in its block.
+        scales: the scale words of row ``lane / 4`` of a block.
+        step: the word's index in its block.
     """
     if weights == "mxfp4":
         return multipliers(dtype, scales[0])[step // 2]
-    order = "0x4342" if step % 2 else "0x4140"  # bytes of this step, each followed by a zero
+    order = "0x4342" if step % 2 else "0x4140"  # this step's two bytes, each followed by a zero
     code = _NUMBERS[dtype].format(order=order)
     both = cute.arch.inline_ptx(code, write_only_types=[Uint32], read_only_args=[scales[step // 2]])
     return cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[both])
 
 
 def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """Returns the four registers of a product's left operand, which is 16 rows by 16 elements of k.
+    """Dequantises a word to the four registers of an MMA's A operand, 16 rows by 16 elements of k.
 
     Args:
-        dtype: the dtype of the operand, BFloat16 or Float16.
+        dtype: of the operand, BFloat16 or Float16.
         word: the lane's word.
-        first, second: the `multipliers_of` the word.
+        first, second: the word's scale factors, from `multipliers_of`.
     """
     code = _BFLOAT16 if dtype is cutlass.BFloat16 else _FLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])

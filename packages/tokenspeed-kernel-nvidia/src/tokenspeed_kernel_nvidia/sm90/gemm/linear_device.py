@@ -1,6 +1,6 @@
-"""The device code of `linear`: the launch, the roles of warps, the warp that loads, and those that finish.
+"""The device code of `linear`: launch, warp roles, the producer warp, and the warps that reduce and write results.
 
-`linear_mma_device` multiplies.
+`linear_mma_device` has the MMA warps.
 """
 
 # mypy: ignore-errors
@@ -36,25 +36,35 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (
     THREADS,
     Config,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_mma_device import Call, Products, Share, arrive_at
+from tokenspeed_kernel_nvidia.sm90.gemm.linear_mma_device import Call, MmaWarps, WorkSlice, arrive_at
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Matrix, Table, store_number
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL, PANEL_STRIPS
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches a program."""
+    """Returns the function that launches the kernel."""
     return Linear(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of `host`'s function."""
+    """Returns fake arguments for `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     out = make_fake_tensor(dtype_of(config.dtype), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=2)
     return arguments.rows(config.dtype, m, k), out, *(Int64(0) for _ in range(3)), Int32(0), arguments.stream()
 
 
-class Linear(Products):
-    """Launches and runs the kernel of one configuration."""
+class Linear(MmaWarps):
+    """Launches and runs the kernel of one configuration.
+
+    Launched in clusters of 8 CTAs of 19 warps, one CTA per SM (``min_blocks_per_mp=1``, up to 227 KiB of shared memory):
+
+    * warps 0-15, four groups of four: MMA. A group has every fourth panel, each of its warps a strip of 16 rows;
+    * warp 16: the producer. It fills each group's own stages of the ring buffer, and initialises the barriers;
+    * warps 17-18: reduce the partial sums of the cluster's CTAs, apply row factors and bias, and write the results.
+
+    Shared memory holds the barriers, this CTA's slice of the tokens' features, a buffer of partial sums for each group, and the
+    ring buffer.
+    """
 
     @cute.jit
     def __call__(
@@ -94,7 +104,7 @@ class Linear(Products):
         rank, cluster, clusters = cta % CLUSTER, cta // CLUSTER, ctas // CLUSTER
         panels, blocks = (n + (PANEL - 1)) // PANEL, (k + (BLOCK - 1)) // BLOCK
         first, first_block = cluster * panels // clusters, rank * blocks // CLUSTER
-        share = Share(
+        work = WorkSlice(
             rank,
             first,
             (cluster + 1) * panels // clusters - first,
@@ -108,10 +118,10 @@ class Linear(Products):
         base = barriers.toint() + HEAD_BYTES
         buffers = base + config.columns_bytes
         call = Call(
-            x, m, k, out, n, weights, factors, bias, share, ring, sums, base, buffers,
+            x, m, k, out, n, weights, factors, bias, work, ring, sums, base, buffers,
             buffers + GROUPS * config.buffer_bytes,
         )  # fmt: skip
-        # What runs next may begin when there is room; its own wait is for all that is done here.
+        # The next kernel may start as SMs become free; its own griddepcontrol.wait covers all that is done here.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOAD_WARP:
             lane = cute.arch.lane_idx()
@@ -126,19 +136,19 @@ class Linear(Products):
                 self.expect_sums(call, Cursor(lane, Int32(0)))
             cute.arch.sync_warp()
             cute.arch.cluster_arrive()
-            # Weights do not depend on the kernel before, nor on other CTAs.
+            # Weights depend neither on the preceding kernel nor on other CTAs.
             self.load(call)
             cute.arch.sync_warp()
             cute.arch.cluster_wait()
         else:
             cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()  # barriers of all are made
+            cute.arch.cluster_wait()  # all CTAs' barriers are initialised
             cute.arch.griddepcontrol_wait()
             if warp < LOAD_WARP:
                 self.multiply(call, warp)
             else:
                 self.finish(call, warp)
-        # Nobody leaves while others may send him something.
+        # No CTA exits while others may still send to its shared memory.
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
@@ -147,17 +157,17 @@ class Linear(Products):
 
     @cute.jit
     def load(self, call: Call):
-        """Brings this CTA's blocks of all panels to the ring: of as many panels as there are groups a slab each, in turns."""
-        config, share = self.config, call.share
+        """Loads this CTA's k blocks of all panels into the ring buffer, round-robin over the groups' panels, a slab each."""
+        config, work = self.config, call.work
         at = first_to_fill()  # of each group's stages
         if cute.arch.lane_idx() == 0:
-            for panel in cutlass.range(0, share.panels, GROUPS, unroll=1):
-                for block in cutlass.range(0, share.blocks, SLAB, unroll=1):
-                    count = cutlass.min(share.blocks - block, SLAB) * config.panel_block_bytes
+            for panel in cutlass.range(0, work.panels, GROUPS, unroll=1):
+                for block in cutlass.range(0, work.blocks, SLAB, unroll=1):
+                    count = cutlass.min(work.blocks - block, SLAB) * config.panel_block_bytes
                     for group in cutlass.range_constexpr(GROUPS):
-                        if panel + group < share.panels:
+                        if panel + group < work.panels:
                             stage = self.stage_of(at, group)
-                            whole = Int64(share.first + panel + group) * share.all_blocks + (share.first_block + block)
+                            whole = Int64(work.first + panel + group) * work.all_blocks + (work.first_block + block)
                             call.ring.acquire(stage)
                             call.ring.commit(stage, count)
                             to = call.ring_at + stage.stage * config.stage_bytes
@@ -169,36 +179,36 @@ class Linear(Products):
 
     @cute.jit
     def expect_sums(self, call: Call, at: Cursor):
-        """Says how many bytes of sums come to a buffer: each CTA that has blocks of k sends its own."""
-        call.sums.commit(at, cutlass.min(call.share.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
+        """Expects a panel's partial sums on a buffer's barrier: each CTA that has k blocks sends its own."""
+        call.sums.commit(at, cutlass.min(call.work.all_blocks, CLUSTER) * (self.config.buffer_bytes // CLUSTER))
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
-        """Finishes this CTA's rows of all panels, in the order in which they come."""
+        """Finishes this CTA's rows of all panels in panel order."""
         index = (warp - FINISH_WARP) * LANES + cute.arch.lane_idx()
-        for panel in cutlass.range(call.share.panels, unroll=1):
+        for panel in cutlass.range(call.work.panels, unroll=1):
             self.finish_rows(call, Cursor(panel % GROUPS, panel // GROUPS % 2), panel, index)
 
     @cute.jit
     def finish_rows(self, call: Call, at: Cursor, panel: Int32, index: Int32):
-        """Adds up what all CTAs send for a panel, and writes the results. A lane has some rows of a token."""
-        config, share = self.config, call.share
+        """Adds the partial sums of all CTAs for a panel, and writes the results. A lane has some rows of one token."""
+        config, work = self.config, call.work
         rows = config.tokens * ROWS // (FINISHERS * LANES)
         token, own = index % config.tokens, index // config.tokens * rows
-        row = (share.first + panel) * PANEL + share.rank * ROWS + own
+        row = (work.first + panel) * PANEL + work.rank * ROWS + own
         factors = [load_floats("global", call.factors + Int64(row + i) * 4, 1) for i in range(rows)]
         biases = [Float32(0.0)] * rows
         if call.bias != 0:
             biases = [load_floats("global", call.bias + Int64(row + i) * 4, 1) for i in range(rows)]
         totals = [Float32(0.0)] * rows
         call.sums.wait(at)
-        place = call.buffers + at.stage * config.buffer_bytes + (own * config.tokens + token) * 4
+        smem_at = call.buffers + at.stage * config.buffer_bytes + (own * config.tokens + token) * 4
         for source in cutlass.range_constexpr(CLUSTER):
-            there = (source + 1) * share.all_blocks // CLUSTER > source * share.all_blocks // CLUSTER
+            there = (source + 1) * work.all_blocks // CLUSTER > source * work.all_blocks // CLUSTER
             for i in cutlass.range_constexpr(rows):
-                number = load_floats("shared", place + (source * ROWS + i) * config.tokens * 4, 1)
+                number = load_floats("shared", smem_at + (source * ROWS + i) * config.tokens * 4, 1)
                 totals[i] += cutlass.select_(there, number, Float32(0.0))
-        if index == 0:  # before others may send anew
+        if index == 0:  # rearm before other CTAs may send again
             self.expect_sums(call, at)
         cute.arch.sync_warp()
         if index % LANES < CLUSTER:

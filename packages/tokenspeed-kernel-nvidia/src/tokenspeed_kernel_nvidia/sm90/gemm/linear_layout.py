@@ -1,21 +1,21 @@
-"""The layouts ``"sm90_linear_mxfp4"`` and ``"sm90_linear_nvfp4"`` of a linear layer's weights, made when a model is loaded.
+"""The weight layouts ``"sm90_linear_mxfp4"`` and ``"sm90_linear_nvfp4"`` of a linear layer, made when a model is loaded.
 
-Codes lie as in `mxfp4_layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k. But factors and biases
-of rows have tensors of their own, scales in nvfp4 are others, and the bits of codes stand where bfloat16 needs fewest instructions:
-those of a0 as they stand, those of a2 and a1 after a shift by 3 and 6, and those of a3, for which there is what the others leave,
-after three shifts.
+The e2m1 values are arranged as in `mxfp4_layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k.
+Three things differ. Row factors and biases are tensors of their own. nvfp4 has other scales. The bit positions minimise the
+instructions for bfloat16: a0's bits are in place, a2's and a1's need a shift by 3 and by 6, and a3's take the remaining positions
+and need three shifts.
 
     bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
-    code  0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
+    value 0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
 
-    2176 bytes a block of k of a panel in mxfp4, of which each strip has 544; 2304 and 576 in nvfp4:
-                                int32 [32, 4]         codes: four words for each lane of a warp
-                                uint8 [8, 2, 2]       scales in mxfp4: [row, half of the block, first or second eight rows]
-                                uint8 [8, 4, 2]       scales in nvfp4: [row, quarter of the block, first or second eight rows]
+    2176 bytes a k block of a panel in mxfp4 (544 a strip); 2304 (576 a strip) in nvfp4:
+                                int32 [32, 4]         e2m1 values: four words for each lane of a warp uint8 [8, 2, 2]       scales
+                                in mxfp4: [row, half of the block, first or second eight rows] uint8 [8, 4, 2]       scales in
+                                nvfp4: [row, quarter of the block, first or second eight rows]
 
-A scale in mxfp4 is an exponent field relative to the largest of its row. A scale in nvfp4 has five bits of exponent and three of
-mantissa, and no subnormal numbers: 2^(e - 22) * (1 + m / 8), so that few instructions make a multiplier of it. Its sign is in the
-codes, and where it is 0 they are. So the factor of a row is its largest scale in mxfp4, and the global scale in nvfp4.
+A scale in mxfp4 is an exponent field relative to its row's largest, and the row's factor is that largest scale. A scale in nvfp4
+has five exponent bits, three mantissa bits and no subnormals: 2^(e - 22) * (1 + m / 8), so that few instructions convert it. A
+negative scale's sign moves into the e2m1 values, and a zero scale makes them zero. The row's factor in nvfp4 is the global scale.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     words_of,
 )
 
-# Of a0 to a3, see `mxfp4_layout.PLACES`. 3e at bit 13 is the upper one.
+# Bit positions of a0 to a3, see `mxfp4_layout.PLACES`. 3e at bit 13 is the upper exponent bit.
 PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))
 LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
 SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # of a strip's block
-# Multipliers of nvfp4 are this much too small: the largest scale has the largest exponent that float16 has.
+# Converted nvfp4 scales are smaller by this factor, so that the largest scale has float16's largest exponent.
 NVFP4_FACTOR = 2.0**-7
-# Panels that are arranged together. Intermediates are as large as so many panels, some times over.
+# Panels that are arranged at once. Intermediates take several times the memory of that many panels.
 _AT_ONCE = 128
 
 
 def block_bytes(weight_format: str) -> int:
-    """Returns the bytes of a strip's block."""
+    """Returns the bytes of a strip's k block."""
     return CODE_BYTES + SCALE_BYTES[weight_format]
 
 
 def prepare_weights(weights: LinearWeights, plan: LinearPlan) -> LinearWeights:
-    """Brings canonical weights in mxfp4 or nvfp4 into the layout above.
+    """Arranges canonical mxfp4 or nvfp4 weights in the layout above.
 
-    Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``, factors of rows in place of scales, float32 ``[64 * panels]``,
-    and a bias likewise. It waits for the device: kernels read these without waiting for those before them.
+    Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``; row factors float32 ``[64 * panels]`` in place of scales; and a
+    bias like the factors. Waits for the device, because kernels read these tensors without waiting for preceding kernels (PDL).
     """
     assert weights.weight_scale is not None  # checked by the operator
     codes, scale = weights.weight, weights.weight_scale.view(torch.uint8)
@@ -96,7 +96,7 @@ def _padded(rows: Tensor, more: int) -> Tensor:
 
 
 def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of the same weights, where no scale has a sign, is 0 or subnormal."""
+    """Returns e2m1 values and scales of the same weights, with no scale negative, zero or subnormal."""
     table = torch.tensor(_multiplier_bytes(), dtype=torch.uint8, device=scale.device)
     magnitude = scale & 0x7F
     change = torch.where(scale >= 0x80, 0x88, 0).to(torch.uint8).repeat_interleave(8, -1)
@@ -105,7 +105,7 @@ def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiplier_bytes() -> list[int]:
-    """Returns what stands for each scale in e4m3 without its sign."""
+    """Returns the stored byte for each nonnegative e4m3 scale."""
     found = [0]
     for bits in range(1, 0x7F):
         exponent, mantissa = bits >> 3, bits & 7

@@ -1,10 +1,10 @@
-"""The part of `linear_device` that multiplies.
+"""The MMA warps of `linear_device`.
 
-Weights are decoded to left operands in registers, and tokens are right operands in shared memory. Each CTA sends its sums to the
-CTAs of the cluster that add them up.
+Weights are dequantised to A fragments in registers; tokens are B operands in shared memory. Each CTA sends its partial sums to the
+CTAs of the cluster that reduce them.
 
-Tokens lie so that `ldmatrix` reads them without conflicts: 8 elements of k of eight tokens in 128 bytes, those of the next eight
-tokens after them, and then the next 8 elements of k.
+Tokens are laid out so that `ldmatrix` has no bank conflicts: 128 bytes hold 8 elements of k of eight tokens. The next eight tokens
+follow, then the next 8 elements of k.
 """
 
 # mypy: ignore-errors
@@ -20,26 +20,26 @@ from cutlass import Float32, Int32, Int64, cute
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import copy_piece, load_words, of_rank
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, ldmatrix, mma_m16n8k16
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import GROUPS, MULTIPLIERS, ROWS, SLAB, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import GROUPS, MMA_WARPS, ROWS, SLAB, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_decode_device import decode, multipliers_of
 from tokenspeed_kernel_nvidia.sm90.gemm.linear_layout import block_bytes
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Matrix, Table
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, CODE_BYTES, PANEL_STRIPS
 
-MULTIPLYING = 1  # the named barrier of the warps that multiply
+MMA_BARRIER = 1  # named barrier of the MMA warps
 CORE_BYTES = 128  # 8 elements of k of eight tokens
-STEPS = 4  # products of 16 of k in a block, each of a word
+STEPS = 4  # MMA steps (k = 16) of a block, one word each
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a CTA has of the weights.
+class WorkSlice:
+    """A CTA's slice of the weights.
 
     Attributes:
-        rank: the CTA in its cluster.
-        first, panels: its panels, which are those of the whole cluster.
-        first_block, blocks: its blocks of k.
-        all_blocks: the blocks of k of all CTAs.
+        rank: of the CTA in its cluster.
+        first, panels: the first panel and the number of panels, the same for all CTAs of the cluster.
+        first_block, blocks: the first k block and the number of k blocks of this CTA.
+        all_blocks: the k blocks of all CTAs.
     """
 
     rank: Int32
@@ -52,18 +52,18 @@ class Share:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and the shared memory of a CTA.
+    """The arguments of a launch, and the CTA's shared memory.
 
     Attributes:
         x: the tokens.
-        m, k: their number, and their features.
-        out: the results, of ``n`` columns.
-        weights, factors: addresses of what `linear_layout` says.
-        bias: likewise; 0 if there is none.
-        share: what this CTA has of the weights.
-        ring: the barriers of the ring; each group has stages of its own, one after another.
-        sums: the barriers of the buffers of sums.
-        columns, buffers, ring_at: addresses in shared memory.
+        m, k: the number of tokens and of features.
+        out: the results, with ``n`` columns.
+        weights, factors: addresses of the tensors of `linear_layout`.
+        bias: the address of the bias; 0 if there is none.
+        work: this CTA's slice of the weights.
+        ring: the barriers of the ring buffer; the groups' stages follow one another.
+        sums: the barriers of the buffers of partial sums.
+        columns, buffers, ring_at: shared-memory addresses of the tokens, the buffers of partial sums and the ring buffer.
     """
 
     x: Matrix
@@ -74,7 +74,7 @@ class Call:
     weights: Int64
     factors: Int64
     bias: Int64
-    share: Share
+    work: WorkSlice
     ring: Pipeline
     sums: Pipeline
     columns: Int32
@@ -83,20 +83,20 @@ class Call:
 
 
 def arrive_at(barrier: Int32, rank: Int32) -> None:
-    """Arrives at a barrier of another CTA of the cluster, after all that was read before."""
+    """Arrives, with release semantics, on a barrier of another CTA of the cluster."""
     cute.arch.inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[of_rank(barrier, rank)])
 
 
 def send_pair(address: Int32, values: Any, barrier: Int32) -> None:
-    """Stores two numbers in a CTA of the cluster, whose barrier counts their bytes; both addresses are of `of_rank`."""
+    """Stores two words to another CTA's shared memory; its barrier counts the bytes. Both addresses come from `of_rank`."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], {{$r1}, {$r2}}, [{$r3}];",
         read_only_args=[address, *values, barrier],
     )
 
 
-class Products:
-    """The part of the kernel that multiplies."""
+class MmaWarps:
+    """The MMA warps of the kernel."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -106,16 +106,16 @@ class Products:
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32):
-        """Multiplies this CTA's blocks of every panel with the tokens. A group has every fourth panel, a warp a strip of it."""
+        """Multiplies this CTA's k blocks of every panel by the tokens. A group has every fourth panel, each warp a strip of it."""
         self.copy_tokens(call, warp)
-        if call.share.blocks > 0:
+        if call.work.blocks > 0:
             self.multiply_panels(call, warp // PANEL_STRIPS, warp % PANEL_STRIPS)
 
     @cute.jit
     def copy_tokens(self, call: Call, warp: Int32):
-        """Copies this CTA's features of all tokens. A warp copies 32 features of eight tokens at once; zeros beyond the ends."""
-        lane, first = cute.arch.lane_idx(), call.share.first_block * BLOCK
-        for turn in cutlass.range(warp, call.share.blocks * (BLOCK // 32 * self.tiles), MULTIPLIERS, unroll=1):
+        """Copies this CTA's features of all tokens, zero-filled past the ends. A warp copies 32 features of eight tokens."""
+        lane, first = cute.arch.lane_idx(), call.work.first_block * BLOCK
+        for turn in cutlass.range(warp, call.work.blocks * (BLOCK // 32 * self.tiles), MMA_WARPS, unroll=1):
             tile, chunk = turn % self.tiles, turn // self.tiles * 4 + lane // 8
             token, feature = tile * 8 + lane % 8, first + chunk * 8
             inside = (token < call.m) & (feature < call.k)
@@ -123,23 +123,23 @@ class Products:
             to = call.columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16
             copy_piece(to, 0, source, cutlass.select_(inside, Int32(16), Int32(0)))
         cute.arch.inline_ptx("cp.async.wait_all;", read_only_args=[])
-        cute.arch.barrier(barrier_id=MULTIPLYING, number_of_threads=32 * MULTIPLIERS)
+        cute.arch.barrier(barrier_id=MMA_BARRIER, number_of_threads=32 * MMA_WARPS)
 
-    # -- products --------------------------------------------------------------------------------------------------------------
+    # -- MMAs ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def multiply_panels(self, call: Call, group: Int32, strip: Int32):
         """Multiplies a strip of each of a group's panels."""
-        share, lane = call.share, cute.arch.lane_idx()
+        work, lane = call.work, cute.arch.lane_idx()
         acc = cute.make_rmem_tensor((4 * self.tiles,), Float32)
         at = first_to_read()
-        for panel in cutlass.range(group, share.panels, GROUPS, unroll=1):
+        for panel in cutlass.range(group, work.panels, GROUPS, unroll=1):
             acc.fill(0.0)
-            for begin in cutlass.range(0, share.blocks, SLAB, unroll=1):
+            for begin in cutlass.range(0, work.blocks, SLAB, unroll=1):
                 stage = self.stage_of(at, group)
                 call.ring.wait(stage)
                 for each in cutlass.range_constexpr(SLAB):
-                    if each == 0 or begin + each < share.blocks:
+                    if each == 0 or begin + each < work.blocks:
                         columns = call.columns + (begin + each) * (BLOCK // 8 * self.tiles * CORE_BYTES)
                         self.multiply_block(acc, *self.load_block(call, stage, strip, each, lane), columns, lane)
                 cute.arch.sync_warp()
@@ -149,7 +149,7 @@ class Products:
 
     @cute.jit
     def multiply_block(self, acc: cute.Tensor, words: Any, scales: Any, columns: Int32, lane: Int32):
-        """Adds the products of a strip's block."""
+        """Accumulates a strip's k block."""
         left, right = self.decoded(words, scales), []
         for step in cutlass.range_constexpr(STEPS):
             right = self.columns_of(columns, step, lane) if self.tiles > 1 or step % 2 == 0 else right[2:]
@@ -160,43 +160,43 @@ class Products:
                     acc[4 * tile + at] = sums[at]
 
     def stage_of(self, at: Cursor, group: Int32) -> Cursor:
-        """Returns a stage of the ring of a group."""
+        """Returns the ring buffer stage that a group's stage has."""
         return Cursor(at.stage + group * self.config.stages, at.phase)
 
     def load_block(self, call: Call, stage: Cursor, strip: Int32, each: int, lane: Int32) -> Any:
-        """Returns the words that a lane has of a stage's block, and those of its scales."""
+        """Returns the lane's words of a stage's block, and their scale words."""
         size = block_bytes(self.config.weights)
         block_at = call.ring_at + stage.stage * self.config.stage_bytes + each * self.config.panel_block_bytes + strip * size
         return load_words("shared", block_at + lane * 16, STEPS), self.load_scales(block_at + CODE_BYTES, lane // 4)
 
     def load_scales(self, scales_at: Int32, row: Int32) -> Any:
-        """Returns the words of the scales of a lane's two rows."""
+        """Returns the scale words of a lane's two rows."""
         if self.config.weights == "mxfp4":
             return [load_words("shared", scales_at + row * 4, 1)]
         return load_words("shared", scales_at + row * 8, 2)
 
     def decoded(self, words: Any, scales: Any) -> list:
-        """Returns the left operands of a block's products."""
+        """Returns the A fragments of a block's MMAs."""
         c = self.config
         return [decode(self.dtype, words[step], *multipliers_of(self.dtype, c.weights, scales, step)) for step in range(STEPS)]
 
     def columns_of(self, columns: Int32, step: int, lane: Int32) -> list:
-        """Returns the right operands of a step, two registers for each eight tokens; of eight tokens alone those of two steps."""
+        """Returns the B fragments of a step, two registers for each eight tokens. With only eight tokens, those of two steps."""
         chunk, tile = (2 * step + lane // 8, 0) if self.tiles == 1 else (2 * step + lane // 8 % 2, lane // 16)
         return [*ldmatrix(columns + (chunk * self.tiles + tile) * CORE_BYTES + lane % 8 * 16, False)]
 
-    # -- sums ------------------------------------------------------------------------------------------------------------------
+    # -- partial sums ----------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def send(self, call: Call, panel: Int32, strip: Int32, lane: Int32, acc: cute.Tensor):
-        """Sends a panel's sums: eight rows of a strip to each of two CTAs."""
+        """Sends a panel's partial sums: eight rows of a strip to each of two CTAs."""
         config, group = self.config, panel % GROUPS
-        place = call.buffers + group * config.buffer_bytes + (call.share.rank * ROWS + lane // 4) * (config.tokens * 4)
+        smem_at = call.buffers + group * config.buffer_bytes + (call.work.rank * ROWS + lane // 4) * (config.tokens * 4)
         to = Cursor(group, (panel // GROUPS + 1) % 2)
         call.sums.acquire(to)
         for row in cutlass.range_constexpr(2):
             rank = 2 * strip + row
-            there, barrier = of_rank(place + lane % 4 * 8, rank), of_rank(call.sums.full.of(to).toint(), rank)
+            there, barrier = of_rank(smem_at + lane % 4 * 8, rank), of_rank(call.sums.full.of(to).toint(), rank)
             for tile in cutlass.range_constexpr(self.tiles):
                 at = 4 * tile + 2 * row
                 send_pair(there + tile * 32, [acc[at], acc[at + 1]], barrier)

@@ -1,24 +1,24 @@
-"""Products of a few rows of activations with weights, as in a decode step, on Hopper.
+"""`mm` of a few rows of activations by weights, as in a decode step, on Hopper.
 
-Memory decides the speed: each weight is read once, for at most 16 rows of activations. Every multiprocessor has one CTA and equally
-many rows of the weights, to a row. Sums are added in a fixed order, so that the bits are the same in every run. There are two
-programs:
+The kernels are memory-bound: each weight is read once, for at most 16 rows of activations. There is one CTA per SM, and the
+weights' rows are divided evenly among them, to within one row. Partial sums are added in a fixed order, so results are bitwise
+deterministic. There are two kernels:
 
-- Where there are few rows of dense weights, as a router's, latency decides. The CTAs of a cluster share 8 rows, each with a part of
-  them, and have little of the activations to read (`mm_split_device`). Behind an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128
-  took 2.1, 2.3 and 2.4 microseconds on an H200, and through the ring 3.2, 3.5 and 3.6.
-- Otherwise weights come through a ring in shared memory (`mm_device`). Where there are many activations, pairs of CTAs copy them
-  for both: 16 rows of 2880 x 5120 took 10.2 microseconds, and 10.6 without pairs. Where rows of weights are few and too long for
-  the first program, the CTAs of a cluster share them.
+- Few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each reads little of
+  the activations (`mm_split_device`). After an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128 took 2.1, 2.3 and 2.4 us on an
+  H200, and 3.2, 3.5 and 3.6 us with the ring buffer.
+- Otherwise weights stream through a ring buffer in shared memory (`mm_device`). With many activations, pairs of CTAs multicast
+  them: 16 rows of 2880 x 5120 took 10.2 us, and 10.6 us without pairs. If weights have few rows that are too long for the first
+  kernel, the CTAs of a cluster split k.
 
-Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. Until
-then some are brought to the L2 cache, which is where everybody sees what is written. To go on with that while weights are read made
-products slower: behind that rmsnorm a row of 2880 x 5120 took 10.3 to 11.2 microseconds instead of 9.3.
+Nothing in a call says that the preceding kernel does not write the weights, so they are read only after it has ended (PDL wait).
+Until then some are prefetched into L2, which is coherent. Continuing the prefetch while weights are read was slower: after that
+rmsnorm a row of 2880 x 5120 took 10.3 to 11.2 us instead of 9.3 us.
 
-A CTA leaves room on its multiprocessor for one of the kernel before and one of the next. That is worth more than loads that need no
-ring: a program that filled the registers of all multiprocessors with weights took 7.5 microseconds behind that rmsnorm where this
-one takes 7.7 to 8.2 (a row of 4096 x 2880), but could not begin beside attention, nor the router beside it. Decode steps of
-GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with it, and take 2.10, 2.51 and 3.37.
+A CTA leaves room on its SM for a CTA of the preceding and of the next kernel. That is worth more than loads without a ring buffer:
+a kernel that filled the registers of all SMs with weights took 7.5 us after that rmsnorm where this one takes 7.7 to 8.2 us (a row
+of 4096 x 2880). But it could not overlap with attention, nor the router with it. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens
+took 2.12 to 2.16, 2.64 and 3.49 ms with it, and take 2.10, 2.51 and 3.37 ms with this one.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import SplitConfig, every_split_config, is_split, split_numbers_of, split_of
 
 E4M3 = torch.float8_e4m3fn
-# Columns of results up to which a product with dense weights is preferred to PyTorch's. Behind a kernel that lets nothing begin
-# early, 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 microseconds on an H200, and PyTorch's 12.3 to 12.6; but 1 and 16 rows of
-# 2880 x 5120 took 10.9 and 12.0, and PyTorch's 10.6.
+# Largest n for which this kernel is preferred to PyTorch's GEMM with dense weights. After a kernel that does not trigger an early
+# launch (PDL), 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 us on an H200, and PyTorch's GEMM 12.3 to 12.6 us. But 1 and 16 rows of
+# 2880 x 5120 took 10.9 and 12.0 us, and PyTorch's GEMM 10.6 us.
 QUICK_N = 4096
-# Rows of activations up to which a product with scaled weights is preferred to the portable kernel. Behind a kernel that lets
-# nothing begin early, 4 and 8 rows of 2880 x 5120 took 9.7 and 10.7 microseconds with fp8 weights, and the portable kernel's 10.1
-# and 10.1; 11.4 and 12.8 with mxfp4 weights, and 12.7 and 12.7; 8.9 and 9.9 with fp8 by fp8 in blocks, and 10.0 and 9.9. 16 rows
-# took 13.2 with fp8 weights, and 10.2; 15.7 with mxfp4 weights, and 12.8; 10.3 with fp8 by fp8, and 9.4.
+# Most rows of activations for which this kernel is preferred to the portable kernel with scaled weights. Microseconds after a
+# kernel that does not trigger an early launch, 2880 x 5120, this kernel and the portable one: fp8 weights 9.7 and 10.1 (4 rows),
+# 10.7 and 10.1 (8), 13.2 and 10.2 (16). mxfp4 weights 11.4 and 12.7 (4), 12.8 and 12.7 (8), 15.7 and 12.8 (16). Block-scaled fp8 by
+# fp8 8.9 and 10.0 (4), 9.9 and 9.9 (8), 10.3 and 9.4 (16).
 FEW_ROWS = 4
 
 Launch = Callable[..., Any]
-NO_SCALES = (0,) * 6  # two of `_table`
+NO_SCALES = (0,) * 6  # two of `_table`'s results
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -91,7 +91,7 @@ def split_program(config: SplitConfig) -> tuple[Any, tuple[Any, ...]]:
 def _launch_of(
     a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
 ) -> tuple[Launch, tuple[int, ...]]:
-    """The program, and the numbers of a launch that depend on sizes alone."""
+    """The compiled kernel, and those launch arguments that depend only on sizes."""
     count = multiprocessors(device)
     if scales == "none" and is_split(m, n, row_bytes):
         split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
@@ -102,14 +102,14 @@ def _launch_of(
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
-    """How many CTAs, and where things are in shared memory.
+    """The number of CTAs, and the shared-memory layout.
 
     Args:
-        row_bytes: of a row of weights.
-        count: of multiprocessors.
+        row_bytes: bytes of a row of weights.
+        count: number of SMs.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the layout does not fit into shared memory.
     """
     part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
     ctas = ctas_of(config, n, count)
@@ -122,12 +122,12 @@ def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_
 
 
 def ctas_of(config: Config, n: int, count: int) -> int:
-    """CTAs of a launch: no more than multiprocessors, whole clusters, and none without rows."""
+    """CTAs of a launch: at most one per SM, whole clusters only, and no cluster without rows."""
     return config.together * min(n, count // config.together)
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:
-    """Where scales are: the first, and steps to the next row and column; 0 where one serves all."""
+    """Address of the scales, and their strides along rows and columns; a stride of 0 if one scale applies to all."""
     if scale is None:
         return 0, 0, 0
     row, column = scale.stride() if scale.ndim == 2 else (0, 0)
@@ -135,24 +135,24 @@ def _table(scale: Tensor | None) -> tuple[int, int, int]:
 
 
 def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
-    """How weights are stored, and what scales they have."""
+    """How weights are stored, and the granularity of their scales."""
     if b_scale is None:
         return "dense", "none"
     if b.dtype == torch.uint8:
         return "mxfp4", "mx"
-    # A shape that is both means the same in both.
+    # A scale shape that fits both granularities means the same scaling in both.
     return "float8_e4m3fn", "row" if b_scale.ndim < 2 or b_scale.shape == (1, b.shape[1]) else "block"
 
 
 def arguments_of(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """What a program takes. All tensors must live until it is launched.
+    """The kernel's arguments. All tensors must stay alive until the launch.
 
     Args:
-        numbers: what `_launch_of` gave.
+        numbers: from `_launch_of`.
     """
-    if b.dtype == E4M3:  # programs take 8-bit floats as bytes, which every version of PyTorch hands over
+    if b.dtype == E4M3:  # kernels take fp8 as uint8, which every version of PyTorch can pass
         b = b.view(torch.uint8)
         if a.dtype == E4M3:
             a = a.view(torch.uint8)
@@ -179,10 +179,10 @@ def multiply(
         b: ``[k, n]``, or ``[k/2, n]`` in mxfp4; a transposed view of rows.
         bias: ``[n]`` in bfloat16, float16 or float32; contiguous.
         out: ``[m, n]``, in bfloat16, float16 or float32.
-        a_scale, b_scale: as the operator has them.
+        a_scale, b_scale: as the operator defines them.
 
     Raises:
-        ValueError: rows of a or b do not begin at multiples of 16 bytes, or have gaps between their elements.
+        ValueError: rows of a or b are not 16-byte aligned or not contiguous.
     """
     k, n = b.shape
     launch, numbers = _launch_of(
@@ -200,10 +200,10 @@ def mm(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
 ) -> Tensor:
-    """A product of at most 16 rows: launches on checked arguments.
+    """A GEMM of at most 16 rows: launches on checked arguments.
 
-    The public function is `tokenspeed_kernel_nvidia.mm`. Weights that do not lie in rows along k are copied, or go to PyTorch's own
-    product where that does the same.
+    The public function is `tokenspeed_kernel_nvidia.mm`. Weights whose rows are not contiguous along k are copied, or go to
+    PyTorch's own GEMM where that computes the same.
     """
     dtype = out_dtype or (torch.bfloat16 if a.dtype == E4M3 else a.dtype)
     if bias is not None and not bias.is_contiguous():
@@ -237,9 +237,9 @@ def _declare(
     """Registers the kernel for some calls.
 
     Args:
-        step: what k is a multiple of.
-        n, m: which columns and rows of results, if not all.
-        quick: whether it has been measured to be quicker than others.
+        step: k must be a multiple of this.
+        n, m: constraints on the columns and rows of the result, if any.
+        quick: whether measurements showed it to be faster than the alternatives.
     """
     traits: dict[str, Any] = {
         "m": at_most(max(TOKENS)) if m is None else m,
@@ -257,19 +257,19 @@ def _declare(
 
 
 def _declare_by_rows(name: str, a: torch.dtype, signatures: set[FormatSignature], step: int) -> None:
-    """Registers the kernel for few rows of activations, for which it is preferred, and for more of them."""
+    """Registers the kernel twice: preferred for few rows of activations, and with low priority for more."""
     _declare(name, a, signatures, step, m=at_most(FEW_ROWS), quick=True)
     _declare(f"more_{name}", a, signatures, step, m=at_least(FEW_ROWS + 1) & at_most(max(TOKENS)))
 
 
 for _dtype, _name in DTYPES.items():
     _a = dense_tensor_format(_dtype)
-    _served = {format_signature(a=_a, b=_a)}
-    _declare(_name, _dtype, _served, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
-    _declare(f"wide_{_name}", _dtype, _served, ELEMENTS["dense"], at_least(QUICK_N + 1))
+    _supported = {format_signature(a=_a, b=_a)}
+    _declare(_name, _dtype, _supported, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
+    _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
     _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
     _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
-    # 1 and 2 rows of 2880 x 5120 took 9.9 and 10.0 microseconds, and the portable kernel's 9.7 and 9.8.
+    # 1 and 2 rows of 2880 x 5120 took 9.9 and 10.0 us, and with the portable kernel 9.7 and 9.8 us.
     _blocks = {format_signature(a=_a, b=_FP8_BLOCKS)}
     _declare(f"fp8_block_weights_{_name}", _dtype, _blocks, ELEMENTS["float8_e4m3fn"])
 _declare_by_rows(
@@ -281,6 +281,6 @@ _declare_by_rows(
     },
     ELEMENTS["float8_e4m3fn"],
 )
-# Of a row of 32 a scale may leave float16's range, so that these are for bfloat16 alone.
+# The scale of 32 elements of a row may exceed float16's range, so only bfloat16 is supported.
 _mxfp4 = {format_signature(a=dense_tensor_format(torch.bfloat16), b=mxfp4_format((32, 1)))}
 _declare_by_rows("mxfp4_weights_bfloat16", torch.bfloat16, _mxfp4, ELEMENTS["mxfp4"])

@@ -1,19 +1,18 @@
-"""Device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
+"""Device code of `mm`: the launch, the ring buffer of weights, the loop over tiles, and the reduction.
 
-A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, into a ring of stages, each
-a part of a tile's rows. All other warps have a piece of every stage. The activations lie in shared memory, as operands: they are
-read once where a chunk, which is what there is room for, is a whole row, and once for each group of rows where it is not. They are
-not in registers, because each part of a row would then have code of its own: a call runs its code a few times only, and waits for
-what no CTA has run yet.
+A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams them by bulk copies into a ring buffer in shared
+memory, each stage a part of a tile's rows. All other warps split k of every stage. The activations lie in shared memory as MMA
+operands. A chunk is the part of k for which there is room. If a chunk is a whole row, activations are loaded once; otherwise once
+for each group of rows. They are not in registers, because then each part of a row would need code of its own. A call runs its code
+only a few times, so it would stall on instruction fetches.
 
-At the end of a group the sums of all warps meet in shared memory. Those of a cluster's CTAs, which share rows, are sent to the CTA
-that writes a row.
+At the end of a group the partial sums of all warps meet in shared memory. If the CTAs of a cluster split k, they send theirs to the
+CTA that writes a row.
 
-In a stage a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of
-them: which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
-activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row of activations. For 16
-bytes of bfloat16 a lane then has two loads, two products and about four moves, and would have 25 instructions if it multiplied and
-added them itself.
+In a stage a warp has a part of all 8 rows: 64 bytes that a quad of lanes loads, 16 bytes each. `mm_formats_device` converts them to
+MMA operands. The order of k within an MMA does not matter as long as activations and weights agree. An MMA multiplies 16 rows of
+activations by 8 rows of weights (mma.sync m16n8k16), even if there is only one row of activations. Per 16 bytes of bfloat16 a lane
+then has two loads, two MMAs and about four moves. With FMAs it would have 25 instructions.
 """
 
 # mypy: ignore-errors
@@ -56,17 +55,17 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     type_of,
 )
 
-_READY = 1  # the barrier of what all need to begin
-_MADE = 3  # that of the loading warp's mbarriers, for the first warp
+_READY = 1  # named barrier: mbarriers are initialised
+_MADE = 3  # named barrier: the first warp may use the producer warp's mbarriers
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches a program."""
+    """Returns the function that launches the kernel."""
     return Mm(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of `host`'s function."""
+    """Returns fake arguments for `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
     depth = arguments.size() if config.weights == "mxfp4" else k
@@ -82,7 +81,18 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Mm(Formats):
-    """Launches and runs the kernel of one configuration."""
+    """Launches and runs the kernel of one configuration.
+
+    One persistent CTA per SM, with ``config.warps`` MMA warps and one producer warp:
+
+    * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). Then it keeps
+      the ring buffer full, one bulk copy per row of a stage;
+    * the MMA warps store the activations (and scales) in shared memory, split k of each stage, and reduce over warps at the end of
+      each group of ``GROUP`` rows. With ``cluster > 1`` they also reduce over the cluster through distributed shared memory.
+
+    Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring buffer, about 100 KB (200 KB for
+    long GEMMs). It is memory-bound: the ring buffer's bytes in flight hide the latency of global memory.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -116,7 +126,7 @@ class Mm(Formats):
         row_bytes, n = weights.shape[0] * size, out.shape[1]
         clusters = ctas // config.cluster
         share = n // clusters
-        # What all CTAs of a cluster but the last have of a row.
+        # The part of a row that each CTA of a cluster has, except the last.
         part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
         self.kernel(
             Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages,
@@ -151,11 +161,11 @@ class Mm(Formats):
         a_scale: Table,
         b_scale: Table,
     ):
-        """Weights come first, as their loads do.
+        """Weights are the first arguments, because the weight loads are issued first.
 
         Args:
-            part: bytes of a row that each CTA of a cluster has, but the last, which may have less.
-            share, more: rows of weights of each cluster; the first so many have another.
+            part: bytes of a row that each CTA of a cluster has; the last CTA may have less.
+            share, more: rows of weights of each cluster, and how many of the first clusters have one more.
             units_inverse: see `Call`.
         """
         config = self.config
@@ -183,7 +193,7 @@ class Mm(Formats):
                 base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
             ),
         )  # fmt: skip
-        # What runs next may begin when there is room; its own wait is for all that is done here.
+        # The next kernel may start as SMs become free; its own griddepcontrol.wait covers all that is done here.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == config.warps:
             with cute.arch.elect_one():
@@ -201,7 +211,7 @@ class Mm(Formats):
             cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
             if const_expr(config.prefetched > 0):
                 self.prefetch(call)
-            self.bring(call)
+            self.produce(call)
             if const_expr(config.together > 1):
                 cute.arch.cluster_wait()
         else:
@@ -212,14 +222,14 @@ class Mm(Formats):
                     store_floats("shared", call.at.zeros + lane * 4, [Float32(0.0)])
                 cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
             if const_expr(config.pair):
-                cute.arch.cluster_wait()  # barriers of both are made
+                cute.arch.cluster_wait()  # the barriers of both CTAs are initialised
             self.compute(call, warp)
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def advance(self, call: Call, at: Cursor):
-        """Returns the next stage."""
+        """Returns the next stage. The number of stages is known at run time only."""
         stage, phase = at.stage + 1, at.phase
         if stage == call.at.stages:
             stage = Int32(0)
@@ -228,9 +238,9 @@ class Mm(Formats):
 
     @cute.jit
     def prefetch(self, call: Call):
-        """Brings weights to the L2 cache, piece by piece, until the kernel before has ended.
+        """Prefetches weights into L2, chunk by chunk, until the preceding kernel has ended.
 
-        It may be writing them: that is seen, because nothing is read to this multiprocessor.
+        That kernel may still be writing them. Its writes are seen, because the prefetch stops at L2, which is coherent.
         """
         config = self.config
         ended = Barriers(call.ended)
@@ -253,8 +263,8 @@ class Mm(Formats):
                 over = ended.poll(begin)
 
     @cute.jit
-    def bring(self, call: Call):
-        """Brings weights to the ring."""
+    def produce(self, call: Call):
+        """Streams weights into the ring buffer."""
         config = self.config
         at = first_to_fill()
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
@@ -268,9 +278,10 @@ class Mm(Formats):
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         size = cutlass.min(end - part, config.part_bytes)
                         call.pipe.acquire(at)
-                        # The kernel before may have written them. Here, because all that can be computed before is.
+                        # The preceding kernel may have written the weights. Wait as late as possible: everything above does not
+                        # depend on it.
                         cute.arch.griddepcontrol_wait()
-                        # By one lane, and an instruction for each row: their operands are in registers that lanes share.
+                        # One lane issues one instruction for each row: bulk copies take their operands from uniform registers.
                         with cute.arch.elect_one():
                             call.pipe.commit(at, count * size)
                             for row in cutlass.range_constexpr(ROWS):
@@ -281,19 +292,19 @@ class Mm(Formats):
                         at = self.advance(call, at)
                 done = end
 
-    # -- products ------------------------------------------------------------------------------------------------------------------
+    # -- MMAs ----------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def compute(self, call: Call, warp: Int32):
-        """Multiplies a group of rows after another."""
+        """Computes one group of rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
-        # Where this lane's first load is in a part.
+        # Offset of this lane's first load in a stage's part of a row.
         place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
         acc = cute.make_rmem_tensor((4,), Float32)
-        # This lane's sums of a tile.
+        # Address of this lane's partial sums of a tile.
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
-        own = call.at.ring + lane // 4 * config.pitch + place  # what this lane has of the first stage
+        own = call.at.ring + lane // 4 * config.pitch + place  # address of this lane's first load in the first stage
         at = first_to_read()
         turn = Int32(0)
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
@@ -306,7 +317,7 @@ class Mm(Formats):
                 end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
                 again = (begin == 0) | (call.row_bytes > call.at.chunk_bytes)
                 if again | const_expr(config.scales in ("block", "mx")):
-                    if begin + done > 0:  # until all are done with those before
+                    if begin + done > 0:  # until all warps are done with the previous chunk
                         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                     if const_expr(config.scales != "none"):
                         if begin + done == 0:
@@ -325,11 +336,11 @@ class Mm(Formats):
                             cute.arch.mbarrier_wait(call.activated, turn)
                             turn ^= 1
                 if done == 0:
-                    bias, factor = self.load_beside(call, first, rows)
+                    bias, factor = self.load_epilogue_operands(call, first, rows)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     acc.fill(0.0)
                     if done > 0:
-                        self.add_before(call, acc, sums + tile * 4)
+                        self.load_partial_sums(call, acc, sums + tile * 4)
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         call.pipe.wait(at)
                         slot = own + at.stage * config.stage_bytes
@@ -347,12 +358,12 @@ class Mm(Formats):
                             store_floats("shared", sums + tile * 4 + half * (8 * 4 * GROUP), [acc[2 * half], acc[2 * half + 1]])
                 done = end
             self.finish(call, first, rows, bias, factor)
-            if begin + GROUP < call.rows:  # the next group's sums go to the same place
+            if begin + GROUP < call.rows:  # the next group's partial sums reuse the memory
                 cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
 
     @cute.jit
-    def add_before(self, call: Call, acc: cute.Tensor, place: Int32):
-        """Adds the sums of the chunks before."""
+    def load_partial_sums(self, call: Call, acc: cute.Tensor, place: Int32):
+        """Loads the partial sums of the previous chunks into the accumulator."""
         for half in cutlass.range_constexpr(self.halves):
             if cute.arch.lane_idx() // 4 + half * 8 < call.m:
                 sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
@@ -363,21 +374,21 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """Returns how many rows of a group a CTA of a cluster writes the results of."""
+        """How many rows of a group each CTA of a cluster writes."""
         return GROUP // self.config.cluster
 
     @property
     def step(self) -> int:
-        """Returns how many rows of activations all threads write the results of at once."""
+        """How many rows of activations all threads write at once."""
         return self.config.threads // self.own_rows
 
     def row_of(self, call: Call, own: Int32) -> Int32:
-        """Returns the row of a group that is the CTA's ``own``-th: those of a cluster take turns, and so have equally many."""
+        """Returns the group's row that is the CTA's ``own``-th. CTAs of a cluster alternate, which balances their rows."""
         return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
 
     @cute.jit
-    def load_beside(self, call: Call, first: Int32, rows: Int32):
-        """Loads the bias and the factor of a thread's results: at the beginning, as the end would wait for them."""
+    def load_epilogue_operands(self, call: Call, first: Int32, rows: Int32):
+        """Loads the bias and the scale of a thread's results, early so that `finish` does not wait for them."""
         cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         row = self.row_of(call, thread % self.own_rows)
@@ -388,7 +399,7 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds the sums of all warps in a fixed order, then those of all CTAs of the cluster, and writes the results."""
+        """Adds the partial sums of all warps in a fixed order, then those of the cluster's CTAs, and writes the results."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
@@ -411,7 +422,7 @@ class Mm(Formats):
 
     @cute.jit
     def sum_of(self, call: Call, token: Int32, row: Int32):
-        """Returns the sum over all warps, in a fixed order."""
+        """Returns the sum over all warps' partial sums, in a fixed order."""
         total = Float32(0.0)
         for each in cutlass.range_constexpr(self.config.warps):
             total += load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + row) * 4, 1)
@@ -419,13 +430,13 @@ class Mm(Formats):
 
     @cute.jit
     def send(self, call: Call, rows: Int32):
-        """Sends each CTA of the cluster the sums of its rows, and waits for those of others."""
+        """Sends each CTA of the cluster the partial sums of its rows, and waits for those of the others."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
             own = (rows - call.rank + (config.cluster - 1)) // config.cluster
             cute.arch.mbarrier_arrive_and_expect_tx(call.arrived, own * call.m * (config.cluster * 4))
-        cute.arch.cluster_wait()  # barriers of all are made
+        cute.arch.cluster_wait()  # all CTAs' barriers are initialised
         for index in cutlass.range(thread, call.m * GROUP, config.threads, unroll=1):
             token, row = index // GROUP, index % GROUP
             if row < rows:

@@ -1,7 +1,7 @@
-"""Operands of the instructions of `mm_device`, made of activations and weights, and their scales.
+"""MMA operands of `mm_device`, converted from activations and weights, and their scales.
 
-A lane's 16 bytes of weights are 8, 16 or 32 neighbours along k. The instructions take them in pairs, in the order in which decoding
-gives them; activations are put into the same order.
+A lane's 16 bytes of weights are 8, 16 or 32 elements, consecutive along k. MMAs take them in pairs, in the order in which
+dequantisation yields them. Activations are reordered to match.
 """
 
 # mypy: ignore-errors
@@ -32,14 +32,14 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     write_byte,
 )
 
-COMPUTING = 2  # the barrier of warps that compute
-TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
+COMPUTING = 2  # named barrier of the MMA warps
+TWO_126 = 0x7E807E80  # two bfloat16 of 2^126
 
 
 def wait_after(addresses: list[Int64]) -> None:
-    """Waits for the kernel before once some addresses, of which none is 0, have been computed.
+    """Computes these (nonzero) addresses, then waits for the preceding kernel (PDL).
 
-    The instruction's predicate asks for them, as the compiler would otherwise wait first and compute them then.
+    The wait's predicate depends on the addresses. Otherwise the compiler would wait first and compute them afterwards.
     """
     some = addresses[0]
     for address in addresses[1:]:
@@ -59,10 +59,10 @@ def scaled_pair(bits: Any, scale: Any) -> Any:
 
 
 def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
-    """Converts eight e2m1 codes and multiplies them by a scale; a pair holds the numbers j and j + 4.
+    """Dequantises eight e2m1 values with one scale; a pair holds elements j and j + 4.
 
-    A code's sign is brought to a bfloat16's, its other three bits to where exponent and mantissa meet: that number is 2^-126 times
-    the code's. 2^126 and the scale are two factors, because their product may be too large.
+    The sign goes to bfloat16's sign, the other three bits to the border of its exponent and mantissa. That bfloat16 is 2^-126 times
+    the e2m1 value. 2^126 and the scale are applied one after the other, because their product may overflow.
     """
     pairs = []
     for each in range(4):
@@ -73,7 +73,7 @@ def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
 
 
 def permuted(words: list[Any]) -> list[Any]:
-    """Turns pairs of neighbours into pairs of the numbers j and j + 4 of eight."""
+    """Reorders pairs of neighbours into pairs of the elements j and j + 4 of eight."""
     pairs = []
     for eight in range(0, len(words), 4):
         for low in range(2):
@@ -89,23 +89,24 @@ class Formats:
         self.config = config
         self.dtype = type_of(config.product_dtype)
         self.halves = config.tokens // 8
-        self.words = config.elements // 2  # registers of a load of weights, as operands
-        self.raw_words = config.elements * config.activation_bytes // 4  # of the activations for it, as they are stored
+        self.words = config.elements // 2  # registers of the operands from one load of weights
+        self.raw_words = config.elements * config.activation_bytes // 4  # registers of the matching activations as stored
 
     # -- activations, in shared memory ---------------------------------------------------------------------------------------------
     #
-    # Each plane has some words of all units: 16 bytes of weights are a unit. So lanes that read neighbours read all banks.
+    # A 16-byte load of weights is one unit. A plane holds 16 bytes of operands for each unit, so that lanes that read consecutive
+    # units have no bank conflicts.
 
     def activation_pitch(self, call: Call):
-        """Returns the bytes from one row to the next in a plane."""
+        """Returns the row pitch of a plane in bytes."""
         return call.at.chunk_bytes + QUAD_BYTES
 
     @cute.jit
     def wait_for_kernel_before(self, call: Call, tells: Boolean):
-        """Waits until the kernel before has ended, which may have written whatever is read.
+        """Waits until the preceding kernel has ended (PDL), since it may have written any input.
 
         Args:
-            tells: whether the calling warp ends the first phase of ``call.ended``. One does, when it waits first.
+            tells: whether the calling warp signals this on ``call.ended``. Exactly one warp does, at its first wait.
         """
         cute.arch.griddepcontrol_wait()
         if tells:
@@ -114,10 +115,10 @@ class Formats:
 
     @cute.jit
     def keep_activations(self, call: Call, done: Int32, first: Boolean):
-        """Stores a chunk of the activations as operands in shared memory, and zeros behind the ends of rows.
+        """Stores a chunk of the activations as MMA operands in shared memory, zero-filled past the ends of rows.
 
         Args:
-            first: whether the calling warp has to tell that the kernel before has ended, if there are no scales.
+            first: whether the calling warp must signal that the preceding kernel has ended; used only without scales.
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -128,7 +129,7 @@ class Formats:
             raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
             sources = []
             if const_expr(config.scales == "none"):
-                # Addresses are computed before, so that loads begin at once.
+                # Compute addresses before the wait, so that loads are issued immediately after it.
                 sources = [self.source_of(call, begin + turn * config.threads, units, done) for turn in range(turns)]
                 wait_after([from_ for from_, _ in sources])
                 self.wait_for_kernel_before(call, first & (begin == thread))
@@ -151,16 +152,16 @@ class Formats:
 
     @cute.jit
     def copy_activations(self, call: Call, done: Int32, warp: Int32, first: Boolean):
-        """Starts to copy a chunk of the activations as they are, and stores zeros behind the ends of rows.
+        """Starts bulk copies of a chunk of the activations, unconverted, and zero-fills past the ends of rows.
 
-        A phase of ``call.activated`` ends when they have arrived.
+        A phase of ``call.activated`` ends when the copies have arrived.
 
         Args:
-            first: whether it is the first chunk of all.
+            first: whether this is the very first chunk.
         """
         pitch = self.activation_pitch(call)
         size = cutlass.min(call.row_bytes - done, call.at.chunk_bytes)
-        # What was read here before comes first.
+        # Order earlier generic reads of this memory before the bulk copies' writes (async proxy).
         cute.arch.fence_view_async_shared()
         if warp == 0:
             self.wait_for_kernel_before(call, first)
@@ -175,7 +176,7 @@ class Formats:
                         from_ = call.a.row(token) + (call.begin + done)
                         bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
         thread, _, _ = cute.arch.thread_idx()
-        # A chunk's last part may have no weights at its end.
+        # The last part of a chunk may extend past the weights.
         for unit in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
             if thread // 16 < call.m:
                 to = call.at.activations + thread // 16 * pitch + unit * LOAD_BYTES
@@ -183,27 +184,27 @@ class Formats:
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
     def source_of(self, call: Call, index: Int32, units: Int32, done: Int32) -> Any:
-        """Returns the address of the index-th unit's activations, and whether there are any."""
+        """Returns the address of the index-th unit's activations, and whether they exist."""
         token, unit = self.place_of(call, index, units)
         live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
         k = (call.begin + done) // LOAD_BYTES + unit
         return call.a.row(token) + k * (self.config.elements * self.config.activation_bytes), live
 
     def place_of(self, call: Call, index: Int32, units: Int32):
-        """Returns row and unit of the index-th unit of all rows. Float arithmetic is exact: a row has less than 2^17 units."""
+        """Returns row and unit of the index-th unit over all rows. Float arithmetic is exact: a row has fewer than 2^17 units."""
         token = Int32((Float32(index) + Float32(0.5)) * call.units_inverse)
         return token, index - token * units
 
     def ordered(self, raw: list[Any]) -> list[Any]:
-        """Converts activations to operands."""
+        """Converts activations to MMA operands."""
         if self.config.activation_bytes == 1:
             return [pair for word in raw for pair in widen_fp8(self.dtype, word)]
         return permuted(raw) if self.config.weights == "mxfp4" else raw
 
     def activations_of(self, call: Call, half: int, unit_bytes: Int32):
-        """Loads the operands that belong to a load of weights, which begins at ``unit_bytes`` in the chunk.
+        """Loads the A operands that belong to the load of weights at byte ``unit_bytes`` of the chunk.
 
-        Lanes whose row does not exist read the last row: nobody reads their results.
+        Lanes whose row does not exist read the last row; their results are discarded.
         """
         row = cutlass.min(cute.arch.lane_idx() // 4 + half * 8, call.m - 1)
         pitch = self.activation_pitch(call)
@@ -219,7 +220,7 @@ class Formats:
         """Stores the scales of a group's rows and a chunk in shared memory.
 
         Args:
-            begin: the first of the group's rows, among this CTA's.
+            begin: the group's first row, relative to this CTA's first.
             done: where the chunk begins, in bytes of this CTA's part of a row.
         """
         config = self.config
@@ -261,28 +262,28 @@ class Formats:
                         write_byte(call.at.scales + index + turn * config.threads, found[turn])
 
     def scale_of(self, call: Call, row: Int32, unit_bytes: Int32):
-        """Loads the scale of a load of mxfp4, a byte; None for other weights. ``row`` counts in the group."""
+        """Loads the e8m0 scale of a load of mxfp4 weights; None for other weights. ``row`` is relative to the group."""
         if self.config.scales != "mx":
             return None
-        # A tile may have rows behind the last of the group.
+        # A tile may extend past the group's last row.
         row = cutlass.min(row, GROUP - 1)
         return read_byte(call.at.scales + row * (call.at.chunk_bytes // LOAD_BYTES) + unit_bytes // LOAD_BYTES)
 
-    # -- products ------------------------------------------------------------------------------------------------------------------
+    # -- MMAs ----------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def multiply(self, call: Call, acc: cute.Tensor, row: Int32, edge: Int32, unit_bytes: Int32, loads: list):
-        """Adds the products of a tile's stage.
+        """Accumulates a tile's stage.
 
         Args:
-            row: the tile's first, in the group.
-            edge: rows of the group before those with the next block's scales.
+            row: the tile's first row in the group.
+            edge: rows of the group before the next 128-row block of scales.
             unit_bytes: where the lane's first load begins in the chunk.
             loads: the lane's loads of weights.
         """
         config = self.config
         lane = cute.arch.lane_idx()
-        # Two chains of products, because each waits for the one before.
+        # Two independent chains of MMAs hide their latency.
         sums = [[acc[index] for index in range(4)], [Float32(0.0)] * 4]
         for each in cutlass.range_constexpr(config.loads):
             here = unit_bytes + each * QUAD_BYTES
@@ -291,11 +292,11 @@ class Formats:
             if const_expr(config.scales == "block"):
                 apart = self.chain(x, words, [[Float32(0.0)] * 4] * 2)
                 blocks = call.at.chunk_bytes // BLOCK
-                place = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
-                pair = [load_floats("shared", place, 1), load_floats("shared", place + blocks * 4, 1)]
+                smem_at = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
+                pair = [load_floats("shared", smem_at, 1), load_floats("shared", smem_at + blocks * 4, 1)]
                 for half in cutlass.range_constexpr(self.halves):
                     token = cutlass.min(lane // 4 + half * 8, call.m - 1)
-                    other = load_floats("shared", place + (2 + token) * blocks * 4, 1)
+                    other = load_floats("shared", smem_at + (2 + token) * blocks * 4, 1)
                     for column in cutlass.range_constexpr(2):
                         scale = cutlass.select_(row + (lane % 4 * 2 + column) < edge, pair[0], pair[1])
                         index = 2 * half + column
@@ -306,9 +307,9 @@ class Formats:
             acc[index] = sums[0][index] + sums[1][index]
 
     def widened(self, words: Any, byte: Any) -> Any:
-        """Converts a load of weights to operands."""
+        """Converts a load of weights to B operands."""
         if self.config.weights == "mxfp4":
-            # An e8m0 is the exponent field of a bfloat16, but for 2^-127, which is denormal, and NaN.
+            # e8m0 is bfloat16's exponent field, except for 2^-127, which is subnormal, and NaN.
             bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
             scale = bits | (bits << 16)
             return [pair for word in words for pair in widen_mxfp4(word, scale)]
@@ -317,7 +318,7 @@ class Formats:
         return words
 
     def chain(self, x: list, weights: Any, sums: Any) -> Any:
-        """Adds the products with a load of weights to both chains."""
+        """Accumulates the MMAs of one load of weights, alternating between both chains."""
         zero = Uint32(0)
         sums = [*sums]
         for step in range(self.words // 2):

@@ -1,4 +1,4 @@
-"""Products of fp8 by fp8 of many rows, as in prefill, on Hopper: see `mm_fp8_device`."""
+"""fp8 by fp8 GEMMs of many rows, as in prefill, on Hopper: see `mm_fp8_device`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import (
     BLOCK,
     FEWEST_K,
     PAIR,
-    SERVED,
     SIZES,
+    SUPPORTED,
     Config,
     Scales,
-    Served,
     Stored,
+    Supported,
     clusters_of,
     config_of,
     every_config,
 )
 
 E4M3 = torch.float8_e4m3fn
-BLOCKS = (BLOCK, 64)  # elements along k, and columns, that may share a scale
+BLOCKS = (BLOCK, 64)  # sizes of scale blocks along k, and of columns of b
 Launch = Callable[..., Any]
 
 
@@ -48,15 +48,15 @@ def mm_fp8_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored, int, int]:
-    """What the scales of a call are.
+    """Classifies the scales of a call.
 
     Returns:
-        What scales belong to, and how they are stored, as in `Config`; the number of elements along k that share a scale; and the
-        number of columns of ``b`` that share one.
+        Their granularity and how they are stored, as in `Config`; the elements along k of a scale; and the columns of ``b`` of a
+        scale.
     """
     k, n = b.shape
     packed = b_scale.dtype == torch.int32
-    # Where k or n is so small that a scale's shape fits several sizes, all of them give every element the same scale.
+    # If k or n is so small that a scale's shape fits several sizes, all of them give every element the same scale.
     along = BLOCK if packed else next(size for size in BLOCKS if a_scale.shape[1] == -(-k // size))
     lines = next(size for size in (*BLOCKS, 1) if b_scale.shape[1] == -(-n // size))
     stored: Stored = "float32" if b_scale.dtype == torch.float32 else "byte"
@@ -64,17 +64,17 @@ def kind_of(b: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Scales, Stored
 
 
 def steps_of(scale: Tensor, k_axis: int) -> tuple[int, int, int, int]:
-    """Where scales are, as `mm_fp8_sum_device.Scales` has it. ``k_axis``: that of blocks along k."""
+    """Address and strides of scales, as in `mm_fp8_sum_device.Scales`. ``k_axis``: the axis of blocks along k."""
     size = scale.element_size()
     step = scale.stride(k_axis) * size
-    # Four exponents of packed scales are one number.
+    # Packed scales hold four exponents in an int32.
     four, one = (step, 1) if scale.dtype == torch.int32 else (4 * step, step)
     return scale.data_ptr(), scale.stride(1 - k_axis) * size, four, one
 
 
-@functools.lru_cache(maxsize=1024)  # rows differ from prefill to prefill, so there is no end to them
+@functools.lru_cache(maxsize=1024)  # bounded, because m differs from prefill to prefill
 def _launch_of(scales: Scales, stored: Stored, block: int, m: int, n: int, device: int) -> tuple[Launch, int]:
-    """The program, and how many clusters it is launched with."""
+    """The compiled kernel, and the number of clusters to launch."""
     count = multiprocessors(device)
     config = config_of(scales, stored, block, m, n, count)
     return mm_fp8_program(config), min(clusters_of(config, m, n), count // PAIR)
@@ -89,10 +89,10 @@ def mm_fp8(
     out_dtype: torch.dtype | None,  # a trait of the declaration
     out: Tensor | None,
 ) -> Tensor:
-    """A product of fp8 operands: launches on checked arguments.
+    """A GEMM of fp8 operands: launches on checked arguments.
 
-    The public function is `tokenspeed_kernel_nvidia.mm`. Operands that do not lie in rows along k, or whose rows do not begin at
-    multiples of 16 bytes, are copied, and so is such an ``out`` in the end.
+    The public function is `tokenspeed_kernel_nvidia.mm`. Operands are copied if their rows are not contiguous along k or not
+    16-byte aligned. An ``out`` of that kind is written through a copy at the end.
     """
     m, n = a.shape[0], b.shape[1]
     written = to_write(out, a.new_empty((), dtype=torch.bfloat16), (m, n))
@@ -111,10 +111,10 @@ def mm_fp8(
 _STORED = {"float32": (torch.float32,), "byte": (torch.uint8, torch.int32)}
 
 
-def signatures_of(served: Served) -> set[FormatSignature]:
+def signatures_of(served: Supported) -> set[FormatSignature]:
     """The formats of calls that have these scales."""
     block = served.block
-    # Scales of 128 x 128 weights are another program's than those of columns.
+    # Scales of 128 x 128 weights need another configuration than scales of columns.
     several = (block,) if served.scales == "block" else (1,) if block == BLOCK else (block, 1)
     return {
         format_signature(a=fp8_format(E4M3, "block", (1, block), stored), b=fp8_format(E4M3, "block", (block, lines), stored))
@@ -123,13 +123,13 @@ def signatures_of(served: Served) -> set[FormatSignature]:
     }
 
 
-for _served in SERVED:
+for _supported in SUPPORTED:
     for _place, (_rows, _columns) in enumerate(SIZES):
-        # A size that another one follows is for these rows alone. They are a power of two: sizes that vary are rounded up.
+        # Every size but the last applies to exactly these rows, a power of two: sizes that vary are rounded up.
         _last = _place == len(SIZES) - 1
         register_kernel(
-            "gemm", "mm", name=f"cutedsl_mm_fp8_{_served.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,
-            signatures=signatures_of(_served),
+            "gemm", "mm", name=f"cutedsl_mm_fp8_{_supported.name}_{_rows}_rows", solution="cutedsl", capability=CUTEDSL_HOPPER,
+            signatures=signatures_of(_supported),
             traits={
                 "m": at_least(_rows) if _last else _rows,
                 "k": at_least(FEWEST_K) & multiple_of(16),

@@ -1,7 +1,7 @@
-"""Device code of `mm_fp8`: the launch, which CTA has which tile, and the loads. `mm_fp8_sum_device` computes.
+"""Device code of `mm_fp8`: the launch, the tile scheduler, and the producer warps. `mm_fp8_sum_device` has the MMA warpgroups.
 
-The two CTAs of a cluster have tiles of the same columns. Each brings its own rows of activations, and half of the weights for both.
-One warp loads operands, another one the bias, two more the scales of columns; two warpgroups compute, 64 rows each.
+The two CTAs of a cluster have tiles of the same columns. Each loads its own rows of activations, and multicasts half of the weights
+to both. One warp loads operands, another one the bias, two more the scales of columns; two warpgroups compute 64 rows each.
 """
 
 # mypy: ignore-errors
@@ -27,17 +27,17 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, HALF, OUT_BY
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_sum_device import LANES, WARP_ROWS, WARPS, Call, Consumers, Scales
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector
 
-COLUMN_WARPS = 2  # that bring scales of columns
-BOTH = 0b11  # CTAs of a cluster
+COLUMN_WARPS = 2  # that load scales of columns
+BOTH = 0b11  # multicast mask: both CTAs of a cluster
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches a program."""
+    """Returns the function that launches the kernel."""
     return MmFp8(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of `host`'s function."""
+    """Returns fake arguments for `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     result = make_fake_tensor(BFloat16, (m, n), (cute.sym_int64(divisibility=16 // OUT_BYTES), 1), assumed_align=16)
     scales = Int64(0), Int32(0), Int32(0), Int32(0)
@@ -46,7 +46,16 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class MmFp8(Consumers):
-    """Launches and runs the kernel of one configuration."""
+    """Launches and runs the kernel of one configuration.
+
+    Persistent clusters of two CTAs, one CTA per SM, three warpgroups each:
+
+    * warpgroup 0 gives up registers: warp 0 issues the TMA loads of operands, and warp 1 loads the bias of each tile. Warps 2 and 3
+      load the scales of columns into each stage, if there are any;
+    * warpgroups 1 and 2 issue wgmmas for 64 rows each of a tile of 128 x 128 or 128 x 256, apply scales, and store results by TMA.
+
+    The ring buffer of operands takes 192 KiB; a stage is 128 elements of k. Stages of the next tile are loaded during the epilogue.
+    """
 
     @cute.jit
     def __call__(
@@ -100,29 +109,29 @@ class MmFp8(Consumers):
                 biases.full.init(0, LANES)
                 biases.empty.init(0, WARPS)
             cute.arch.mbarrier_init_fence()
-        # The barriers of both CTAs are made before one copies to the other.
+        # The barriers of both CTAs must be initialised before either multicasts.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
-        # Up to here the kernel before may still run.
+        # Nothing above depends on the preceding kernel (PDL).
         cute.arch.griddepcontrol_wait()
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
-                self.bring(call, storage)
+                self.produce(call, storage)
             elif warp == 1:
-                self.bring_biases(call, storage)
+                self.load_biases(call, storage)
             elif const_expr(c.scales == "column"):
-                self.bring_columns(call, storage, warp - 2)
+                self.load_column_scales(call, storage, warp - 2)
         else:
             cute.arch.setmaxregister_increase(left_by(c.threads, 1, c.producer_registers) // 2 // 8 * 8)
             self.consume(call, storage)
-        # A CTA's shared memory must be there until the other one has said for the last time that it is done with a stage.
+        # A CTA's shared memory must stay valid until the other CTA has arrived on its empty barriers for the last time.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
     @cute.jit
-    def bring(self, call: Call, storage: Any):
-        """Loads the operands of all tiles of this CTA, as far ahead as there is room."""
+    def produce(self, call: Call, storage: Any):
+        """Loads the operands of all tiles of this CTA, as far ahead as the ring buffer allows."""
         c = self.config
         pipe = self.pipe(storage)
         a_boxes, b_boxes = self.a_ring.boxes(storage.a, ROWS), self.b_ring.boxes(storage.b, self.box)
@@ -149,8 +158,8 @@ class MmFp8(Consumers):
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def bring_biases(self, call: Call, storage: Any):
-        """Brings the bias of one tile after another."""
+    def load_biases(self, call: Call, storage: Any):
+        """Loads the bias of one tile after another."""
         c = self.config
         pipe = self.biases_pipe(storage)
         lane = cute.arch.lane_idx()
@@ -168,8 +177,8 @@ class MmFp8(Consumers):
             index += step
 
     @cute.jit
-    def bring_columns(self, call: Call, storage: Any, warp: Int32):
-        """Brings the scales of columns to each stage, by some warps."""
+    def load_column_scales(self, call: Call, storage: Any, warp: Int32):
+        """Loads the scales of columns into each stage; two warps share the columns."""
         c = self.config
         pipe = self.pipe(storage)
         lanes = COLUMN_WARPS * LANES
@@ -184,14 +193,14 @@ class MmFp8(Consumers):
                 for part in cutlass.range_constexpr(c.parts):
                     own = cutlass.min(block * c.parts + part, call.scaled - 1)
                     for i in cutlass.range_constexpr(each):
-                        # Those of columns that do not exist are others', as nobody sees the sums.
+                        # Columns beyond n read the last column's scale; their sums are discarded.
                         line = cutlass.min(column + i * lanes + lane, call.n - 1) // call.b_lines
                         scales[part, i] = self.load_scale(call.b_scale, line, own)
                 pipe.acquire(at)
-                place = self.column_scales(storage, at) + lane * 4
+                smem_at = self.column_scales(storage, at) + lane * 4
                 for part in cutlass.range_constexpr(c.parts):
                     for i in cutlass.range_constexpr(each):
-                        store_floats("shared", place + (part * c.columns + i * lanes) * 4, [scales[part, i]])
+                        store_floats("shared", smem_at + (part * c.columns + i * lanes) * 4, [scales[part, i]])
                 pipe.full.arrive(at)
                 at = advance(at, c.stages)
             index += step

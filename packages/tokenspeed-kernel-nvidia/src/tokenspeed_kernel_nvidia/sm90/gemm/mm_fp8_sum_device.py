@@ -1,8 +1,9 @@
-"""The warpgroups of `mm_fp8_device` that compute: products, sums, results.
+"""The MMA warpgroups of `mm_fp8_device`: wgmma, accumulation, epilogue.
 
-The matrix unit of Hopper sums products of 8-bit floats with fewer bits than float32 has. So it sums those of 128 elements along k,
-which the scales of blocks want anyway, and the sums of 128 are summed in float32. The tile of a warpgroup is 64 rows and one or two
-halves of 128 columns, whose sums of 128 take turns in the same registers. While one warpgroup adds, the other one's products run.
+Hopper's tensor cores accumulate fp8 with fewer bits than float32 has. So wgmma accumulates over at most 128 elements of k, as block
+scales require anyway, and these partial sums are accumulated in float32 registers. A warpgroup's tile is 64 rows by one or two
+halves of 128 columns, whose wgmma results take turns in the same registers. While one warpgroup accumulates, the other one's wgmmas
+run.
 """
 
 # mypy: ignore-errors
@@ -22,21 +23,21 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import BLOCK, GROUP, HALF,
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector
 
 LANES = 32
-WARPS = 8  # that compute
-WARP_ROWS = 16  # of a tile, which a warp has the sums of
-PANEL_BYTES = WARP_ROWS * 128  # of some columns of those, on their way to global memory
-STEP = 32  # elements along k of an instruction
+WARPS = 8  # MMA warps
+WARP_ROWS = 16  # of a tile, whose accumulators one warp has
+PANEL_BYTES = WARP_ROWS * 128  # an output buffer: 64 columns of these rows
+STEP = 32  # k of a wgmma
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Says where scales lie.
+    """Addresses of scales.
 
     Attributes:
-        address: the first one's.
-        line: bytes from those of a row of activations, or of some columns, to those of the next.
-        four: bytes from a block along k to the fourth after it.
-        one: bytes from a block to the next, where its number is no multiple of four.
+        address: of the first scale.
+        line: stride in bytes from one row of activations, or group of columns, to the next.
+        four: stride in bytes from a block along k to the fourth after it.
+        one: stride in bytes between blocks within four.
     """
 
     address: Int64
@@ -52,10 +53,10 @@ class Scales:
 
 @dataclass(frozen=True)
 class Call:
-    """Describes the work.
+    """The arguments of a launch.
 
     Attributes:
-        a, b: rows of activations, and of weights.
+        a, b: activations and weights.
         out: the result.
         m, n: its rows and columns.
         blocks: stages along k.
@@ -63,7 +64,7 @@ class Call:
         bias: added to the result.
         a_scale, b_scale: scales of a's rows and b's columns.
         b_lines: columns that share a scale.
-        mma: products of both warpgroups' rows with 128 columns.
+        mma: the wgmma of both warpgroups' rows with 128 columns.
     """
 
     a: Tma
@@ -81,22 +82,22 @@ class Call:
 
 
 def load_exponent(address: Any) -> Any:
-    """Loads a power of 2 that is stored as its exponent (e8m0)."""
+    """Loads an e8m0 scale as float32."""
     byte = cute.arch.inline_ptx("ld.global.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-    # 0 is a number that float32 has as a subnormal one, and 255 is NaN.
+    # 0 means 2^-127, a subnormal float32, and 255 means NaN.
     bits = cutlass.select_(byte == 0, Int32(1 << 22), byte << 23)
     return float_of(cutlass.select_(byte == 255, Int32(0x7FC00000), bits))
 
 
 class Consumers:
-    """The part of the kernel that computes, and what both parts know of shared memory and tiles."""
+    """The MMA warpgroups, and the shared memory and tile coordinates that the producer warps use as well."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.box = config.columns // PAIR  # rows of weights that each CTA of a cluster brings
+        self.box = config.columns // PAIR  # rows of weights that each CTA of a cluster loads
         self.a_ring = Ring(ROWS, BLOCK, config.stages, BLOCK)
         self.b_ring = Ring(HALF, BLOCK, config.halves * config.stages, BLOCK)
-        # Floats that each stage has for scales of columns.
+        # Floats of a stage for scales of columns.
         self.scales_of_stage = config.parts * config.columns if config.scales == "column" else 0
         self.out_ring = Ring(WARP_ROWS, PANEL, WARPS * config.panels, PANEL)
 
@@ -120,24 +121,24 @@ class Consumers:
         return Storage
 
     def pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring of operands. A stage is empty when the warps of both CTAs have read it: weights are copied to both."""
+        """Returns the ring buffer of operands. A stage is empty when the warps of both CTAs have read it: weights are multicast."""
         return pipeline(storage.full, storage.empty)
 
     def biases_pipe(self, storage: Any) -> Pipeline:
         return pipeline(storage.biases_full, storage.biases_empty)
 
     def biases(self, storage: Any) -> Int32:
-        """Returns where the bias of a tile's columns is."""
+        """Returns the shared-memory address of the bias of a tile's columns."""
         return storage.biases.data_ptr().toint()
 
     def column_scales(self, storage: Any, at: Cursor) -> Int32:
-        """Returns where the scales of columns in a stage are: of all columns, for one block along k after another."""
+        """Returns the address of a stage's scales of columns: all columns for one block along k after another."""
         return storage.scales.data_ptr().toint() + at.stage * (self.scales_of_stage * 4)
 
     # -- tiles ---------------------------------------------------------------------------------------------------------------------
 
     def rank(self) -> Int32:
-        """Returns which CTA of its cluster this is."""
+        """Returns the CTA's rank in its cluster."""
         return cute.arch.block_idx()[0] % PAIR
 
     def first_tile(self):
@@ -145,7 +146,7 @@ class Consumers:
         return cute.arch.block_idx()[0] // PAIR, cute.arch.grid_dim()[0] // PAIR
 
     def tiles(self, call: Call) -> Int32:
-        """Returns how many tiles of clusters there are."""
+        """Returns the number of cluster tiles."""
         return self.tiles_down(call) * self.tiles_across(call)
 
     def tiles_down(self, call: Call) -> Int32:
@@ -165,7 +166,7 @@ class Consumers:
         row = before * GROUP + inside - column * rows
         return (row * PAIR + self.rank()) * ROWS, column * self.config.columns
 
-    # -- products ------------------------------------------------------------------------------------------------------------------
+    # -- MMAs ----------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
@@ -180,9 +181,9 @@ class Consumers:
         left = mine.make_fragment_A(mine.partition_A(self.a_ring.tiles(storage.a, dtype=kind)))
         right = mine.make_fragment_B(mine.partition_B(self.b_ring.tiles(storage.b, dtype=kind)))
         shape = mine.partition_shape_C((ROWS, HALF))
-        products = cute.make_rmem_tensor(shape, Float32)
+        partials = cute.make_rmem_tensor(shape, Float32)
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(c.halves)]
-        # The factors of a thread's two rows and of each half's columns in blocks along k, and those of the next stage.
+        # Scales of a thread's two rows and of each half's columns for the blocks along k of this stage, and of the next stage.
         factors, following = (cute.make_rmem_tensor((2 * c.parts + c.halves,), Float32) for _ in range(2))
         at, biases_at = first_to_read(), first_to_read()
         index, step = self.first_tile()
@@ -194,7 +195,7 @@ class Consumers:
             for block in cutlass.range(call.blocks, unroll=1):
                 for each in cutlass.range_constexpr(cute.size(factors)):
                     factors[each] = following[each]
-                # Nothing waits for them before the next stage.
+                # Prefetch the next stage's scales; nothing waits for them in this stage.
                 self.load_factors(call, following, row, column, cutlass.min(block + 1, call.blocks - 1))
                 pipe.wait(at)
                 a = left[None, None, None, at.stage]
@@ -202,14 +203,14 @@ class Consumers:
                     b = right[None, None, None, at.stage * c.halves + half]
                     for part in cutlass.range_constexpr(c.parts):
                         count = BLOCK // STEP // c.parts
-                        start_mma(call.mma, products, a, b, steps=count, first=part * count)
+                        start_mma(call.mma, partials, a, b, steps=count, first=part * count)
                         warpgroup.wait_group(0)
                         if const_expr(c.scales == "column"):
-                            self.add_scaled(sums[half], products, factors, self.column_scales(storage, at), half, part)
+                            self.add_scaled(sums[half], partials, factors, self.column_scales(storage, at), half, part)
                         if const_expr(half == c.halves - 1 and part == c.parts - 1):
                             self.release(pipe, at)
                         if const_expr(c.scales == "block"):
-                            self.add(sums[half], products, factors, half)
+                            self.add(sums[half], partials, factors, half)
                 at = advance(at, c.stages)
             self.store(call, storage, sums, biases_at, row, column)
             biases_at = advance(biases_at, 1)
@@ -218,14 +219,14 @@ class Consumers:
 
     @cute.jit
     def release(self, pipe: Pipeline, at: Cursor):
-        """This warp is done with a stage: it says so to both CTAs of the cluster."""
+        """Releases a stage: this warp arrives on the empty barriers of both CTAs of the cluster."""
         lane = cute.arch.lane_idx()
         if lane < PAIR:
             cute.arch.mbarrier_arrive(pipe.empty.of(at), lane)
 
     @cute.jit
     def load_factors(self, call: Call, factors: cute.Tensor, row: Int32, column: Int32, block: Int32):
-        """Loads the scales of a stage. Those of rows and columns that do not exist are others', as nobody sees the sums."""
+        """Loads the scales of a stage. Rows and columns out of range read the last one's scale; their sums are discarded."""
         c = self.config
         own = row + (cute.arch.thread_idx()[0] - 128) // LANES * WARP_ROWS + cute.arch.lane_idx() // 4
         for part in cutlass.range_constexpr(c.parts):
@@ -239,7 +240,7 @@ class Consumers:
 
     @cute.jit
     def load_scale(self, scales: Scales, line: Int32, block: Int32):
-        """Loads a scale of a block along k."""
+        """Loads the scale of a block along k."""
         if const_expr(self.config.stored == "byte"):
             scale = load_exponent(scales.at(line, block))
         else:
@@ -247,38 +248,38 @@ class Consumers:
         return scale
 
     @cute.jit
-    def add(self, sums: cute.Tensor, products: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Adds the sums of a block along k where 128 columns share a scale."""
+    def add(self, sums: cute.Tensor, partials: cute.Tensor, factors: cute.Tensor, half: cutlass.Constexpr[int]):
+        """Accumulates the partial sums of a block along k if 128 columns share a scale."""
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * r + column
-                    sums[at] = products[at] * (factors[r] * factors[2 + half]) + sums[at]
+                    sums[at] = partials[at] * (factors[r] * factors[2 + half]) + sums[at]
 
     @cute.jit
     def add_scaled(
         self,
         sums: cute.Tensor,
-        products: cute.Tensor,
+        partials: cute.Tensor,
         factors: cute.Tensor,
         scales: Int32,
         half: cutlass.Constexpr[int],
         part: cutlass.Constexpr[int],
     ):
-        """Adds the sums of a block along k where columns have scales of their own. ``scales``: where those of the stage are."""
+        """Accumulates the partial sums of a block along k if columns have scales of their own. ``scales``: the stage's address."""
         own = scales + cute.arch.lane_idx() % 4 * 8
         for j in cutlass.range_constexpr(cute.size(sums) // 4):
             columns = load_floats("shared", own + (part * self.config.columns + half * HALF + 8 * j) * 4, 2)
             for r in cutlass.range_constexpr(2):
                 for column in cutlass.range_constexpr(2):
                     at = 4 * j + 2 * r + column
-                    sums[at] = products[at] * (factors[2 * part + r] * columns[column]) + sums[at]
+                    sums[at] = partials[at] * (factors[2 * part + r] * columns[column]) + sums[at]
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def store(self, call: Call, storage: Any, sums: list, biases_at: Cursor, row: Int32, column: Int32):
-        """Stores a tile: a warp its own rows, some columns after others, through shared memory."""
+        """Stores a tile: each warp its own rows, 64 columns at a time, through shared memory by TMA."""
         c = self.config
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] - 128) // LANES)
@@ -287,8 +288,8 @@ class Consumers:
         boxes = self.out_ring.boxes(storage.out, WARP_ROWS)
         for panel in cutlass.range_constexpr(c.columns // PANEL):
             buffer = warp * c.panels + panel % c.panels
-            place = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
-            # What was in this place before has been read.
+            smem_at = storage.out.data_ptr().toint() + buffer * PANEL_BYTES
+            # Wait until the TMA store that used this buffer has read it.
             cute.arch.cp_async_bulk_wait_group(c.panels - 1, read=True)
             cute.arch.sync_warp()
             words = []
@@ -297,9 +298,9 @@ class Consumers:
                 results = self.results(storage, sums[first // HALF], first, lane)
                 words += [pack(BFloat16, *results[r]) for r in range(2)]
                 if const_expr(eight % 2 == 1):
-                    # A lane gives the address of a row: of the first or the second eight columns.
-                    piece = eight - 1 + lane // 16
-                    stmatrix(place + lane % 16 * 128 + ((piece ^ (lane % 8)) * 16), words)
+                    # Lanes 0-15 address rows of the first eight columns, lanes 16-31 those of the second.
+                    chunk16 = eight - 1 + lane // 16
+                    stmatrix(smem_at + lane % 16 * 128 + ((chunk16 ^ (lane % 8)) * 16), words)
                     words = []
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -310,7 +311,7 @@ class Consumers:
 
     @cute.jit
     def results(self, storage: Any, sums: cute.Tensor, first: cutlass.Constexpr[int], lane: Int32):
-        """Returns a thread's four results among eight columns: two of each of its rows."""
+        """Returns a thread's four results of eight columns: two of each of its rows."""
         j = first % HALF // 8
         bias = load_floats("shared", self.biases(storage) + (first + lane % 4 * 2) * 4, 2)
         return [[sums[4 * j + 2 * r + column] + bias[column] for column in range(2)] for r in range(2)]

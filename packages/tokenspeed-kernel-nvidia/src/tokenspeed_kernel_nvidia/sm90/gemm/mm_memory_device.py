@@ -1,4 +1,4 @@
-"""How `mm_device` finds, reads and copies memory."""
+"""Address computations, predicated loads and stores, and argument structs of `mm_device`."""
 
 # mypy: ignore-errors
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack
 
 
 def type_of(name: str) -> type[Numeric]:
-    """CuteDSL's type of an activation or a result. 8-bit floats are handed over as bytes."""
+    """CuteDSL's type of an activation or a result. 8-bit floats are passed as uint8."""
     return Float32 if name == "float32" else cutlass.Uint8 if name.startswith("float8") else dtype_of(name)
 
 
@@ -22,9 +22,9 @@ def type_of(name: str) -> type[Numeric]:
 
 
 def load_words_if(address: Any, condition: Boolean) -> Any:
-    """Loads four neighbouring words of global memory, or gives zeros.
+    """Loads four consecutive words from global memory if a condition holds, else zeros.
 
-    It does not say ".nc", as the kernel before may have written them.
+    Not ``.nc``: the preceding kernel may have written them (PDL).
     """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
@@ -36,17 +36,17 @@ def load_words_if(address: Any, condition: Boolean) -> Any:
 
 
 def read_byte(address: Int32) -> Any:
-    """Loads a byte of shared memory."""
+    """Loads a byte from shared memory."""
     return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
 def write_byte(address: Int32, value: Any) -> None:
-    """Stores a byte in shared memory."""
+    """Stores a byte to shared memory."""
     cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def of_rank(address: Int32, rank: Int32) -> Int32:
-    """Returns the address that a place in shared memory has in another CTA of the cluster."""
+    """Maps a shared-memory address to the same offset in another CTA of the cluster (mapa)."""
     return Int32(
         cute.arch.inline_ptx(
             "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
@@ -55,7 +55,7 @@ def of_rank(address: Int32, rank: Int32) -> Int32:
 
 
 def send_float(address: Int32, value: Any, barrier: Int32) -> None:
-    """Stores a number in a CTA of the cluster, whose barrier counts its four bytes."""
+    """Stores a float32 to another CTA's shared memory; its barrier counts the four bytes."""
     cute.arch.inline_ptx(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[address, value, barrier],
@@ -63,7 +63,7 @@ def send_float(address: Int32, value: Any, barrier: Int32) -> None:
 
 
 def load_float_if(address: Any, condition: Boolean) -> Any:
-    """Loads a number of global memory, or gives zero."""
+    """Loads a float32 from global memory if a condition holds, else zero."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; @p ld.global.f32 {$w0}, [{$r0}]; }",
         write_only_types=[Float32],
@@ -72,7 +72,7 @@ def load_float_if(address: Any, condition: Boolean) -> Any:
 
 
 def load_byte_if(address: Any, condition: Boolean) -> Any:
-    """Loads a byte of global memory, or gives zero."""
+    """Loads a byte from global memory if a condition holds, else zero."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.u8 {$w0}, [{$r0}]; }",
         write_only_types=[Uint32],
@@ -81,19 +81,19 @@ def load_byte_if(address: Any, condition: Boolean) -> Any:
 
 
 def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
-    """Rounds a number and stores it in global memory."""
+    """Rounds a float32 to ``dtype`` and stores it to global memory."""
     if dtype is Float32:
         cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
     else:
         store_half(address, pack(dtype, value, value))
 
 
-# -- where things are ------------------------------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Says where rows lie: the first one's address, and the bytes from each to the next."""
+    """A row-major matrix: the first row's address and the row pitch in bytes."""
 
     address: Int64
     pitch: Int64
@@ -106,18 +106,18 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """Says where one number for each column of the result lies; their dtype is known at run time.
+    """A contiguous vector with one value for each column of the result; its dtype is known at run time only.
 
     Attributes:
-        address: the first one's; they lie one after another.
-        kind: their dtype, see `launch.KINDS`; 0 if there are none.
+        address: of the first value.
+        kind: the dtype, see `launch.KINDS`; 0 if there is no vector.
     """
 
     address: Int64
     kind: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """Starts to load one as it is stored, or gives 0; `number` converts it. Nothing waits for it before."""
+        """Loads a value as stored if a condition holds, else 0. `number` converts it, so that nothing waits for it earlier."""
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; setp.eq.s32 p, {$r1}, 1; setp.gt.s32 q, {$r1}, 1; mov.b32 {$w0}, 0; "
@@ -127,7 +127,7 @@ class Vector:
         )
 
     def prefetch(self, index: Int32, condition: Boolean) -> None:
-        """Brings the line of one to the L2 cache, if there are any."""
+        """Prefetches a value's cache line into L2, if there is a vector."""
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         cute.arch.inline_ptx(
             "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
@@ -135,7 +135,7 @@ class Vector:
         )
 
     def number(self, stored: Uint32) -> Any:
-        """Converts what `load` gave to float32."""
+        """Converts what `load` returned to float32."""
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; .reg .b16 h, z; setp.eq.s32 p, {$r1}, 2; setp.eq.s32 q, {$r1}, 3; mov.b32 {h, z}, {$r0}; "
             "mov.b32 {$w0}, {$r0}; @p mov.b32 {$w0}, {z, h}; @q cvt.f32.f16 {$w0}, h; }",
@@ -146,7 +146,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Table:
-    """Says where scales or results lie: the first one's address, and the elements from a row and a column to the next."""
+    """A strided table of scales or results: the first element's address, and the strides of rows and columns in elements."""
 
     address: Int64
     row: Int64
@@ -160,7 +160,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Places:
-    """Holds a `Layout` on the device: addresses in shared memory, and sizes."""
+    """A `Layout` on the device: shared-memory addresses, and sizes."""
 
     sums: Int32
     scales: Int32
@@ -174,24 +174,25 @@ class Places:
 
 @dataclass(frozen=True)
 class Call:
-    """Describes the work of a CTA.
+    """The work of a CTA.
 
     Attributes:
-        a, weights: rows of activations, and of weights; whole ones.
+        a, weights: rows of activations and of weights; whole rows.
         out: the result.
-        begin: where this CTA's part of rows of weights begins, in bytes.
-        row_bytes: of that part.
+        begin: where this CTA's part of each row of weights begins, in bytes.
+        row_bytes: bytes of that part.
         bias: added to the result.
-        a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
+        a_scale, b_scale: scales of a's rows and b's columns, as the operator defines them; strides of 0 if one scale applies to
+            all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
-        rank: the CTA in its cluster, or its pair.
-        units_inverse: 1 over a chunk's units of 16 bytes.
-        pipe: the ring.
-        arrived: the barrier of sums from all CTAs of the cluster.
-        activated: that of copies of activations.
-        ended: the barrier whose first phase ends when the kernel before has ended.
-        at: where things are in shared memory.
+        rank: the CTA's rank in its cluster or pair.
+        units_inverse: 1 over the number of 16-byte units of a chunk.
+        pipe: the ring buffer.
+        arrived: the barrier of partial sums from the cluster's CTAs.
+        activated: the barrier of bulk copies of activations.
+        ended: the barrier whose first phase ends when the preceding kernel has ended.
+        at: the shared memory.
     """
 
     a: Matrix

@@ -1,4 +1,4 @@
-"""Configurations of the programs of `mm_split_device`, and which one serves a call."""
+"""Configurations of the kernel of `mm_split_device`, and the choice of one for a call."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import QUAD_BYTES, ROWS, TOKENS
 
-CLUSTER = 8  # CTAs that share 8 rows of weights
+CLUSTER = 8  # CTAs that split k of 8 rows of weights
 WARPS = 16
-QUADS = (1, 2)  # how many 64 bytes of a row a warp has
-HEAD_BYTES = 16  # at the beginning of shared memory: a barrier
-MOST_ROWS = 256  # rows of weights; more of them are served quicker by programs that give a CTA more work
+QUADS = (1, 2)  # 64-byte parts of a row that a warp has
+HEAD_BYTES = 16  # at the start of shared memory: a barrier
+MOST_ROWS = 256  # rows of weights; above this, `mm_device` is faster, which gives a CTA more work
 
 
 @dataclass(frozen=True)
 class SplitConfig:
-    """Describes a program.
+    """Configuration of a kernel.
 
     Attributes:
         dtype: of the activations and the weights.
         out: dtype of the result.
-        tokens: the most rows of activations that it serves.
-        quads: the number of 64 bytes of a row that a warp has.
+        tokens: the most rows of activations.
+        quads: the number of 64-byte parts of a row that a warp has.
     """
 
     dtype: str
@@ -32,43 +32,43 @@ class SplitConfig:
 
     @property
     def threads(self) -> int:
-        """Returns the number of threads of a CTA."""
+        """The number of threads of a CTA."""
         return 32 * WARPS
 
     @property
     def part_bytes(self) -> int:
-        """Returns how much of a row a CTA has room for."""
+        """The most bytes of a row that a CTA can process."""
         return WARPS * self.quads * QUAD_BYTES
 
     @property
     def halves(self) -> int:
-        """Returns the number of groups of 8 rows of activations."""
+        """The number of groups of 8 rows of activations."""
         return self.tokens // ROWS
 
 
 def is_split(m: int, n: int, row_bytes: int) -> bool:
-    """Returns whether CTAs of clusters share so many rows of weights, for so many of activations.
+    """Returns whether a call uses this kernel: few rows of weights, short enough for a cluster.
 
     Args:
-        row_bytes: of a row of weights.
+        row_bytes: bytes of a row of weights.
     """
     return m <= max(TOKENS) and n <= MOST_ROWS and row_bytes <= CLUSTER * WARPS * max(QUADS) * QUAD_BYTES
 
 
 def split_of(dtype: str, out: str, m: int, row_bytes: int) -> SplitConfig:
-    """Returns the program for some rows of activations, and rows of weights of so many bytes."""
+    """Returns the configuration for some rows of activations, and rows of weights of ``row_bytes`` bytes."""
     tokens = next(room for room in TOKENS if room >= m)
     quads = -(-row_bytes // (QUAD_BYTES * CLUSTER * WARPS))
     return SplitConfig(dtype, out, tokens, next(room for room in QUADS if room >= quads))
 
 
 def split_numbers_of(m: int, n: int) -> tuple[int, int]:
-    """Returns the number of CTAs, and the size of each one's shared memory: a barrier, warps' sums, and what other CTAs send."""
+    """Returns the number of CTAs, and each one's shared memory: a barrier, the warps' partial sums, and the other CTAs' ones."""
     return CLUSTER * -(-n // ROWS), HEAD_BYTES + 4 * m * (WARPS * ROWS + CLUSTER)
 
 
 def every_split_config() -> list[SplitConfig]:
-    """Returns the configurations that calls are served by."""
+    """Returns all configurations that calls use."""
     return [
         SplitConfig(dtype, out, tokens, quads)
         for dtype in DTYPES.values()

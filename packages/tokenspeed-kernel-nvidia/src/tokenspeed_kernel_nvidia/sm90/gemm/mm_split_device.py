@@ -1,8 +1,8 @@
-"""Device code of `mm` where there are few rows of weights, as a router's: the CTAs of a cluster share 8 of them.
+"""Device code of `mm` for few rows of weights, such as a router's: the CTAs of a cluster split k of 8 rows.
 
-Nothing but latency matters there. Each CTA has a part of every row, and so the same part of the activations to read, of which all
-CTAs together read no more than the weights' bytes. A lane has one or two loads of weights, and as many of activations for each 8
-rows of them. Each CTA adds its warps' sums and sends them to the CTA that writes a row.
+It is latency-bound. Each CTA has a part of every row, so it reads only that part of the activations. All CTAs together read no more
+bytes of activations than of weights. A lane has one or two loads of weights, and as many of activations for each 8 rows. Each CTA
+adds its warps' partial sums and sends them to the CTA that writes a row.
 """
 
 # mypy: ignore-errors
@@ -33,16 +33,16 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import CLUSTER, HEAD_BYTES, WARPS, SplitConfig
 
-_ALL = 1  # the barrier of all threads
+_ALL = 1  # named barrier of all threads
 
 
 def host(config: SplitConfig) -> Any:
-    """Returns the function that launches a program."""
+    """Returns the function that launches the kernel."""
     return Split(config)
 
 
 def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of `host`'s function."""
+    """Returns fake arguments for `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     a, out = type_of(config.dtype), type_of(config.out)
     rows = cute.sym_int64(divisibility=128 // a.width)
@@ -55,7 +55,12 @@ def fake_arguments(config: SplitConfig) -> tuple[Any, ...]:
 
 
 class Split:
-    """Launches and runs the kernel of one configuration."""
+    """Launches and runs the kernel of one configuration.
+
+    A cluster of 8 CTAs computes 8 rows of weights; each CTA has an eighth of k, which its 16 warps split again. There is no ring
+    buffer: every lane issues all its loads at once, directly to registers, right after the preceding kernel ends (PDL). Shared
+    memory holds only the reduction over warps and, through st.async, over the cluster; the CTA of rank r writes row r.
+    """
 
     def __init__(self, config: SplitConfig) -> None:
         self.config = config
@@ -88,11 +93,11 @@ class Split:
     def kernel(
         self, weights: Matrix, row_bytes: Int32, part: Int32, a: Matrix, m: Int32, n: Int32, out: Table, bias: Vector
     ):  # fmt: skip
-        """Multiplies a CTA's part of 8 rows.
+        """Computes a CTA's part of 8 rows.
 
         Args:
-            row_bytes: of a row of weights.
-            part: bytes of a row that each CTA of a cluster has, but the last ones, which may have less.
+            row_bytes: bytes of a row of weights.
+            part: bytes of a row that each CTA of a cluster has; the last ones may have less or none.
         """
         config = self.config
         cta, _, _ = cute.arch.block_idx()
@@ -103,7 +108,7 @@ class Split:
         first = cta // CLUSTER * ROWS
         count = cutlass.min(n - first, ROWS)
         begin = rank * part
-        left = cutlass.min(part, row_bytes - begin)  # may be less than nothing
+        left = cutlass.min(part, row_bytes - begin)  # may be negative
         arrived = cute.arch.get_dyn_smem(Int64, alignment=16)
         sums = arrived.toint() + HEAD_BYTES
         gathered = sums + WARPS * ROWS * 4 * m
@@ -114,20 +119,20 @@ class Split:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, m * (CLUSTER * 4))
             cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
-        # The kernel before may be writing weights: that is seen, because nothing is read to this multiprocessor.
+        # The preceding kernel may be writing the weights. Its writes are seen, because the prefetch stops at L2, which is coherent.
         if warp == 1:
             if (lane < count) & (left > 0):
                 prefetch_bulk(weights.row(first + lane) + begin, left)
         bias.prefetch(first, thread == 64)
         quad = warp * (config.quads * QUAD_BYTES) + lane % 4 * LOAD_BYTES
-        # Rows behind the last are read as the last: nobody reads their sums.
+        # Lanes beyond the last row read the last row; their sums are discarded.
         source = weights.row(first + cutlass.min(lane // 4, count - 1)) + (begin + quad)
         rows = [a.row(lane // 4 + half * ROWS) + (begin + quad) for half in range(config.halves)]
-        cute.arch.cluster_wait()  # barriers of all are made
+        cute.arch.cluster_wait()  # all CTAs' barriers are initialised
         wait_after([source, *rows])
         x, y = self.load(source, rows, left - quad, m)
         stored = bias.load(first + rank, (rank < count) & (thread < m))
-        acc = self.products(x, y)
+        acc = self.multiply(x, y)
         for half in cutlass.range_constexpr(config.halves):
             token = lane // 4 + half * ROWS
             if token < m:
@@ -150,10 +155,10 @@ class Split:
                 store_number(out.at(thread, first + rank, self.out.width // 8), total + bias.number(stored), self.out)
 
     def load(self, source: Int64, rows: list[Int64], left: Int32, m: Int32) -> Any:
-        """Loads what a lane has of the weights and the activations, and zeros behind their ends.
+        """Loads a lane's weights and activations, zero-filled past their ends.
 
         Args:
-            source, rows: where the lane's are, of the weights and of each 8 rows of activations.
+            source, rows: the lane's addresses in the weights and in each 8 rows of activations.
             left: bytes of the CTA's part of a row from there on.
         """
         x, y = [], []
@@ -166,8 +171,8 @@ class Split:
                 y[-1].append(load_words_if(row + each * QUAD_BYTES, live))
         return x, y
 
-    def products(self, x: list, y: list) -> list:
-        """Multiplies, in two chains, because each product waits for the one before in its chain."""
+    def multiply(self, x: list, y: list) -> list:
+        """Issues the MMAs in two independent chains, which hide their latency."""
         acc = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
         for words, activations in zip(x, y, strict=True):
             for step in range(2):

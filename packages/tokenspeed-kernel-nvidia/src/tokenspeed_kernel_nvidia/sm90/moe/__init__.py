@@ -1,1 +1,1 @@
-"""Mixtures of experts on Hopper."""
+"""MoE expert kernels on Hopper."""

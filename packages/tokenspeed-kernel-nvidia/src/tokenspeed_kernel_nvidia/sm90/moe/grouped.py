@@ -1,23 +1,23 @@
-"""Experts for many tokens, with mxfp4 weights, on Hopper: two grouped products, and a weighted sum over slots.
+"""MoE experts for many tokens, with mxfp4 weights, on Hopper: two grouped GEMMs, and a weighted sum over slots.
 
-Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a
-captured graph stays right when the routing changes. In both products weights are the left operand, decoded in registers, and pairs
-are columns. A tile is 128 or 192 rows of weights times many columns, or 576 rows, which divide both projections of GPT-OSS, times
-few: then a warpgroup has three panels of weights in turn. One warp of a CTA streams weights by bulk copies, three gather the
-columns of tokens, and two or three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have
-met; the sum over slots is a kernel of its own, in the order of slots.
+(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. So a captured
+graph stays valid when the routing changes. Both GEMMs are swap-AB: weights are the A operand, dequantised in registers, and pairs
+are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few columns; a warpgroup then processes three
+panels of weights in turn. Both projections of GPT-OSS are multiples of 192 and 576 rows. One producer warp of a CTA streams weights
+by bulk copies, three gather the columns of tokens, and two or three warpgroups issue MMAs. Bias and activation are applied in
+registers, because one thread has gate and up of a feature. The sum over slots is a kernel of its own, which adds them in slot
+order.
 
-Where pairs are few, instructions for weights take most of the time. There bfloat16 numbers are split into two float8_e4m3fn, which
-have all their bits, by a kernel before each product (`PARTS`). Then weights are multiplied as bytes, for which they are decoded
-with a third of the instructions, and scales are multiplied with sums over 32 of k. Rows with outliers
-lose their small numbers. Where that is more than a quarter of a row's, one more kernel computes its tiles with 16-bit MMAs.
+With few pairs, dequantising weights takes most of the time. Then a kernel before each GEMM splits bfloat16 values into two
+float8_e4m3fn values that together have all their bits (`PARTS`). The MMAs are fp8, for which dequantising the weights takes a third
+of the instructions, and block scales multiply the partial sums over 32 elements of k. Rows with outliers lose small values. If that
+affects more than a quarter of a row, one more kernel recomputes the row's tiles with 16-bit MMAs.
 
-With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
-as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
-codes are multiplied in 16 bits (`moe_apply_rounded`).
+With fp8 activations a kernel before each GEMM quantises its rows. With many pairs, experts whose weights float8_e5m2 represents
+exactly use fp8 MMAs. Other experts, and all experts with few pairs, use 16-bit MMAs on the quantised values (`moe_apply_rounded`).
 
-float16 has not the range for all results. Those of slots are float32. Where no limit keeps the activation in range, it is float32,
-too, and a kernel brings each row into float16's range by a power of two (`FITTED`).
+float16's range is too small for all results, so results of slots are float32. If no limit keeps the activation in range, it is
+float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     SPLIT,
     VALUES,
     Combine,
-    Product,
+    Gemm,
     Rounding,
     Schedule,
     codes_for,
     columns_for,
     every_combine,
-    every_product,
+    every_gemm,
     every_rounding,
     every_schedule,
     inputs_for,
@@ -64,8 +64,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
 
-_ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # that a number takes, of `PLAIN` where it is `FITTED`
-_ALIGNED = 256  # parts of the memory begin at multiples of so many bytes
+_ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # bytes of an element; `PLAIN`: where it is `FITTED`
+_ALIGNED = 256  # alignment in bytes of the parts of the allocation
 
 
 @program(arch="sm_90a", configs=every_schedule)
@@ -75,8 +75,8 @@ def schedule_program(config: Schedule) -> tuple[Any, tuple[Any, ...]]:
     return grouped_schedule_device.host(config), grouped_schedule_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_product)
-def product_program(config: Product) -> tuple[Any, tuple[Any, ...]]:
+@program(arch="sm_90a", configs=every_gemm)
+def gemm_program(config: Gemm) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.moe import grouped_device
 
     return grouped_device.host(config), grouped_device.fake_arguments(config)
@@ -97,55 +97,55 @@ def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Programs(NamedTuple):
-    """The programs that a call launches.
+    """The kernels that a call launches.
 
     Attributes:
-        schedules: sort pairs and cut them into tiles, by the CTAs that do.
-        rounding: for each kind of inputs, the program that makes those of each product, or None where rows are taken as they are.
-        products: for each kind of inputs, both products.
-        repairs: both products of rows that numbers in parts do not hold, or none.
+        schedules: sort pairs and divide them into tiles; keyed by the number of CTAs.
+        rounding: for each kind of inputs, the kernel that makes each GEMM's inputs, or None if rows are used as given.
+        gemms: for each kind of inputs, both GEMMs.
+        repairs: both GEMMs that recompute the rows that `PARTS` cannot represent, or none.
         combine: adds up the slots of each token.
-        processors: how many CTAs a product has.
+        sm_count: the number of CTAs of a GEMM, one per SM.
     """
 
     schedules: dict[int, Launch]
     rounding: tuple[tuple[Launch | None, Launch | None], ...]
-    products: tuple[tuple[Launch, Launch], ...]
+    gemms: tuple[tuple[Launch, Launch], ...]
     repairs: tuple[Launch, ...]
     combine: Launch
-    processors: int
+    sm_count: int
 
 
 @functools.cache
 def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, device: int) -> _Programs:
-    """Returns the programs of a call. ``wide``: whether the activation may exceed the range of ``dtype``."""
+    """Returns the kernels of a call. ``wide``: whether the activation may exceed the range of ``dtype``."""
     name = DTYPES[dtype]
     rounding: list[tuple[Launch | None, Launch | None]] = []
-    products: list[tuple[Launch, Launch]] = []
+    gemms: list[tuple[Launch, Launch]] = []
     for part, kind in enumerate(inputs):
         first = second = None
-        taken = kind
+        gemm_input = kind
         if kind != PLAIN:
-            # The first splitting follows the schedule, which does not make its rows, and begins while that runs.
+            # The first split kernel follows the schedule kernel, which does not write its input rows, so the two overlap.
             first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
             second = rounding_program(Rounding(name, kind, wide=wide))
         elif wide:
-            second, taken = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
+            second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
         rounding.append((first, second))
-        w13, w2 = Product(name, True, columns, kind, wide), Product(name, False, columns, taken, Combine(name).wide)
-        products.append((product_program(w13), product_program(w2)))
+        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, gemm_input, Combine(name).wide)
+        gemms.append((gemm_program(w13), gemm_program(w2)))
     return _Programs(
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
         tuple(rounding),
-        tuple(products),
-        tuple(product_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
+        tuple(gemms),
+        tuple(gemm_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
         combine_program(Combine(name)),
         multiprocessors(device),
     )
 
 
 class _Memory:
-    """One allocation and its parts. Only the launches of one call write and read it."""
+    """One allocation and its parts. Only the kernels of one call access it."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]
@@ -176,12 +176,12 @@ def moe_apply_many(
     """`moe_apply` on checked arguments, weights in the layout of `mxfp4_layout`.
 
     Args:
-        columns: the widest tile, one of those in `grouped_config`; chosen by the number of pairs if None. Where float16 activations
-            may exceed their range it is at most `MANY_COLUMNS`.
-        inputs: what the products take, of `grouped_config`'s; where there are several, each for some experts. If None, 16-bit
-            numbers as they are given where ``columns`` is given, too, and otherwise by the number of pairs.
-        exact: int32 ``[experts]``, 1 for experts that products of `CODES` compute, 0 for those of `VALUES`; None where there is one
-            kind only.
+        columns: the widest tile, one of those in `grouped_config`; None chooses by the number of pairs. At most `MANY_COLUMNS` if
+            float16 activations may exceed their range.
+        inputs: the kinds of GEMM inputs, from `grouped_config`; several kinds mean that each is for some experts. None means
+            unconverted 16-bit inputs if ``columns`` is given, and otherwise chooses by the number of pairs.
+        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for those of `VALUES`; None if there is one kind
+            only.
     """
     tokens, hidden = x.shape
     pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
@@ -199,7 +199,7 @@ def moe_apply_many(
         columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
     programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
-    # Rows that are rounded, those of both products in turn, for each kind of inputs.
+    # Buffers for quantised rows, one for each kind of inputs, reused by both GEMMs.
     most = max(tokens * hidden, pairs * between)
     activated_as = torch.float32 if wide else x.dtype
     results_as = torch.float32 if x.dtype == torch.float16 else x.dtype
@@ -219,17 +219,17 @@ def moe_apply_many(
     for second, (rows, result, weight, features) in enumerate(
         ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
     ):
-        for part, (kind, rounding, products) in enumerate(zip(inputs, programs.rounding, programs.products, strict=True)):
-            taken = rows
+        for part, (kind, rounding, gemms) in enumerate(zip(inputs, programs.rounding, programs.gemms, strict=True)):
+            gemm_input = rows
             if (launch := rounding[second]) is not None:
                 count, k = rows.shape
-                taken_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
-                taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
-                launch(rows, taken, scales)
-            behind = weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu
-            products[second](taken, result, *behind)
+                input_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
+                gemm_input = memory.rows(len(lengths) + part, input_dtype, count * (SPLIT if kind == PARTS else 1), k)
+                launch(rows, gemm_input, scales)
+            gemm_args = weight, scales, exact_at, *schedule, features // STRIP, programs.sm_count, *swiglu
+            gemms[second](gemm_input, result, *gemm_args)
             for repair in programs.repairs[second : second + 1]:
-                repair(rows, result, *behind)
+                repair(rows, result, *gemm_args)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
     return deliver(written, out)
@@ -249,10 +249,10 @@ def moe_apply_rounded(
     """`moe_apply_many` with fp8 activations.
 
     Args:
-        codes: whether codes are multiplied, for experts whose weights float8_e5m2 has exactly, and not their values in 16 bits.
-            If None they are where there are many pairs. Sums of products of codes are added up in float32 every 256 of k. That took
-            2317 us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
-        columns: see there.
+        codes: whether to use fp8 MMAs, for experts whose weights float8_e5m2 represents exactly, rather than 16-bit MMAs on the
+            quantised values. None chooses fp8 MMAs for many pairs. Their partial sums are accumulated in float32 every 256 elements
+            of k. They took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
+        columns: see `moe_apply_many`.
     """
     if not isinstance(weights, RoundedWeights):
         wanted = "what moe_process_weights makes for fp8 activations"

@@ -1,4 +1,4 @@
-"""The device code of the last kernel of `grouped`, which weights the results of each token's slots and adds them up."""
+"""The device code of the last kernel of `grouped`: the weighted sum of each token's slots."""
 
 # mypy: ignore-errors
 
@@ -25,17 +25,17 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Combine
 
 THREADS = 256
-NUMBERS = 8  # that a thread has, 16 bytes
-AT_ONCE = 4  # slots that are read together
+NUMBERS = 8  # elements of a thread: 16 bytes of output
+AT_ONCE = 4  # slots that are loaded together
 
 
 def host(config: Combine) -> Any:
-    """Returns the function that launches the program."""
+    """Returns the function that launches the kernel."""
     return CombineSlots(config)
 
 
 def fake_arguments(config: Combine) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of what `host` returns."""
+    """Returns fake arguments for `host`'s function."""
     size, rows = arguments.size, arguments.rows
     tokens, hidden = size(), size(divisibility=32)
     results, out = rows("float32" if config.wide else config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
@@ -44,13 +44,13 @@ def fake_arguments(config: Combine) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Slots:
-    """The results that are added up and where the sums go, as addresses.
+    """The arguments of a launch, as addresses.
 
     Attributes:
-        results, result_stride: 16-bit, or float32 where `Combine.wide`, one row a sorted pair, and elements from one to the next.
+        results, result_stride: 16-bit, or float32 if `Combine.wide`; one row for each sorted pair, and the row pitch in elements.
         positions: int32 ``[tokens, top_k]``, the row of each pair, or -1.
         weights: float32 ``[tokens, top_k]``.
-        out, out_stride: 16-bit, one row a token, and elements from one to the next.
+        out, out_stride: 16-bit, one row for each token, and the row pitch in elements.
         tokens, top_k, hidden: sizes.
     """
 
@@ -66,12 +66,14 @@ class Slots:
 
 
 class CombineSlots:
-    """The kernel of one configuration."""
+    """The kernel of one configuration: a grid of tokens by chunks of 2048 features, with 8 features a thread. It is
+    memory-bound.
+    """
 
     def __init__(self, config: Combine):
         self.dtype = dtype_of(config.dtype)
         self.wide = config.wide
-        self.words = NUMBERS if config.wide else NUMBERS // 2  # that a thread has of a slot
+        self.words = NUMBERS if config.wide else NUMBERS // 2  # of a thread and slot
 
     @cute.jit
     def __call__(
@@ -117,7 +119,7 @@ class CombineSlots:
                     if first + each < slots.top_k:
                         at = (Int64(token) * slots.top_k + first + each) * 4
                         present[each] = load_int(slots.positions + at, False)
-                        if present[each] >= 0:  # what others have is not even defined
+                        if present[each] >= 0:  # weights and rows of absent pairs are undefined
                             weights[each] = load_floats("global", slots.weights + at, 1)
                             row = slots.results + (Int64(present[each]) * slots.result_stride + feature) * (4 if self.wide else 2)
                             for first_word in cutlass.range_constexpr(0, self.words, 4):

@@ -1,6 +1,6 @@
-"""The device code of the products of `grouped`: the launch, and which warp does what.
+"""The device code of the GEMMs of `grouped`: the launch and the warp roles.
 
-`grouped_load_device` loads, `grouped_mma_device` computes.
+`grouped_load_device` has the producer warps, `grouped_mma_device` the MMA warpgroups.
 """
 
 # mypy: ignore-errors
@@ -15,19 +15,19 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, Gemm
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
 
 
-def host(config: Product) -> Any:
-    """Returns the function that launches a program."""
-    return GroupedProduct(config)
+def host(config: Gemm) -> Any:
+    """Returns the function that launches the kernel."""
+    return GroupedGemm(config)
 
 
-def fake_arguments(config: Product) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of what `host` returns."""
+def fake_arguments(config: Gemm) -> tuple[Any, ...]:
+    """Returns fake arguments for `host`'s function."""
     size, rows = arguments.size, arguments.rows
     out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
@@ -36,8 +36,20 @@ def fake_arguments(config: Product) -> tuple[Any, ...]:
     return given, out, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
 
 
-class GroupedProduct(Loader, Consumers):
-    """The kernel of one configuration."""
+class GroupedGemm(Loader, Consumers):
+    """A grouped GEMM of one configuration.
+
+    Persistent CTAs, one per SM; CTA i computes every n-th item from i on, of n CTAs. Roles:
+
+    * warpgroup 0 gives up registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
+      the rows of tokens (the columns of the MMA) by cp.async;
+    * warpgroups 1 to 2 or 3 dequantise weights to A fragments in registers and issue MMAs. They also apply scales, bias and
+      activation, and store the results through a buffer in shared memory.
+
+    Shared memory holds a ring buffer of columns, the columns' scales, result buffers, and a ring buffer of weights that takes the
+    rest (227 KB in all). While a k step is multiplied, the same warps dequantise the next one. Narrow tiles are limited by memory
+    and by dequantisation, wide ones by MMAs and dequantisation.
+    """
 
     @cute.jit
     def __call__(
@@ -82,8 +94,8 @@ class GroupedProduct(Loader, Consumers):
                     storage.scales.data_ptr()[0] = Float32(0.0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one
-        # begins: that one need only wait before it reads columns and their scales, and weights are on their way before.
+        # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first one has already waited for the
+        # schedule. So the second one waits only before it reads columns and their scales; its weights are in flight earlier.
         if const_expr(c.gated or c.repairs):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -95,7 +107,7 @@ class GroupedProduct(Loader, Consumers):
 
     @cute.jit
     def work(self, call: Call, storage: Any, warp: Int32):
-        """Does what a warp's role is."""
+        """Runs the warp's role."""
         c = self.config
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
@@ -107,7 +119,7 @@ class GroupedProduct(Loader, Consumers):
                 self.load_columns(call, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(c.tile.registers)
-            # They read the scales of columns, which the kernel before writes, as it writes the columns themselves.
+            # They read the columns' scales, which the preceding kernel writes along with the columns.
             if const_expr(c.scaled and not c.gated):
                 cute.arch.griddepcontrol_wait()
             self.consume(call, storage)

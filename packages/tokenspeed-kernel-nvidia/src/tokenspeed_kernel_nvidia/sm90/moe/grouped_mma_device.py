@@ -1,7 +1,7 @@
-"""The warpgroups of `grouped_device` that compute: weights decoded into registers, products, and what becomes of the sums.
+"""The MMA warpgroups of `grouped_device`: dequantisation of weights to registers, MMAs, and the epilogue.
 
-Weights are the left operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of its warpgroup's 64. Gate and up
-of a feature are rows g and g + 8 of a strip, which one thread has.
+Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of its warpgroup's 64. Gate and up of
+a feature are rows g and g + 8 of a strip, which one thread has.
 """
 
 # mypy: ignore-errors
@@ -26,9 +26,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_panel_device import PanelProducts
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_panel_device import PanelMainloop
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpMainloop
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
@@ -41,51 +41,53 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     STRIP,
 )
 
-WORDS = 4  # words of codes that a lane has of a block
-STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
+STORE = 1  # named barriers, one for each warpgroup: its result buffer is written
 
 
 def store_matrices(address: Any, words: Any) -> None:
-    """Stores four 8 x 8 matrices of 16-bit numbers, transposed, in shared memory. Lanes give the addresses of columns' eights."""
+    """Stores four transposed 8 x 8 matrices of 16-bit elements to shared memory. A lane passes the address of 8 elements of a
+    column.
+    """
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def at_most(x: Float32, bound: Float32) -> Float32:
-    """Returns the smaller one. NaN stays NaN."""
+    """Returns the smaller value. NaN stays NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """Returns the larger one. NaN stays NaN."""
+    """Returns the larger value. NaN stays NaN."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(WarpProducts, PanelProducts):
-    """The part of the kernel that computes."""
+class Consumers(WarpMainloop, PanelMainloop):
+    """The MMA warpgroups of the kernel."""
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """Computes all items of the CTA; each warpgroup has 64 rows of them."""
+        """Computes all items of the CTA; each warpgroup has 64 rows, or several panels of 64 rows, of each item."""
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
         if const_expr(self.config.several_panels):
-            left = self.left_of_panels()
+            left = self.a_fragments_of_panels()
         else:
-            # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
+            # Double-buffered A fragments: a warp dequantises the next k step while wgmma reads this one.
             mma = self.mma_of(8).get_slice(0)
-            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
+            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.k_step))) for _ in range(2)]
             for registers in left:
                 cute.recast_tensor(registers, Uint32).fill(0)
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
             while working:
-                # The next item is read early: nothing waits for it.
+                # Read the next item early, so that nothing waits for it.
                 index += grid
                 following = item
                 working = index < items
@@ -104,7 +106,7 @@ class Consumers(WarpProducts, PanelProducts):
                 item = following
 
     def mma_of(self, width: int) -> cute.TiledMma:
-        """Returns the products of a tile with so many columns."""
+        """Returns the MMA of a tile with ``width`` columns."""
         source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
         if self.is_fp8:
             op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
@@ -123,25 +125,26 @@ class Consumers(WarpProducts, PanelProducts):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """Computes an item with at most ``width`` columns. Returns where the rings go on."""
+        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
         c = self.config
-        # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
+        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
-        # A product has at most 256 columns. More are two products with the same left operand.
-        products = -(-width // 256)
-        mma = self.mma_of(width // products)
+        # wgmma has at most 256 columns. More are two wgmmas with the same A operand.
+        wgmmas = -(-width // 256)
+        mma = self.mma_of(width // wgmmas)
         mine = mma.get_slice(wg * 128)
-        right = cute.local_tile(self.columns(storage, width), (width // products, c.unit * BLOCK), (None, 0, None))
-        right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(products)]
-        acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // products)), Float32) for _ in range(products)]
+        right = cute.local_tile(self.columns(storage, width), (width // wgmmas, c.k_step * BLOCK), (None, 0, None))
+        right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(wgmmas)]
+        acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // wgmmas)), Float32) for _ in range(wgmmas)]
         lane = thread % 32
         strip = thread // 32 % PANEL_STRIPS
         slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
 
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
-        # Of the rows lane / 4 and eight below: factors, biases.
+        # Row factors and biases of rows lane / 4 and eight further.
         head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
@@ -152,7 +155,7 @@ class Consumers(WarpProducts, PanelProducts):
         self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
 
-    # -- the loop over units ---------------------------------------------------------------------------------------------------
+    # -- the loop over k steps -------------------------------------------------------------------------------------------------
 
     @cute.jit
     def multiply_all(
@@ -168,21 +171,21 @@ class Consumers(WarpProducts, PanelProducts):
         slot: Int32,
         lane: Int32,
     ):
-        """Multiplies all units. Returns where the rings go on."""
+        """The mainloop over all k steps. Returns the next positions in the ring buffers."""
         c = self.config
         acc = totals
         if const_expr(c.promoted):
             acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
-        units = (call.blocks + (c.unit - 1)) // c.unit
-        words = self.load_words(call, weights, slot, lane, units == 1)
-        self.decode_words(call, words, left[0], 0, WORDS * c.unit)
-        weights, words = self.next_unit(call, storage, weights, words, Boolean(False), slot, lane, units - 1)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        words = self.load_words(call, weights, slot, lane, k_steps == 1)
+        self.decode_words(call, words, left[0], 0, WORDS * c.k_step)
+        weights, words = self.next_k_step(call, storage, weights, words, Boolean(False), slot, lane, k_steps - 1)
         before, ready = columns, Boolean(False)
         given = call, storage, mma, acc, right, slot, lane
-        # Units two by two, so that each of a pair has registers of its own.
-        pairs = (units - 1) // 2
+        # Unrolled by two, so that each k step of a pair has its own A registers.
+        pairs = (k_steps - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
-            rest = units - 2 * pair
+            rest = k_steps - 2 * pair
             weights, before, columns, words, ready = self.step(
                 *given, left[0], left[1], weights, before, columns, words, ready, pair == 0, c.promoted, rest
             )
@@ -191,15 +194,15 @@ class Consumers(WarpProducts, PanelProducts):
             )
             if const_expr(c.promoted):
                 self.add_sums(storage, acc, totals, before)
-        if units % 2 == 0:
+        if k_steps % 2 == 0:
             weights, before, columns, words, ready = self.step(
                 *given, left[0], left[1], weights, before, columns, words, ready, pairs == 0, c.promoted, Int32(2)
             )
-            self.multiply_unit(storage, mma, acc, right, left[1], columns, ready, False)
+            self.multiply_k_step(storage, mma, acc, right, left[1], columns, ready, False)
             warpgroup.wait_group(1)
             self.column_pipe(storage).release(before)
         else:
-            self.multiply_unit(storage, mma, acc, right, left[0], columns, ready, c.promoted)
+            self.multiply_k_step(storage, mma, acc, right, left[0], columns, ready, c.promoted)
             if const_expr(not c.promoted):
                 warpgroup.wait_group(1)
                 if pairs > 0:
@@ -212,7 +215,7 @@ class Consumers(WarpProducts, PanelProducts):
         return weights, advance(columns, c.column_stages)
 
     @cute.jit
-    def multiply_unit(
+    def multiply_k_step(
         self,
         storage: Any,
         mma: cute.TiledMma,
@@ -223,15 +226,15 @@ class Consumers(WarpProducts, PanelProducts):
         ready: Boolean,
         fresh: cutlass.Constexpr[bool],
     ):
-        """Starts the products of a unit, which are a group.
+        """Issues the MMAs of a k step as one wgmma group.
 
         Args:
-            ready: whether its columns are known to be there.
-            fresh: whether sums begin with it.
+            ready: whether its columns are known to have arrived.
+            fresh: whether the accumulators start at zero with it.
         """
         if not ready:
             self.column_pipe(storage).wait(columns)
-        warpgroup.fence()  # what was written to registers comes before the products that read them
+        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
         for part in cutlass.range_constexpr(self.config.parts):
             atom = cute.make_mma_atom(mma.op)
             atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not fresh)
@@ -258,42 +261,42 @@ class Consumers(WarpProducts, PanelProducts):
         ready: Boolean,
         first: Boolean,
         fresh: cutlass.Constexpr[bool],
-        units: Int32,
+        k_steps: Int32,
     ):
-        """Multiplies a unit that is decoded, and meanwhile decodes the next one.
+        """Issues the MMAs of a dequantised k step, and dequantises the next one meanwhile.
 
-        Barriers are looked at long before they are waited for, as that alone takes a hundred cycles.
+        Barriers are polled long before they are waited for, because a wait alone takes a hundred cycles.
 
         Args:
-            following: receives the next unit.
-            weights: where that one is.
-            before: the stage of columns before, which may still be in use.
-            words: of the next unit.
-            ready: whether the unit's columns are known to be there.
-            first: whether there is no unit before.
-            fresh: whether sums begin with this unit.
-            units: from this one on, at least 2.
+            following: A registers for the next k step.
+            weights: position of the next k step in the ring buffer.
+            before: the previous stage of columns, which may still be in use.
+            words: of the next k step.
+            ready: whether this k step's columns are known to have arrived.
+            first: whether there is no previous k step.
+            fresh: whether the accumulators start at zero with this k step.
+            k_steps: k steps left, this one included; at least 2.
 
         Returns:
-            where the rings go on, with the stage of columns of this unit and that of the next; the words of the unit after that;
-            and whether the next unit's columns are known to be there.
+            the next position in the ring buffer of weights; this k step's and the next one's stage of columns; the words of the k
+            step after that; and whether the next k step's columns are known to have arrived.
         """
         c = self.config
-        self.multiply_unit(storage, mma, acc, right, left, columns, ready, fresh)
+        self.multiply_k_step(storage, mma, acc, right, left, columns, ready, fresh)
         next_columns = advance(columns, c.column_stages)
         ready = self.column_pipe(storage).full.poll(next_columns)
-        weights_ready = self.weight_pipe(storage).full.poll(self.following_unit(weights, units == 2).at)
+        weights_ready = self.weight_pipe(storage).full.poll(self.following_k_step(weights, k_steps == 2).at)
         if const_expr(not fresh):
-            warpgroup.wait_group(1)  # the unit before is done
+            warpgroup.wait_group(1)  # the previous k step is done
             if not first:
                 self.column_pipe(storage).release(before)
-        self.decode_words(call, words, following, 0, WORDS * c.unit)
-        weights, words = self.next_unit(call, storage, weights, words, weights_ready, slot, lane, units - 2)
+        self.decode_words(call, words, following, 0, WORDS * c.k_step)
+        weights, words = self.next_k_step(call, storage, weights, words, weights_ready, slot, lane, k_steps - 2)
         return weights, columns, next_columns, words, ready
 
     @cute.jit
     def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
-        """Waits for all products, releases the columns of the last ones, and adds the sums to the totals."""
+        """Waits for all wgmmas, releases the last columns, and adds the partial accumulators to the totals (promotion)."""
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(columns)
         for sums, all_sums in zip(acc, totals, strict=True):
@@ -301,16 +304,16 @@ class Consumers(WarpProducts, PanelProducts):
                 all_sums[at] += sums[at]
 
     @cute.jit
-    def following_unit(self, weights: Weights, last: Boolean) -> Weights:
-        """Returns where the next unit lies in the ring of weights. ``last``: whether that one is of another item."""
-        at, block = weights.at, weights.block + self.config.unit
+    def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
+        """Returns the position of the next k step's weights. ``last``: whether that one belongs to another item."""
+        at, block = weights.at, weights.block + self.config.k_step
         if last or block == self.config.tile.blocks:
             at = advance(at, self.config.weight_stages)
             block = Int32(0)
         return Weights(at, block)
 
     @cute.jit
-    def next_unit(
+    def next_k_step(
         self,
         call: Call,
         storage: Any,
@@ -319,52 +322,52 @@ class Consumers(WarpProducts, PanelProducts):
         ready: Boolean,
         slot: Int32,
         lane: Int32,
-        units: Int32,
+        k_steps: Int32,
     ):
-        """Goes on to the next unit, and releases the stage behind if that is used up.
+        """Advances to the next k step, and releases the stage of weights if it is used up.
 
         Args:
-            words: of this unit, which is decoded.
-            ready: whether the next unit's weights are known to be there.
-            units: of the item behind this one.
+            words: of this k step, which is dequantised.
+            ready: whether the next k step's weights are known to have arrived.
+            k_steps: k steps of the item after this one.
 
         Returns:
-            where the next unit is, and its words if there is one.
+            the position of the next k step, and its words if there is one.
         """
-        following = self.following_unit(weights, units == 0)
+        following = self.following_k_step(weights, k_steps == 0)
         if following.block == 0:
             cute.arch.sync_warp()
             self.weight_pipe(storage).release(weights.at)
-        if units > 0:
+        if k_steps > 0:
             if not ready:
                 self.weight_pipe(storage).wait(following.at)
-            words = self.load_words(call, following, slot, lane, units == 1)
+            words = self.load_words(call, following, slot, lane, k_steps == 1)
         return following, words
 
     @cute.jit
     def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """Returns the words that a lane has of a unit's blocks, behind each block's the word of its scales.
+        """Returns the lane's words of a k step: for each block its e2m1 words, then its word of scales.
 
-        ``last``: whether it is the last unit, which may have a block less.
+        ``last``: whether it is the last k step, which may have one block less.
         """
         c = self.config
         begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
         words = []
-        for block in cutlass.range_constexpr(c.unit):
+        for block in cutlass.range_constexpr(c.k_step):
             words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
             words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
-        if const_expr(c.unit == 2):
+        if const_expr(c.k_step == 2):
             if last and call.blocks % 2 == 1:
-                words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
+                words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
         return words
 
     @cute.jit
     def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
-        """Decodes some of a unit's words.
+        """Dequantises some of a k step's words.
 
-        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
-        ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
-        others for each width, soon all that there are.
+        The condition always holds. It makes the registers' former contents a possible result, so that the loops of all widths use
+        the same registers. ptxas reserves the registers of wgmma's A operands for these alone. Without the condition each width
+        would get its own, and soon all registers would be taken.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -382,7 +385,7 @@ class Consumers(WarpProducts, PanelProducts):
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Returns the scales that a thread reads for its warpgroup. It reads them early, as global memory is slow."""
+        """Returns the scales that a thread loads for its warpgroup, early because of global memory's latency."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):
@@ -397,7 +400,9 @@ class Consumers(WarpProducts, PanelProducts):
 
     @cute.jit
     def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
-        """Gives scales to the warpgroup. Returns the address of those of a thread's first two columns."""
+        """Shares scales within the warpgroup through shared memory. Returns the address of the scales of a thread's first two
+        columns.
+        """
         begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(len(scales)):
@@ -407,7 +412,9 @@ class Consumers(WarpProducts, PanelProducts):
         return begin + thread % 4 * 8
 
     def factors(self, heads: list, scales_at: Int32, at: int) -> list:
-        """Returns the factors of a thread's two rows in its two columns of eight. ``at``: the first of their sums."""
+        """Returns the scale factors of a thread's two rows in its two columns of eight. ``at``: index of their first
+        accumulator.
+        """
         if not self.config.scaled:
             return [[heads[r]] * 2 for r in range(2)]
         scales = load_floats("shared", scales_at + 8 * at, 2)
@@ -435,7 +442,7 @@ class Consumers(WarpProducts, PanelProducts):
             self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
         else:
             self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
-        if const_expr(staged and -(-width // CHUNK) % 2 == 1):  # what follows begins with the buffer that others may still read
+        if const_expr(staged and -(-width // CHUNK) % 2 == 1):  # the next panel reuses a buffer that others may still read
             self.sync_warpgroup(wg)
 
     # -- results ---------------------------------------------------------------------------------------------------------------
@@ -454,7 +461,7 @@ class Consumers(WarpProducts, PanelProducts):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Activates gates and ups, and stores a feature for each pair of them."""
+        """Applies the activation to gates and ups, and stores one feature for each pair of them."""
         lane, warp = thread % 32, thread % 128 // 32
         for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
             words = []
@@ -465,14 +472,16 @@ class Consumers(WarpProducts, PanelProducts):
                     results = [self.activated(call, acc, heads, factors, at, column) for column in range(2)]
                     words.append(pack(self.dtype, *results))
                 else:
-                    words.append(words[0])  # of columns beyond the tile's, which nobody stores
-            # A lane gives the address of a column, where a warp's eight features are one piece of four.
+                    words.append(words[0])  # of columns beyond the tile's, which are not stored
+            # A lane addresses a column, in which a warp's eight features are one of four 16-byte chunks.
             buffer = self.buffer(storage, wg, chunk)
             store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
             self.sync_warpgroup(wg)
-            column, piece = thread % 128 // 4, thread % 4
-            place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
-            self.store_piece(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
+            column, chunk16 = thread % 128 // 4, thread % 4
+            smem_at = buffer + column * 64 + ((chunk16 ^ (column // 2 % 4)) * 16)
+            self.store_chunk_of_column(
+                call, item, smem_at, chunk * CHUNK + column, (strip + chunk16) * 8, strip + chunk16 < call.strips
+            )
 
     @cute.jit
     def store_sums(
@@ -488,7 +497,7 @@ class Consumers(WarpProducts, PanelProducts):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Stores the features of each column."""
+        """Stores the results of each column without activation."""
         lane, warp = thread % 32, thread % 128 // 32
         for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
             buffer = self.buffer(storage, wg, chunk)
@@ -496,21 +505,21 @@ class Consumers(WarpProducts, PanelProducts):
                 words = []
                 for j in cutlass.range_constexpr(2):
                     at = 4 * (chunk * (CHUNK // 8) + 2 * half + j)
-                    at = at if at < width // 2 else 0  # of columns beyond the tile's, which nobody stores
+                    at = at if at < width // 2 else 0  # for columns beyond the tile's, which are not stored
                     factors = self.factors(heads, scales_at, at)
                     sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
                     words += [pack(self.dtype, *of_row) for of_row in sums]
-                # A lane gives the address of a column: of the first or second eight features of a warp, two pieces of eight.
+                # A lane addresses eight features of a column: the first or second eight of a warp, one of eight 16-byte chunks.
                 column = 16 * half + lane // 16 * 8 + lane % 8
-                piece = 2 * warp + lane // 8 % 2
-                store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
+                chunk16 = 2 * warp + lane // 8 % 2
+                store_matrices(buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16), words)
             self.sync_warpgroup(wg)
-            piece = thread % 8
+            chunk16 = thread % 8
             for half in cutlass.range_constexpr(2):
                 column = 16 * half + thread % 128 // 8
-                place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
-                inside = strip + piece // 2 < call.strips
-                self.store_piece(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
+                smem_at = buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16)
+                inside = strip + chunk16 // 2 < call.strips
+                self.store_chunk_of_column(call, item, smem_at, chunk * CHUNK + column, strip * STRIP + chunk16 * 8, inside)
 
     @cute.jit
     def store_wide(
@@ -524,7 +533,7 @@ class Consumers(WarpProducts, PanelProducts):
         strip: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Stores float32 results from registers: eight lanes have 32 neighbouring bytes of a column."""
+        """Stores float32 results directly from registers: eight lanes have 32 consecutive bytes of a column."""
         strip += thread % 128 // 32
         rows = 1 if self.config.gated else 2
         feature = strip * (rows * STRIP // 2) + thread % 32 // 4
@@ -542,29 +551,31 @@ class Consumers(WarpProducts, PanelProducts):
                         store_floats("global", at + r * (STRIP // 2 * 4), [results[r]])
 
     def activated(self, call: Call, acc: list, heads: list, factors: list, at: int, column: int) -> Float32:
-        """Returns the activation of a gate and an up."""
+        """Returns the activation of a gate and an up value."""
         gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
         gate, up = at_most(gate, call.limit), at_most(up, call.limit)
         up = at_least(up, -call.limit)
         return (up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * call.alpha * gate))
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
-        """Returns a number of the product, with its bias."""
+        """Returns a result of the GEMM, scaled and with bias."""
         each = cute.size(acc[0])
         return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
-        """Returns where a warpgroup puts some columns before it stores them: two places in turn, so that it need not wait twice."""
+        """Returns the warpgroup's staging buffer for a chunk of columns. Two buffers alternate, so one barrier per
+        chunk suffices.
+        """
         size = CHUNK * self.config.store_bytes
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
     @cute.jit
-    def store_piece(self, call: Call, item: Item, place: Int32, column: Int32, feature: Int32, inside: Boolean):
-        """Stores eight features of a column, if it is one of the item's."""
+    def store_chunk_of_column(self, call: Call, item: Item, smem_at: Int32, column: Int32, feature: Int32, inside: Boolean):
+        """Stores eight features of a column, if the item has the column."""
         if inside and column < item.count:
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
-            store_words(at, load_words("shared", place, 4))
+            store_words(at, load_words("shared", smem_at, 4))
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):

@@ -1,10 +1,10 @@
-"""The loops of `grouped_mma_device` where a warpgroup has several panels: each multiplies them in turn with the same columns.
+"""The mainloops of `grouped_mma_device` in which a warpgroup multiplies several panels by the same columns, one after another.
 
-What must be done for each stage of columns and weights, such as waiting for barriers, is then shared by several panels. It took a
-third of all instructions where columns are few. Halves of blocks are decoded while the ones before are multiplied.
+The fixed work of a stage, such as waiting for barriers, is amortised over several panels. It took a third of all instructions with
+few columns. While one block is multiplied, the next one is dequantised.
 
-Where columns are fewest, codes of weights are multiplied without their scales, as bytes, with columns that are split in two
-(`PARTS`). A half of a block has its scale, so its products are sums of their own, which are multiplied and added in registers.
+With the fewest columns, weights are multiplied without their scales, by fp8 MMAs, with columns that are split in two (`PARTS`).
+Each half of a block has its scale, so its MMAs have an accumulator of their own, which is scaled and added in registers.
 """
 
 # mypy: ignore-errors
@@ -41,14 +41,14 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 HALVES = 2  # of a block, with a scale each
-WORDS = 4  # words of codes that a lane has of a block
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
 
 
-class PanelProducts(Shapes):
-    """The part of the kernel that multiplies several panels by warpgroups."""
+class PanelMainloop(Shapes):
+    """The mainloops of warpgroups that have several panels."""
 
-    def left_of_panels(self) -> list:
-        """Returns registers for the left operands of some groups of products, which loops of all widths share."""
+    def a_fragments_of_panels(self) -> list:
+        """Returns the double-buffered A registers, which the loops of all widths share."""
         mma = self.mma_of(8).get_slice(0)
         rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
         shape = mma.partition_shape_A((rows, BLOCK // HALVES if self.is_fp8 else BLOCK))
@@ -68,10 +68,11 @@ class PanelProducts(Shapes):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """Computes an item with at most ``width`` columns. Returns where the rings go on."""
+        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
         c = self.config
         panels = c.tile.strips
-        # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
+        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
         lane = thread % 32
@@ -80,12 +81,12 @@ class PanelProducts(Shapes):
         scales = self.load_scales(call, item, thread % 128, width)
         at = weights.at
         self.weight_pipe(storage).wait(at)
-        # Of the rows lane / 4 and eight below of each strip: factors, biases.
+        # Row factors and biases of rows lane / 4 and eight further of each strip.
         head = slot + at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
         heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        multiply = self.multiply_codes if const_expr(c.inputs == PARTS) else self.multiply_values
+        multiply = self.mainloop_fp8 if const_expr(c.inputs == PARTS) else self.mainloop_16bit
         sums, at, columns = multiply(call, storage, left, at, columns, slot, lane, wg, width)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         for each in cutlass.range_constexpr(panels):
@@ -94,16 +95,16 @@ class PanelProducts(Shapes):
         return Weights(at, Int32(0)), columns
 
     def operands(self, storage: Any, wg: Int32, width: int) -> Any:
-        """Returns the products of a panel with so many columns, all columns as their right operand, and the shape of sums."""
+        """Returns the MMA of a panel with ``width`` columns, the B operand, and the accumulator's shape."""
         c = self.config
         mma = self.mma_of(width)
         mine = mma.get_slice(wg * 128)
-        right = cute.local_tile(self.columns(storage, width), (width, c.unit * BLOCK), (None, 0, None))
+        right = cute.local_tile(self.columns(storage, width), (width, c.k_step * BLOCK), (None, 0, None))
         right = mine.make_fragment_B(mine.partition_B(right[None, None, 0, None]))
         return mma, right, mine.partition_shape_C((c.tile.warpgroups * PANEL_STRIPS * STRIP, width))
 
     @cute.jit
-    def multiply_values(
+    def mainloop_16bit(
         self,
         call: Call,
         storage: Any,
@@ -115,22 +116,24 @@ class PanelProducts(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Multiplies all blocks of an item's panels, with their scales. Returns the sums, and where the rings go on."""
+        """16-bit mainloop: multiplies all blocks of an item's panels, scaled. Returns accumulators and next ring
+        buffer positions.
+        """
         c = self.config
         panels = c.tile.strips
         mma, right, shape = self.operands(storage, wg, width)
         acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(panels)]
         for sums in acc:
             sums.fill(0.0)
-        units = (call.blocks + (c.unit - 1)) // c.unit
-        parts = c.unit * panels  # blocks of a unit, panel by panel
-        words = self.load_part(call, at, slot, lane, 0, units == 1)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        parts = c.k_step * panels  # blocks of a k step, panel by panel
+        words = self.load_part(call, at, slot, lane, 0, k_steps == 1)
         self.decode_values(call, words, left[0])
-        words = self.load_part(call, at, slot, lane, 1, units == 1)
+        words = self.load_part(call, at, slot, lane, 1, k_steps == 1)
         before = columns
         ready = Boolean(False)
-        for unit in cutlass.range(units, unroll=1):
-            last = unit + 1 == units
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
             if not ready:
                 self.column_pipe(storage).wait(columns)
             following = advance(at, c.weight_stages)
@@ -142,13 +145,13 @@ class PanelProducts(Shapes):
                     weights_ready = self.weight_pipe(storage).full.poll(following)
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(part == parts - 1):
-                    # All words of the stage have become left operands of products that have begun.
+                    # All words of the stage are in A registers of wgmmas that have been issued.
                     cute.arch.sync_warp()
                     self.weight_pipe(storage).release(at)
                     at = following
                 warpgroup.wait_group(1)
                 if const_expr(part == 0):
-                    if unit > 0:
+                    if k_step > 0:
                         self.column_pipe(storage).release(before)
                 if const_expr(part < parts - 1):
                     self.decode_values(call, words, left[(part + 1) % 2])
@@ -158,18 +161,18 @@ class PanelProducts(Shapes):
                     if not last:
                         if not weights_ready:
                             self.weight_pipe(storage).wait(following)
-                        words = self.load_part(call, following, slot, lane, 0, unit + 2 == units)
+                        words = self.load_part(call, following, slot, lane, 0, k_step + 2 == k_steps)
                 if const_expr(part == parts - 1):
                     if not last:
                         self.decode_values(call, words, left[0])
-                        words = self.load_part(call, following, slot, lane, 1, unit + 2 == units)
+                        words = self.load_part(call, following, slot, lane, 1, k_step + 2 == k_steps)
             before, columns = columns, next_columns
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(before)
         return acc, at, columns
 
     @cute.jit
-    def multiply_codes(
+    def mainloop_fp8(
         self,
         call: Call,
         storage: Any,
@@ -181,10 +184,10 @@ class PanelProducts(Shapes):
         wg: Int32,
         width: cutlass.Constexpr[int],
     ):
-        """Multiplies all blocks of an item's panels as codes, and products of half a block with their scales.
+        """fp8 mainloop: multiplies all blocks of an item's panels without scales, and scales the partial sums of each half block.
 
-        That takes fewer instructions where columns are few. A half is decoded while the one before is multiplied; the products of
-        that before are added up meanwhile. Returns the sums, and where the rings go on.
+        It takes fewer instructions with few columns. While a half block is multiplied, the next one is dequantised and the previous
+        one's partial sums are added. Returns the accumulators and the next positions in the ring buffers.
         """
         c = self.config
         panels = c.tile.strips
@@ -193,13 +196,13 @@ class PanelProducts(Shapes):
         sums = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(panels)]
         for registers in [*acc, *sums]:
             registers.fill(0.0)
-        units = (call.blocks + (c.unit - 1)) // c.unit
-        blocks = c.unit * panels  # of a unit, panel by panel
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        blocks = c.k_step * panels  # of a k step, panel by panel
         words = self.load_part(call, at, slot, lane, 0, Boolean(False))
         self.decode_half(call, words, left[0], 0)
         ready = Boolean(False)
-        for unit in cutlass.range(units, unroll=1):
-            last = unit + 1 == units
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
             if not ready:
                 self.column_pipe(storage).wait(columns)
             following = advance(at, c.weight_stages)
@@ -214,22 +217,22 @@ class PanelProducts(Shapes):
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(block > 0):
                     warpgroup.wait_group(1)
-                    self.add_products(acc[1], sums[(panel - 1) % panels], scales, 1)
+                    self.add_scaled_partials(acc[1], sums[(panel - 1) % panels], scales, 1)
                 self.decode_half(call, words, left[1], 1)
                 scales = words[WORDS]
                 self.multiply(mma, acc[1], left[1], right, place + 1, columns)
                 if const_expr(block < blocks - 1):
                     words = self.load_part(call, at, slot, lane, block + 1, last)
                     warpgroup.wait_group(1)
-                    self.add_products(acc[0], sums[panel], scales, 0)
+                    self.add_scaled_partials(acc[0], sums[panel], scales, 0)
                     self.decode_half(call, words, left[0], 0)
                 else:
-                    # No sums are on their way where the loop begins anew, or ptxas would wait for each product at once.
+                    # No accumulator is in flight across the loop's back edge; otherwise ptxas would serialise the wgmmas.
                     warpgroup.wait_group(0)
                     self.column_pipe(storage).release(columns)
                     self.weight_pipe(storage).release(at)
                     for half in cutlass.range_constexpr(HALVES):
-                        self.add_products(acc[half], sums[panel], scales, half)
+                        self.add_scaled_partials(acc[half], sums[panel], scales, half)
             at, columns = following, next_columns
             if not last:
                 if not weights_ready:
@@ -251,13 +254,13 @@ class PanelProducts(Shapes):
         part: cutlass.Constexpr[int],
         columns: Cursor,
     ):
-        """Starts the products of a block of values or half a block of codes of a panel, which are a group.
+        """Issues the wgmmas of a panel's block (16-bit) or half block (fp8) as one group.
 
         Args:
-            sums: receives products of codes; those of values are added to it.
-            part: which block or half a block of the columns' stage.
+            sums: the accumulator; 16-bit MMAs add to it, fp8 MMAs overwrite it.
+            part: index of the block or half block in the stage of columns.
         """
-        warpgroup.fence()  # what was written to registers comes before the products that read them
+        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
         steps = cute.size(left, mode=[2])
@@ -267,10 +270,10 @@ class PanelProducts(Shapes):
 
     @cute.jit
     def decode_values(self, call: Call, words: list, left: cute.Tensor):
-        """Decodes the words of a block, with their scales.
+        """Dequantises the words of a block, with their scales.
 
-        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them.
-        Without it, ptxas takes other registers for each product, and lets each wait for the one before.
+        The condition always holds. It makes the registers' former contents a possible result, so that all loops use the same
+        registers. Without it ptxas gives each wgmma its own registers and serialises the wgmmas.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
@@ -281,7 +284,7 @@ class PanelProducts(Shapes):
 
     @cute.jit
     def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Decodes the words of half a block, without scales. The condition always holds, see `decode_values`."""
+        """Converts the words of half a block to fp8, without scales. The condition always holds, see `decode_values`."""
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
             for word in cutlass.range_constexpr(WORDS // HALVES):
@@ -290,27 +293,31 @@ class PanelProducts(Shapes):
                     registers[len(decoded) * word + each] = decoded[each]
 
     @cute.jit
-    def add_products(self, products: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
-        """Adds the products of half a block to the sums of its panel. A pair's two products are neighbours."""
+    def add_scaled_partials(self, partials: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
+        """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair are
+        neighbouring columns.
+        """
         factors = scales_of(scales)
         for tile in cutlass.range_constexpr(cute.size(sums) // 2):
             for r in cutlass.range_constexpr(2):
-                number = products[4 * tile + 2 * r] + products[4 * tile + 2 * r + 1] * (1.0 / REST)
+                number = partials[4 * tile + 2 * r] + partials[4 * tile + 2 * r + 1] * (1.0 / REST)
                 to = tile // 2 * 4 + 2 * r + tile % 2
                 sums[to] += number * factors[HALVES * half + r]
 
     @cute.jit
     def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):
-        """Returns the words that a lane has of a part, and then that of its scales.
+        """Returns the lane's words of a block, then their word of scales.
 
-        ``last``: whether it is of the last unit, which may have a block less.
+        Args:
+            part: index of the block, over panels first, then k.
+            last: whether it is in the last k step, which may have one block less.
         """
         c = self.config
         panel, block = part % c.tile.strips, part // c.tile.strips
         begin = slot + weights.stage * c.stage_bytes + (panel * c.slot_bytes + block * PANEL_BLOCK_BYTES)
         words = list(load_words("shared", begin + lane * 16, WORDS))
         words.append(Uint32(load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)))
-        if const_expr(block == c.unit - 1):
-            if last and call.blocks % c.unit != 0:
-                words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
+        if const_expr(block == c.k_step - 1):
+            if last and call.blocks % c.k_step != 0:
+                words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
         return words

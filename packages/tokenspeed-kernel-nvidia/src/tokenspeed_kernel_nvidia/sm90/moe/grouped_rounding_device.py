@@ -1,5 +1,6 @@
-"""The device code of `grouped` that rounds rows to float8_e4m3fn with a scale each, as `quantize_fp8` does for tokens, or fits them
-into float16's range."""
+"""The device code of `grouped` that converts rows, with a scale each: to float8_e4m3fn as `quantize_fp8` does for tokens, to two
+such values (`PARTS`), or into float16's range.
+"""
 
 # mypy: ignore-errors
 
@@ -31,24 +32,24 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     PARTS,
     REST,
     ROUNDED_TOGETHER,
-    SMALL_SHARE,
+    SMALL_DIVISOR,
     Rounding,
 )
 
 WARPS = 4
 THREADS = 32 * WARPS
-KEPT = 2  # groups of numbers that a thread keeps in registers until the row's scale is known
+KEPT = 2  # groups of elements that a thread keeps in registers until the row's scale is known
 LARGEST = 448.0
 SMALLEST_NORMAL = 2.0**-126
 
 
 def host(config: Rounding) -> Any:
-    """Returns the function that launches the program."""
+    """Returns the function that launches the kernel."""
     return RoundRows(config)
 
 
 def fake_arguments(config: Rounding) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of what `host` returns."""
+    """Returns fake arguments for `host`'s function."""
     size, rows = arguments.size, arguments.rows
     count, k = size(), size(divisibility=32)
     result = rows(config.dtype, count, k)
@@ -61,14 +62,14 @@ def fake_arguments(config: Rounding) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that are rounded and where the results go, as addresses.
+    """The arguments of a launch, as addresses.
 
     Attributes:
-        given, given_stride: 16-bit, or float32 where `Rounding.wide`, and elements from one row to the next.
-        result, result_stride: receives codes, bytes, or values like those given; of numbers that are split, the first codes of
-            a row are a row, and the second ones the next.
-        scales: float32, receives one for each row, negative for rows of too many numbers that parts do not hold.
-        k: numbers of a row.
+        given, given_stride: 16-bit, or float32 if `Rounding.wide`, and the row pitch in elements.
+        result, result_stride: receives fp8 values, or 16-bit values in the dtype given. `PARTS` have two rows for each row: the
+            first parts, then the second parts.
+        scales: float32, receives one for each row; negative for rows with too many elements that `PARTS` cannot represent.
+        k: elements of a row.
     """
 
     given: Int64
@@ -80,13 +81,17 @@ class Rows:
 
 
 class RoundRows:
-    """The kernel of one configuration: a CTA for each row."""
+    """The kernel of one configuration: a CTA of four warps for each row.
+
+    A thread keeps up to two groups of 16 elements in registers between amax and rounding, so rows of up to 4096 elements are read
+    once. Longer rows are partly read again. It is memory-bound.
+    """
 
     def __init__(self, config: Rounding):
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.number_bytes = 4 if config.wide else 2
-        self.words = ROUNDED_TOGETHER * self.number_bytes // 4  # of a group
+        self.words = ROUNDED_TOGETHER * self.number_bytes // 4  # 32-bit words of a group
 
     @cute.jit
     def __call__(self, given: cute.Tensor, result: cute.Tensor, scales: Int64, stream: cuda.CUstream):
@@ -111,7 +116,7 @@ class RoundRows:
         cute.arch.griddepcontrol_launch_dependents()
         kept = cute.make_rmem_tensor((KEPT, self.words), Uint32)
         kept.fill(0)
-        # Bits of magnitudes sort as the magnitudes do, with NaN the largest.
+        # Bit patterns of magnitudes order like the magnitudes, with NaN the largest.
         largest = Uint32(0)
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
@@ -138,7 +143,7 @@ class RoundRows:
             scale = power_below(amax, 14)
         else:
             scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
-        small = Int32(0)  # numbers that parts do not hold
+        small = Int32(0)  # elements that `PARTS` cannot represent
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
             if group < groups:
@@ -157,7 +162,7 @@ class RoundRows:
             small = Int32(0)
             for warp in cutlass.range_constexpr(WARPS):
                 small += counts[warp]
-            if small * SMALL_SHARE > rows.k:
+            if small * SMALL_DIVISOR > rows.k:
                 stored = -scale
         if thread == 0:
             store_floats("global", rows.scales + Int64(row) * 4, [stored])
@@ -166,19 +171,19 @@ class RoundRows:
 
     @cute.jit
     def read(self, given: Int64, group: Int32, words: cute.Tensor):
-        """Reads a group of a row's numbers."""
+        """Loads a group of a row's elements."""
         for first in cutlass.range_constexpr(0, self.words, 4):
             loaded = load_words("global", given + Int64(group) * (4 * self.words) + first * 4, 4)
             for at in cutlass.range_constexpr(4):
                 words[first + at] = loaded[at]
 
     def numbers_of(self, word: Uint32) -> Any:
-        """Returns the numbers of a word, as float32: two of 16 bits, or one."""
+        """Returns the elements of a word as float32: two of 16 bits, or one."""
         return [float_of(word)] if self.config.wide else widened(self.dtype, word)
 
     @cute.jit
     def largest_of(self, words: cute.Tensor, largest: Uint32) -> Uint32:
-        """Returns the bits of the largest magnitude so far, as float32."""
+        """Returns the bit pattern of the running amax, as float32."""
         for at in cutlass.range_constexpr(self.words):
             for number in self.numbers_of(words[at]):
                 bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[number])
@@ -187,7 +192,7 @@ class RoundRows:
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Rounds or splits some numbers, and stores what they become. Returns how many of them parts do not hold."""
+        """Converts and stores a group of elements. Returns how many of them `PARTS` cannot represent."""
         small = Int32(0)
         if const_expr(self.config.result == PARTS):
             small = self.write_parts(rows, row, group, words, scale)
@@ -198,12 +203,12 @@ class RoundRows:
         return small
 
     def scaled(self, words: cute.Tensor, scale: Float32) -> list:
-        """Returns the numbers of a group, divided by the scale of their row."""
+        """Returns the elements of a group, divided by their row's scale."""
         return [divided(number, scale) for word in range(self.words) for number in self.numbers_of(words[word])]
 
     @cute.jit
     def write_fitted(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Stores some numbers as float16."""
+        """Stores a group of elements as float16."""
         at = rows.result + (Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER) * 2
         numbers = self.scaled(words, scale)
         pairs = [pack(self.dtype, numbers[first], numbers[first + 1]) for first in range(0, ROUNDED_TOGETHER, 2)]
@@ -212,7 +217,7 @@ class RoundRows:
 
     @cute.jit
     def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Splits some numbers. Both codes have them in the order of `write_rounded`. Returns how many codes do not hold."""
+        """Splits a group of elements; both parts are in the order of `write_rounded`. Returns how many cannot be represented."""
         at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
         parts = [split(*(numbers[2 * lane + place] for place in (0, 8, 1, 9))) for lane in range(4)]
@@ -222,7 +227,7 @@ class RoundRows:
 
     @cute.jit
     def write_rounded(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
-        """Rounds some numbers. Codes are stored in the order in which products of bytes take them: see `decode_e5m2`."""
+        """Quantises a group of elements. The values are stored in the order of the fp8 MMAs' A operand: see `decode_e5m2`."""
         at = Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = self.scaled(words, scale)
         codes = []
@@ -237,7 +242,7 @@ class RoundRows:
                 store_words(rows.result + 2 * at + 16 * half, [value[half] for value in values])
 
     def values(self, codes: Uint32) -> Any:
-        """Returns the values of four codes: of the first and the third byte in one word, and of the others in another."""
+        """Converts four fp8 values to 16 bits: the first and third byte in one word, the others in another."""
         wide = (
             "cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; prmt.b32 {$w0}, a, b, 0x5410; prmt.b32 {$w1}, a, b, 0x7632;"
         )
@@ -258,14 +263,14 @@ def divided(x: Float32, y: Float32) -> Float32:
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """Returns the larger one. NaN stays NaN."""
+    """Returns the larger value. NaN stays NaN."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 def power_below(x: Float32, octaves: int) -> Float32:
     """Returns 2^-octaves times the largest power of two that is at most ``x``. NaN for NaN and infinity.
 
-    Numbers of a row whose largest is ``x`` become less than 2^(octaves + 1).
+    Divided by it, elements of a row with amax ``x`` are less than 2^(octaves + 1).
     """
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 a, b; .reg .pred p; mov.b32 a, {{$r0}}; shr.u32 b, a, 23; setp.eq.u32 p, b, 255;"
@@ -277,7 +282,7 @@ def power_below(x: Float32, octaves: int) -> Float32:
 
 
 def is_small(x: Float32) -> Int32:
-    """Returns 1 for a number that parts do not hold, 0 for others and for zero."""
+    """Returns 1 for an element that `PARTS` cannot represent, 0 for others and for zero."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .f32 a; .reg .b32 b; abs.f32 a, {$r0}; setp.lt.f32 p, a, {$r1}; setp.gt.and.f32 p, a, 0f00000000, p;"
         " selp.b32 {$w0}, 1, 0, p; }",
@@ -287,7 +292,7 @@ def is_small(x: Float32) -> Int32:
 
 
 def split(a: Float32, b: Float32, c: Float32, d: Float32) -> Any:
-    """Returns two words of codes of four numbers, the first in the lowest byte: the nearest ones, and those of what is left."""
+    """Returns two words of four fp8 values each, the first in the lowest byte: the nearest values, and the scaled remainders."""
     first = pack_fp8(a, b, c, d)
     near = cute.arch.inline_ptx(
         "{ .reg .b16 low, high, h, l; .reg .b32 x, y; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 x, low;"

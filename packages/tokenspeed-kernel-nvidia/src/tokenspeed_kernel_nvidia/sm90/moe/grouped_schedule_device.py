@@ -1,9 +1,9 @@
-"""The device code of the schedule of `grouped`: pairs sorted by expert, and cut into tiles, by one CTA or a cluster.
+"""The device code of the schedule of `grouped`: sorts pairs by expert and divides them into tiles, by one CTA or a cluster.
 
-Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory, and notes the
-number that each pair got; sums over the rows then say where each warp's pairs of an expert begin. So pairs of an expert stay in
-order, and nothing depends on who is first. The CTAs of a cluster send one another their counts of each expert, and then each of
-them finds for itself where experts begin; the first one lists the tiles.
+It is a stable counting sort. Each warp has a range of the pairs. It counts them by expert in its own row of a table in shared
+memory, and stores each pair's index within that count. Prefix sums over the rows then give the start of each warp's pairs of an
+expert. So the order is deterministic and keeps each expert's pairs in order. The CTAs of a cluster exchange their counts, and each
+computes the experts' starts for itself; CTA 0 lists the tiles.
 """
 
 # mypy: ignore-errors
@@ -23,33 +23,34 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import MAX_EXPERTS, RECORD
 
 WARPS = 32
 THREADS = 32 * WARPS
-AT_ONCE = 8  # ids that a lane reads together
+AT_ONCE = 8  # ids that a lane loads at once
 ID_BITS = (MAX_EXPERTS - 1).bit_length()
 
 
 def host(config: Schedule) -> Any:
-    """Returns the function that launches the program."""
+    """Returns the function that launches the kernel."""
     return SchedulePairs(config)
 
 
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments of what `host` returns."""
+    """Returns fake arguments for `host`'s function."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
     return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The ids of the experts, and where the schedule goes.
+    """The arguments of a launch, as addresses.
 
     Attributes:
-        ids, token_stride, slot_stride: int32 ``[tokens, top_k]``.
-        count: of pairs.
+        ids, token_stride, slot_stride: int32 ``[tokens, top_k]``, and its strides in elements.
+        count: number of pairs.
         top_k, experts: as the plan's.
-        sources: int32 ``[pairs]``, receives the token of each pair, sorted.
-        positions: int32 ``[tokens, top_k]``, receives where each pair is among the sorted, -1 for those without an expert.
-        tiles: int32 ``[tiles, RECORD]``, receives expert, first sorted pair, and pairs of each tile; those with most pairs first.
-        tile_count: int32, receives how many.
+        sources: int32 ``[pairs]``, receives the token of each pair, sorted by expert.
+        positions: int32 ``[tokens, top_k]``, receives each pair's sorted position, -1 for pairs without an expert.
+        tiles: int32 ``[tiles, RECORD]``, receives expert, first sorted pair, and pairs of each tile; the tiles with most pairs
+            first.
+        tile_count: int32, receives the number of tiles.
     """
 
     ids: Int64
@@ -65,7 +66,7 @@ class Pairs:
 
 
 class SchedulePairs:
-    """The kernel of one configuration."""
+    """The kernel of one configuration: one CTA, or a cluster of `SORTING_CTAS`, of 32 warps. It is latency-bound."""
 
     def __init__(self, config: Schedule):
         self.config = config
@@ -75,12 +76,12 @@ class SchedulePairs:
         class Storage:
             counts: cute.struct.MemRange[Int32, WARPS * MAX_EXPERTS]
             begins: cute.struct.MemRange[Int32, MAX_EXPERTS]
-            # Of each expert: the columns of its last tile and of the one before where those are divided evenly, and how many tiles
-            # that are not full.
+            # For each expert ``4 * columns + tiles`` of its tiles that are not full. ``columns``: of the last tile, or of the first
+            # of two balanced ones.
             rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
             pair_sums: cute.struct.MemRange[Int32, WARPS]
             full_sums: cute.struct.MemRange[Int32, WARPS]
-            # Of each expert, the pairs of each CTA of the cluster, and the barrier that counts their bytes.
+            # Each CTA's pairs of each expert, and the barrier that counts the bytes of these.
             of_ctas: cute.struct.MemRange[Int32, self.config.ctas * MAX_EXPERTS]
             arrived: cute.struct.MemRange[Int64, 1]
 
@@ -130,7 +131,7 @@ class SchedulePairs:
                 cute.arch.mbarrier_init(storage.arrived.data_ptr(), 1)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.mbarrier_arrive_and_expect_tx(storage.arrived.data_ptr(), pairs.experts * (4 * self.config.ctas))
-            # Others may send when the barrier is there. They are waited for before anything is sent.
+            # Other CTAs may send once the barrier is initialised; `exchange` waits for the cluster before it sends.
             cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
@@ -139,34 +140,34 @@ class SchedulePairs:
         begin = (rank * WARPS + warp) * each_lane * 32
         end = cutlass.min(begin + each_lane * 32, pairs.count)
         counts += warp * MAX_EXPERTS
-        # A number that is multiplied in place of dividing by top_k. Exact for fewer than 2^28 pairs, as top_k is at most 8.
+        # Multiply-high by this inverse replaces division by top_k. Exact for fewer than 2^28 pairs, since top_k is at most 8.
         inverse = Int32((Int64(1) << 31) // pairs.top_k + 1)
-        ids, places = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
+        ids, indices = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
         for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
                 ids[each] = self.read_id(pairs, first + 32 * each + lane, end, inverse)
             for each in cutlass.range_constexpr(AT_ONCE):
                 if first + 32 * each < end:
-                    place = self.count_pair(counts, ids[each], lane)
+                    index = self.count_pair(counts, ids[each], lane)
                     if ids[each] >= 0:
-                        store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [place])
+                        store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [index])
         cute.arch.sync_threads()
-        self.place_experts(pairs, storage, rank, thread, warp, lane)
+        self.scan_experts(pairs, storage, rank, thread, warp, lane)
         begins = storage.begins.data_ptr()
         for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
                 pair = first + 32 * each + lane
                 ids[each] = self.read_id(pairs, pair, end, inverse)
                 if ids[each] >= 0:
-                    places[each] = load_int(pairs.positions + Int64(pair) * 4, False)
+                    indices[each] = load_int(pairs.positions + Int64(pair) * 4, False)
             for each in cutlass.range_constexpr(AT_ONCE):
                 pair = first + 32 * each + lane
                 if pair < end:
-                    place = Int32(-1)
+                    index = Int32(-1)
                     if ids[each] >= 0:
-                        place = begins[ids[each]] + counts[ids[each]] + places[each]
-                        store_words(pairs.sources + Int64(place) * 4, [self.token_of(pair, inverse)])
-                    store_words(pairs.positions + Int64(pair) * 4, [place])
+                        index = begins[ids[each]] + counts[ids[each]] + indices[each]
+                        store_words(pairs.sources + Int64(index) * 4, [self.token_of(pair, inverse)])
+                    store_words(pairs.positions + Int64(pair) * 4, [index])
 
     def token_of(self, pair: Int32, inverse: Int32) -> Int32:
         """Returns ``pair // top_k``."""
@@ -186,25 +187,29 @@ class SchedulePairs:
 
     @cute.jit
     def count_pair(self, own: cute.Pointer, expert: Int32, lane: Int32) -> Int32:
-        """Adds a warp's pairs, one a lane, to its counts of their experts. Returns each one's number. By whole warps."""
-        # The lanes of the same expert. Asking for each bit is quicker than `match`, which takes as long as there are experts.
+        """Adds a warp's pairs, one a lane, to its counts by expert. Returns each pair's index in its count. Called by
+        whole warps.
+        """
+        # The lanes with the same expert. A ballot for each bit is faster than `match`, whose time grows with the number of experts.
         same = Int32(-1)
-        for bit in cutlass.range_constexpr(ID_BITS + 1):  # and the sign
+        for bit in cutlass.range_constexpr(ID_BITS + 1):  # and the sign bit
             mine = expert << (31 - bit) >> 31 if bit < ID_BITS else expert >> 31
             same &= ~(ballot(mine != 0) ^ mine)
         below = cute.arch.popc(same & ((1 << lane) - 1))
-        place = Int32(0)
+        index = Int32(0)
         if expert >= 0:
-            place = own[expert] + below
+            index = own[expert] + below
         cute.arch.sync_warp()
         if expert >= 0 and below == 0:
-            own[expert] = place + cute.arch.popc(same)
+            own[expert] = index + cute.arch.popc(same)
         cute.arch.sync_warp()
-        return place
+        return index
 
     @cute.jit
-    def place_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
-        """Makes counts those of warps before, finds where experts begin, and lists the tiles. A thread has an expert."""
+    def scan_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
+        """Turns counts into exclusive prefix sums over warps, finds the experts' starts, and lists the tiles. A thread has an
+        expert.
+        """
         c = self.config
         counts = storage.counts.data_ptr()
         rests, pair_sums, full_sums = storage.rests.data_ptr(), storage.pair_sums.data_ptr(), storage.full_sums.data_ptr()
@@ -214,12 +219,12 @@ class SchedulePairs:
             for other in cutlass.range_constexpr(WARPS):
                 counts[other * MAX_EXPERTS + thread] = count
                 count += of_warps[other]
-        before = Int32(0)  # pairs of the expert that CTAs before this one have
+        before = Int32(0)  # pairs of the expert in lower-ranked CTAs
         if const_expr(c.ctas > 1):
             before, count = self.exchange(pairs, storage, rank, thread, count)
-        # All tiles but the last are full. Where that would have few pairs, it shares those of the one before with it.
+        # All tiles but the last are full. If the last would have few pairs, it is balanced with the one before.
         tiles = (count + (c.columns - 1)) // c.columns
-        left = count - (tiles - 1) * c.columns  # of the last one
+        left = count - (tiles - 1) * c.columns  # columns of the last tile
         parts, rest = cutlass.min(tiles, 1), left
         if tiles > 1 and left < c.least:
             parts = Int32(2)
@@ -240,7 +245,7 @@ class SchedulePairs:
                     full_at += full_sums[other]
                 all_full += full_sums[other]
             storage.begins.data_ptr()[thread] = start + before
-            # Tiles with more pairs come first; among those with as many, lower experts.
+            # Tiles with more pairs come first; ties are ordered by expert.
             rest_at, all_rest = all_full, Int32(0)
             for other in cutlass.range(pairs.experts, unroll=16):
                 theirs = rests[other]
@@ -260,7 +265,7 @@ class SchedulePairs:
 
     @cute.jit
     def exchange(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, count: Int32):
-        """Sends a CTA's pairs of a thread's expert to all CTAs. Returns those of CTAs before this one, and those of all."""
+        """Sends the CTA's count of a thread's expert to all CTAs. Returns the sum over lower-ranked CTAs, and the total."""
         cute.arch.cluster_wait()
         here, barrier = storage.of_ctas.data_ptr().toint(), storage.arrived.data_ptr()
         if thread < pairs.experts:

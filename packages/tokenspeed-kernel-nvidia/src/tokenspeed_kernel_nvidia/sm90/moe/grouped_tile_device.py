@@ -1,7 +1,7 @@
-"""Shared by all warps of `grouped_device`: the call, the tiles of a CTA, and its shared memory.
+"""Shared by all warps of `grouped_device`: the call's arguments, the tile scheduler, and shared memory.
 
-An *item* is a tile of the schedule, which is some pairs of one expert, times `Product.rows` rows of that expert's weights. A CTA
-has every n-th one where there are n CTAs. The schedule's longest tiles come first.
+An *item* (work item) is a tile of the schedule, that is some pairs of one expert, times `Gemm.rows` rows of that expert's
+weights. With n CTAs, a CTA computes every n-th item. The schedule's longest tiles come first.
 """
 
 # mypy: ignore-errors
@@ -16,27 +16,27 @@ from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, Gemm
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
 @dataclass(frozen=True)
 class Call:
-    """A launch of one product. Arrays in global memory are given by their addresses.
+    """The arguments of a GEMM launch. Arrays in global memory are given by their addresses.
 
     Attributes:
-        weights: the strips.
-        strips: of each expert.
+        weights: the panels of all experts.
+        strips: strips of each expert.
         k: elements of a row of activations.
-        rows, row_stride: the activations, and elements from one row to the next, a multiple of 8.
-        count: rows.
-        row_scales: float32, of each row, or 0.
-        exact: int32 ``[experts]``, or 0: 1 for those that programs with inputs of `CODES` compute, 0 for those that others do.
-        sources: int32, the row of each column, for the first product.
+        rows, row_stride: the activations, and the row pitch in elements, a multiple of 8.
+        count: number of rows.
+        row_scales: float32, one for each row, or 0.
+        exact: int32 ``[experts]``, or 0: 1 for experts that the `CODES` GEMM computes, 0 for the others.
+        sources: int32, the row of each column, for the first GEMM.
         tiles: int32 ``[tiles, RECORD]``: expert, first column, columns.
-        tile_count: int32, how many.
-        out, out_stride: results, one row a column, and elements from one to the next.
-        alpha, limit, beta: of the activation; infinity for no limit.
+        tile_count: int32, the number of tiles.
+        out, out_stride: results, one row for each column, and the row pitch in elements.
+        alpha, limit, beta: of the activation; an infinite limit means none.
     """
 
     weights: Int64
@@ -58,28 +58,28 @@ class Call:
 
     @property
     def blocks(self) -> Int32:
-        """Returns the number of blocks of k."""
+        """The number of k blocks."""
         return (self.k + (BLOCK - 1)) // BLOCK
 
     @property
     def panels(self) -> Int32:
-        """Returns the number of an expert's panels."""
+        """The number of an expert's panels."""
         return (self.strips + (PANEL_STRIPS - 1)) // PANEL_STRIPS
 
     @property
     def panel_bytes(self) -> Int32:
-        """Returns the bytes of a panel."""
+        """The bytes of a panel."""
         return PANEL_HEAD_BYTES + self.blocks * PANEL_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tile of the schedule times some rows of weights: what a CTA computes at a time.
+    """A work item: a tile of the schedule times some rows of weights.
 
     Attributes:
         expert: whose weights.
         first: the first column, among those of all experts.
-        count: columns; 0 for those that another program computes, or that need no repair.
+        count: columns; 0 if another kernel computes the item, or if it needs no repair.
         strip: the first strip.
     """
 
@@ -91,7 +91,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Weights:
-    """The position of a warp in the ring of weights.
+    """The position of a warp in the ring buffer of weights.
 
     Attributes:
         at: the stage.
@@ -105,7 +105,7 @@ class Weights:
 class Shapes:
     """Shapes, types and shared memory of a configuration."""
 
-    def __init__(self, config: Product):
+    def __init__(self, config: Gemm):
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.is_fp8 = config.bytewise
@@ -132,15 +132,17 @@ class Shapes:
         return Storage
 
     def weight_pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring of weights. A stage is `Tile.blocks` blocks of a tile's panels, each panel's in a slot of its own."""
+        """Returns the ring buffer of weights. A stage has `Tile.blocks` k blocks of each of a tile's panels, a slot
+        for each panel.
+        """
         return pipeline(storage.weights_full, storage.weights_empty)
 
     def column_pipe(self, storage: Any) -> Pipeline:
-        """Returns the ring of columns. A stage is one unit of all columns of a tile."""
+        """Returns the ring buffer of columns. A stage is one k step of all columns of a tile."""
         return pipeline(storage.columns_full, storage.columns_empty)
 
     def columns(self, storage: Any, width: int) -> cute.Tensor:
-        """Returns ``(width, k, stage)`` of the ring of columns: the first columns of each stage."""
+        """Returns ``(width, k, stage)`` of the ring buffer of columns: the first columns of each stage."""
         c = self.config
         panel = c.slots * c.columns * c.panel_k
         shape, stride = (width, (c.panel_k, c.panels), c.column_stages), (c.panel_k, (1, panel), c.panels * panel)
@@ -148,26 +150,26 @@ class Shapes:
         return storage.columns.get_tensor(layout, swizzle=swizzle())
 
     def row_tiles(self, call: Call) -> Int32:
-        """Returns the number of tiles that an expert's rows are cut into."""
+        """Returns the number of tiles along an expert's rows."""
         return (call.strips + (self.config.strips - 1)) // self.config.strips
 
     @cute.jit
     def count_items(self, call: Call) -> Int32:
-        """Returns the number of the launch's items. The schedule must be there."""
+        """Returns the number of the launch's items. The schedule must have been written."""
         return load_int(call.tile_count, False) * self.row_tiles(call)
 
     def is_beyond(self, call: Call, row: Int32) -> Int32:
-        """Returns a negative number if `PARTS` do not hold a row: its scale is negative."""
+        """Returns a negative value if `PARTS` cannot represent a row: its scale is negative."""
         return Int32(load_int(call.row_scales + Int64(row) * 4, False) & Int32(-(1 << 31)))
 
     @cute.jit
     def any_beyond(self, call: Call, storage: Any):
-        """Says whether there is a row that `PARTS` do not hold. All threads of a CTA call it."""
+        """Whether there is a row that `PARTS` cannot represent. All threads of a CTA call it."""
         thread, _, _ = cute.arch.thread_idx()
         beyond = Int32(0)
         for row in cutlass.range(thread, call.count, self.config.threads, unroll=4):
             beyond |= self.is_beyond(call, row)
-        found = storage.scales.data_ptr()  # there are no scales in it, and it is 0
+        found = storage.scales.data_ptr()  # unused for scales here, and initialised to 0
         if cute.arch.vote_any_sync(beyond != 0):
             found[0] = Float32(1.0)
         cute.arch.sync_threads()

@@ -1,9 +1,11 @@
-"""`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two programs read it: `stream` where
-an expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
+"""`moe_apply` with mxfp4 weights on Hopper.
 
-A plan holds for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one: on an
-H200 it was quicker at all numbers of tokens of GPT-OSS-120B that were measured (`benchmarks/h200_moe.json`). With fp8 activations
-few tokens are not streamed, so the portable kernel is preferred: ask for this one by ``solution="cutedsl"``, or tune.
+Weights are in one layout, see `mxfp4_layout`, which two implementations read: `stream` if an expert has few (token, slot) pairs and
+reading weights is the bottleneck, and `grouped` if it has many.
+
+A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one: on an
+H200 it was faster at all measured numbers of tokens of GPT-OSS-120B (`benchmarks/h200_moe.json`). `stream` does not support fp8
+activations, so there the portable kernel is preferred: request this one by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAI
 
 _NAME = "cutedsl_moe_apply_mxfp4"
 _ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"
-_FEW = 16  # pairs an expert, on average, that are streamed: an entry has room for as many
-# Where `grouped` splits numbers, fewer are streamed: so many an expert, or in all. Microseconds of GPT-OSS-120B's layer on an H200,
-# streamed and grouped: 64 tokens, which are 2 pairs an expert and 256 in all, 359 and 396; 128: 508 and 447, 256: 501 and 453.
+_FEW = 16  # mean pairs per expert up to which `stream` is used: one entry holds as many
+# Where `grouped` would split elements, `stream` is used for fewer pairs: so many per expert, or in all. Microseconds of
+# GPT-OSS-120B's layer on an H200, `stream` and `grouped`: 359 and 396 for 64 tokens (256 pairs, 2 per expert), 508 and 447 for 128,
+# 501 and 453 for 256.
 _FEW_BESIDE_SPLIT = 3
 _FEW_IN_ALL = 384
 
 
 def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
-    """Returns whether so many pairs are streamed past, and not sorted."""
+    """Returns whether `stream` handles so many pairs."""
     most = min(MAX_PAIRS, _FEW * experts)
     if inputs_for(dtype, pairs, experts) == (PARTS,):
         most = min(most, max(_FEW_BESIDE_SPLIT * experts, _FEW_IN_ALL))
@@ -48,8 +51,8 @@ def _is_streamed(dtype: str, pairs: int, experts: int) -> bool:
 
 
 @functools.cache
-def _require_served(plan: MoEPlan) -> None:
-    """Raises ValueError for a plan that names this kernel but asks for what it does not have: naming a kernel passes by traits."""
+def _require_supported(plan: MoEPlan) -> None:
+    """Raises ValueError for a plan that names this kernel but needs unsupported sizes: naming a kernel skips its traits."""
     limits = {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()}
     for name, most in limits.items():
         if getattr(plan, name) > most:
@@ -59,7 +62,7 @@ def _require_served(plan: MoEPlan) -> None:
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
-    """More pairs than a launch takes are streamed in several, each of which reads all weights."""
+    """Rejects `stream` for more pairs than a launch takes: they would need several launches, each of which reads all weights."""
     pairs = request.sizes["tokens"] * request.traits["top_k"]
     if config["grouped"]:
         return None
@@ -90,7 +93,7 @@ def _registered(name: str, priority: int, **traits: Any) -> Callable[[Callable[.
             "w13_interleaved": any,
             "swiglu_limit": any,
             "swiglu_alpha_beta": any,
-            "inexact_experts": any,  # they have 16-bit products
+            "inexact_experts": any,  # they use 16-bit MMAs
             "wide_activations": any,
             "exact_activations": any,
             **traits,
@@ -115,16 +118,16 @@ def moe_apply(
     *,
     grouped: bool | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout that `prepare_weights` makes.
+    """See the operator. Weights must be in the layout that `prepare_weights` makes.
 
-    ``grouped``: whether pairs are sorted and cut into tiles, or streamed past; by their number if None. With fp8 activations, and
-    where activations must be exact, they always are sorted.
+    ``grouped``: True uses `grouped`, False `stream`; None chooses by the number of pairs. fp8 activations and exact activations
+    always use `grouped`.
     """
-    _require_served(plan)
+    _require_supported(plan)
     if plan.activation_dtype == "fp8":
         return moe_apply_rounded(x, weights, topk_weights, topk_ids, plan, out)
     pairs = topk_ids.numel()
-    if plan.exact_activations:  # rows that are streamed past are split
+    if plan.exact_activations:  # `stream` splits rows
         grouped = True
     elif grouped is None:
         grouped = not _is_streamed(DTYPES[x.dtype], pairs, plan.num_experts)
@@ -132,5 +135,5 @@ def moe_apply(
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 
-# Below the portable kernel, see the head of this file.
+# Below the portable kernel, see the module's docstring.
 _registered(_NAME + "_fp8", Priority.PORTABLE, fp8_activations={True})(moe_apply)

@@ -1,32 +1,30 @@
 """The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the kernels of this folder read. It is made when a model is loaded.
 
-A projection ``[rows, k]`` is cut into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64 elements of
-k. In w13 the rows of a strip are the gates of eight features and then the ups of the same features, so that a gate meets its up in
-one thread; in w2 they are 16 rows in order. A panel lies in one piece, because it is streamed, and so do neighbouring blocks of its
-four strips:
+A projection ``[rows, k]`` is divided into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64
+elements of k. In w13 a strip's rows are the gates of eight features, then the ups of the same features, so that one thread has the
+gate and up of a feature. In w2 they are 16 consecutive rows. A panel is contiguous, because it is streamed, and so is each block of
+its four strips:
 
-    512 bytes                   float32 [4, 2, 16]    of each strip, factors of the rows and then their biases
-    2176 bytes a block of k, of which each strip has 544:
-                                int32 [32, 4]         codes: four words for each lane of a warp
-                                uint8 [8, 2, 2]       scales: [row, half of the block, first or second eight rows]
+    512 bytes                   float32 [4, 2, 16]    of each strip, row factors and then row biases 2176 bytes a block of k, of
+    which each strip has 544: int32 [32, 4]         e2m1 values: four words for each lane of a warp uint8 [8, 2, 2]       scales:
+    [row, half of the block, first or second eight rows]
 
-The codes of a block are the left operand of four products m16n8k16 of `mma`, or of one warp's part of m64nNk16 of `wgmma`, whose
-operands lie alike: word ``s`` of lane ``4 g + t`` holds, for each of the two neighbouring elements of k that a register has, the
-codes of the four registers of the ``s``-th product,
+A block's e2m1 values are the A operand of four mma.sync m16n8k16, or of one warp's part of a wgmma m64nNk16, whose fragments have
+the same layout. Word ``s`` of lane ``4 g + t`` holds the values of the four registers of the ``s``-th MMA, for both neighbouring
+elements of k in each register:
 
     register        a0            a1            a2            a3
     row             g             g + 8         g             g + 8
     k               16 s + 2 t    16 s + 2 t    16 s + 8 + 2 t    16 s + 8 + 2 t
 
-The lower 16 bits are for the even element. Where in them the bits of a code (s, e, e, m) stand is chosen for few instructions:
-those of a0 and a2, which are of one row, are bytes of float8_e5m2 as they stand, and those of a1 and a3 after two shifts. In that
-type they have 2^-14 times their value.
+The lower 16 bits hold the even element. The bit positions (s, e, e, m) minimise instructions: the values of a0 and a2, which are of
+one row, are bytes of float8_e5m2 in place, and those of a1 and a3 after two shifts. As float8_e5m2 they are 2^-14 times the value.
 
     bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
-    code  2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
+    value 2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
 
-A scale is an exponent field relative to the largest scale of its row. The largest has 253, and its own value is the row's factor.
-Rows and k are padded with zeros.
+A scale is an exponent field relative to its row's largest scale. The largest is stored as 253, and its own value is the row's
+factor. Rows and k are zero-padded.
 """
 
 from __future__ import annotations
@@ -46,27 +44,27 @@ STRIP = 16  # rows
 PANEL_STRIPS = 4
 PANEL = PANEL_STRIPS * STRIP
 BLOCK = 64  # elements of k
-HEAD_BYTES = 128  # factors and biases of a strip
+HEAD_BYTES = 128  # row factors and biases of a strip
 PANEL_HEAD_BYTES = PANEL_STRIPS * HEAD_BYTES
 CODE_BYTES = STRIP * BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # of a strip
 PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
 _NAN = 255  # as a scale
-_LEAST = 64  # so that kernels can subtract from a field; nothing so much smaller than the rest of a row adds to a sum
-# Where the bits of each register's code stand, from the lowest to the sign.
+_LEAST = 64  # lower clamp, so that kernels can subtract from the field; terms that much smaller do not change a sum
+# Bit positions of each register's value, from the lowest bit to the sign.
 PLACES = ((1, 2, 3, 7), (4, 5, 6, 0), (9, 10, 11, 15), (12, 13, 14, 8))
-# Experts that are arranged together. Intermediates are as large as so many experts' weights, four times over.
+# Experts that are arranged at once. Intermediates take four times the memory of that many experts' weights.
 _AT_ONCE = 8
 
 
 def blocks_of(k: int) -> int:
-    """Returns the number of blocks of k."""
+    """Returns the number of k blocks."""
     return -(-k // BLOCK)
 
 
 def panels_of(rows: int) -> int:
-    """Returns the number of panels of so many rows."""
+    """Returns the number of panels of a projection."""
     return -(-rows // PANEL)
 
 
@@ -76,9 +74,9 @@ def panel_bytes(k: int) -> int:
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Brings canonical mxfp4 weights into the layout above.
+    """Arranges canonical mxfp4 weights in the layout above.
 
-    Returns new tensors ``uint8 [experts, panels, bytes of a panel]``, in which scales and biases are, too.
+    Returns new tensors ``uint8 [experts, panels, bytes of a panel]``, which include scales and biases.
     """
     device = weights.w13_weight.device
     features = torch.arange(2 * plan.intermediate_size, device=device)
@@ -91,7 +89,7 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """Arranges a projection. ``rows`` has the canonical row of each row of the strips, in their order."""
+    """Arranges a projection. ``rows`` has the canonical row of each row of the strips, in strip order."""
     assert scale is not None  # checked by the operator
     experts, count, half_k = codes.shape
     panels, k_blocks, strips = panels_of(count), blocks_of(2 * half_k), count // STRIP
@@ -116,17 +114,17 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
 
 
 def words_of(codes: Tensor, places: Sequence[Sequence[int]] = PLACES) -> Tensor:
-    """Arranges codes, uint8 ``[experts, rows, k / 2]``, as int32 ``[experts, strips, blocks, lane, 4]``.
+    """Arranges e2m1 values, uint8 ``[experts, rows, k / 2]``, as int32 ``[experts, strips, blocks, lane, 4]``.
 
     Args:
-        places: where in 16 bits the bits of each register's code stand, from the lowest to the sign.
+        places: bit positions in 16 bits of each register's value, from the lowest bit to the sign.
     """
     experts, rows, half_k = codes.shape
     missing = blocks_of(2 * half_k) * BLOCK // 2 - half_k
     padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
     # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
     bytes_of = padded.view(experts, rows // STRIP, 2, 8, -1, 4, 2, 4).permute(6, 2, 0, 1, 4, 3, 7, 5)
-    # A table, because shifting takes a pass over memory for each step.
+    # A lookup table, because shifts would take a pass over memory for each step.
     bits = (
         of_byte.index_select(0, bytes_of[register // 2, register % 2].flatten().int())
         for register, of_byte in enumerate(_bits_of_bytes(codes.device, places))
@@ -136,18 +134,18 @@ def words_of(codes: Tensor, places: Sequence[Sequence[int]] = PLACES) -> Tensor:
 
 
 def _bits_of_bytes(device: torch.device, places: Sequence[Sequence[int]]) -> Tensor:
-    """Returns int32 ``[4, 256]``: for each register, the bits of a word that a byte with two neighbouring codes becomes."""
+    """Returns int32 ``[4, 256]``: for each register, the word bits of a byte with two neighbouring e2m1 values."""
     pair = torch.arange(256, dtype=torch.int32, device=device)
-    pair = (pair | pair << 12) & 0x000F000F  # a code in each half
+    pair = (pair | pair << 12) & 0x000F000F  # a value in each half
     bits = [[(pair >> bit & 0x00010001) << place for bit, place in enumerate(of_code)] for of_code in places]
     return torch.stack([torch.stack(of_code).sum(0, dtype=torch.int32) for of_code in bits])
 
 
 def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales relative to the largest of their row, and the factors of rows, float32.
+    """Returns scales relative to the largest of their row, and the row factors, float32.
 
-    A scale more than 2^189 times smaller than the largest of its row becomes as large as that limit. A NaN makes the results of its
-    row NaN, which they are in any case.
+    Scales more than 2^189 times smaller than their row's largest are clamped to that limit. A NaN scale makes the row's results
+    NaN, as they must be.
     """
     largest = scale.amax(-1)
     relative = (scale.int() - largest.int().unsqueeze(-1) + _LARGEST).clamp(min=_LEAST).to(torch.uint8)
@@ -155,9 +153,9 @@ def relative_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scales_beside_zeros(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns scales in which blocks of zeros have the largest scale of their row's other blocks, or 0 if there are none.
+    """Returns scales in which all-zero blocks have the largest scale of their row's other blocks, or 0 if there are none.
 
-    A scale of zeros has no meaning, and padding leaves any number there. NaN is kept: it makes zeros NaN, too.
+    The scale of an all-zero block has no effect, and padding leaves arbitrary scales there. NaN is kept: it makes zeros NaN, too.
 
     Args:
         codes: uint8 ``[experts, rows, k / 2]``.

@@ -1,10 +1,9 @@
-"""mxfp4 weights as a layer of experts keeps them, and whether products of bytes have them exactly.
+"""mxfp4 weights of an expert layer, and whether float8_e5m2 represents them exactly.
 
-With fp8 activations weights can be float8_e5m2: a code times its scale, relative to the largest of its row. The type's exponents
-hold that exactly while a row's scales are at most `OCTAVES` powers of two apart. Scales of blocks of zeros do not count. Experts
-with other rows are computed with 16-bit operands, which hold everything. This module decides, when weights are loaded, which
-experts these are. The weights' ``card`` says so, and calls state it as the trait ``inexact_experts``, so that a kernel that has
-products of bytes alone is not given them.
+With fp8 activations the MMAs can take weights as float8_e5m2: an e2m1 value times its scale relative to the row's largest scale.
+That is exact while a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count. Experts with
+other rows use 16-bit operands, which represent every value. This module finds these experts when weights are loaded. The weights'
+``card`` lists them, and calls state them as the trait ``inexact_experts``, so that kernels with fp8 MMAs only are not eligible.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.traits import TraitKind
 from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout
 
-# Half of a row's largest scale times 2^-15 is 2^-16, float8_e5m2's least.
+# Half of a row's largest scale times 2^-15 is 2^-16, the smallest float8_e5m2.
 OCTAVES = 15
 
 
-_NAMED = 16  # experts that a card names
+_NAMED = 16  # most experts that a card lists
 
 
 @dataclass
@@ -33,7 +32,7 @@ class RoundedWeights(MoEWeights, Resource):
     """Weights for fp8 activations, in the layout of `mxfp4_layout`.
 
     Attributes:
-        exact: int32 ``[experts]``, 1 for experts whose weights products of bytes have exactly.
+        exact: int32 ``[experts]``, 1 for experts whose weights float8_e5m2 represents exactly.
         inexact_ids: the other experts, ascending.
     """
 
@@ -44,17 +43,17 @@ class RoundedWeights(MoEWeights, Resource):
 
     @property
     def inexact(self) -> int:
-        """The number of experts whose weights products of bytes do not have exactly."""
+        """The number of experts whose weights float8_e5m2 does not represent exactly."""
         return len(self.inexact_ids)
 
     @property
     def traits(self) -> Mapping[str, Any]:
-        """``inexact_experts``: whether there are experts whose weights products of bytes do not have exactly."""
+        """``inexact_experts``: whether there are experts whose weights float8_e5m2 does not represent exactly."""
         return {"inexact_experts": bool(self.inexact_ids)}
 
     @property
     def card(self) -> str:
-        """A sentence that says how experts are computed."""
+        """A sentence that says which MMAs the experts use."""
         count = 0 if self.exact is None else len(self.exact)
         if not self.inexact:
             return f"{count} experts: float8 products have all weights exactly"
@@ -69,7 +68,7 @@ class RoundedWeights(MoEWeights, Resource):
 
 
 def exact_experts(*scales: Tensor | None) -> Tensor:
-    """Returns int32 ``[experts]``, 1 for experts none of whose rows has scales that are too far apart.
+    """Returns int32 ``[experts]``, 1 for experts whose scales are near enough in all rows.
 
     Args:
         scales: the scales of each projection, uint8 ``[experts, rows, k / 32]``.
@@ -84,7 +83,7 @@ def exact_experts(*scales: Tensor | None) -> Tensor:
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Does what `mxfp4_layout.prepare_weights` does. For fp8 activations it returns `RoundedWeights`, and waits for the device."""
+    """Like `mxfp4_layout.prepare_weights`. For fp8 activations it returns `RoundedWeights`, and waits for the device."""
     if plan.activation_dtype != "fp8":
         return mxfp4_layout.prepare_weights(weights, plan)
     assert weights.w13_weight_scale is not None  # checked by the operator

@@ -1,14 +1,14 @@
-"""Experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both products, the activation and the sum over slots.
+"""MoE experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both GEMMs, the activation and the sum over slots.
 
-Reading weights takes most of the time. The weights of each expert that has tokens are read once for every 4 to 16 pairs of a token
-and a slot. There is one CTA on each multiprocessor, and all must have equally much to read, from beginning to end. CTAs take ranges
-of all wanted panels of w13, and then of w2. One warp of a CTA streams them to a ring in shared memory by bulk copies and never
-waits for results: panels of w2 arrive while the last panels of w13 are computed. Twelve warps compute, with weights as the left
-operand and pairs as columns. Panels of w2 wait until all panels of w13 of the same expert are done, which a counter of each expert
-says. At last each CTA adds up a part of the output.
+It is memory-bound: reading weights takes most of the time. The weights of each routed expert are read once for every 4 to 16
+(token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs take
+ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by bulk
+copies. It never waits for results, so panels of w2 arrive while the last panels of w13 are computed. Twelve MMA warps use swap-AB:
+weights are the A operand and pairs the columns. Panels of w2 wait until all panels of w13 of the same expert are done, which a
+counter of each expert signals. At the end each CTA sums over slots for its part of the output.
 
-CTAs take ranges from a counter, so nothing depends on all of them running at once. Results do not depend on the order in which they
-come, because the terms of every sum have a fixed order.
+CTAs take ranges from a global counter, so nothing requires all of them to run at once. Results are deterministic, because the terms
+of every sum have a fixed order.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def stream_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Launch(NamedTuple):
-    """The parts of a launch that depend on the layer and the number of pairs alone.
+    """The parts of a launch that depend only on the layer and the number of pairs.
 
     Attributes:
-        program: the compiled function.
+        program: the compiled kernel.
         ctas: the number of CTAs.
-        turns: the number of ranges of units of each product that a CTA takes.
-        slots_at: the place in the workspace's memory where the results of the second product begin.
-        nbytes: the number of bytes of that memory.
+        turns: the number of ranges of each GEMM that a CTA takes on average.
+        slots_at: offset of the second GEMM's results in the workspace's memory.
+        nbytes: bytes of that memory.
         counters: the number of counters in global memory.
     """
 
@@ -86,7 +86,7 @@ def moe_apply_few(
 ) -> Tensor:
     """Computes `moe_apply` of checked arguments, with weights in the layout of `mxfp4_layout`.
 
-    More pairs than a launch takes are done in several launches, each of which reads weights anew.
+    More pairs than a launch takes need several launches, each of which reads the weights again.
     """
     rows, written = aligned(x), to_write(out, x, x.shape)
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()

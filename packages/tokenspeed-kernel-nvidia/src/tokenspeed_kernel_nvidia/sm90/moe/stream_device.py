@@ -1,6 +1,6 @@
-"""The device code of `stream`: the launch, the roles of warps, and the warp that loads.
+"""The device code of `stream`: the launch, the warp roles, and the producer warp.
 
-`stream_schedule_device` finds the pairs of each expert, `stream_mma_device` computes.
+`stream_schedule_device` sorts pairs by expert, `stream_mma_device` has the MMA warps and the epilogue.
 """
 
 # mypy: ignore-errors
@@ -25,7 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     FINISHERS,
     GROUPS,
     LOAD_WARP,
-    MULTIPLIERS,
+    MMA_WARPS,
     THREADS,
     Config,
 )
@@ -42,17 +42,17 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     Layer,
     ahead_of,
     entry_of,
-    unit_code,
+    item_code,
 )
 
 
 def host(config: Config) -> Any:
-    """Returns the function that launches a program."""
+    """Returns the function that launches the kernel."""
     return Stream(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Returns stand-ins for the arguments that the result of `host` takes."""
+    """Returns fake arguments for `host`'s function."""
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
@@ -61,7 +61,20 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Stream(Schedule, Consumers):
-    """The kernel of one configuration."""
+    """The kernel of one configuration.
+
+    One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert for itself. Then:
+
+    * warps 0-11, three warpgroups: MMA. Each warpgroup has every third slab of a panel, each of its warps a strip of 16 rows.
+      Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts in shared
+      memory;
+    * warp 12: the producer. It takes ranges from the global counter and keeps the ring buffer full with slabs of panels;
+    * warps 13-14: the epilogue. They add the warpgroups' partial sums, apply factors, bias and activation, or weight them, and
+      store them in global memory.
+
+    Shared memory holds the lists of pairs, the rows of one entry, and two buffers of partial sums.
+    The ring buffer of up to 24 slabs takes the rest (227 KB in all), and its bytes in flight hide the latency of global memory.
+    """
 
     @cute.jit
     def __call__(
@@ -118,12 +131,13 @@ class Stream(Schedule, Consumers):
         storage = SmemAllocator().allocate(self.storage())
         call = Call(
             layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
-            pipeline(storage.full, storage.empty), pipeline(storage.summed, storage.taken), storage.ring.data_ptr().toint(),
+            pipeline(storage.full, storage.empty), pipeline(storage.partial_full, storage.partial_empty),
+            storage.ring.data_ptr().toint(),
             storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.small.data_ptr().toint(),
             storage.factors.data_ptr().toint(),
-            storage.units.data_ptr(), storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(),
+            storage.items.data_ptr(), storage.partial_items.data_ptr(), storage.sums.data_ptr().toint(),
             storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
-            storage.order.data_ptr(), storage.places.data_ptr(),
+            storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(),
         )  # fmt: skip
         counts = storage.counts.data_ptr()
         if warp == LOAD_WARP:
@@ -131,11 +145,11 @@ class Stream(Schedule, Consumers):
                 for stage in cutlass.range_constexpr(self.stages):
                     call.pipe.init(stage, PANEL_STRIPS)
                 for buffer in cutlass.range_constexpr(BUFFERS):
-                    call.partial.full.init(buffer, MULTIPLIERS)
+                    call.partial.full.init(buffer, MMA_WARPS)
                     call.partial.empty.init(buffer, FINISHERS)
             cute.arch.mbarrier_init_fence()
         self.clear(counts)
-        # Which experts there are to read is known only when the kernel before has ended.
+        # Routing is known only when the preceding kernel has ended (PDL), so no weights can be loaded before.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         ticket = Int32(0)
@@ -156,7 +170,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def next_ticket(self, call: Call):
-        """Takes the number of the next range, and returns it to all lanes of a warp."""
+        """Takes the index of the next range, and returns it in all lanes of the warp."""
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = take_ticket(call.counter(TICKET))
@@ -164,89 +178,89 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def load(self, call: Call, ticket: Int32):
-        """Takes ranges, and brings their panels to the ring, until there are none."""
+        """Takes ranges and streams their panels into the ring buffer until none are left."""
         layer = call.layer
         ctas, _, _ = cute.arch.grid_dim()
         entries = call.sizes[ENTRIES]
-        w13_units, w2_units = entries * layer.w13_units, entries * layer.w2_units
-        w13_ranges = self.ranges_of(w13_units, ctas * layer.turns, entries)
-        w2_ranges = self.ranges_of(w2_units, ctas * layer.turns, entries)
+        w13_items, w2_items = entries * layer.w13_items, entries * layer.w2_items
+        w13_ranges = self.ranges_of(w13_items, ctas * layer.turns, entries)
+        w2_ranges = self.ranges_of(w2_items, ctas * layer.turns, entries)
         at = first_to_fill()
         while ticket < w13_ranges + w2_ranges:
             if ticket < w13_ranges:
-                at = self.load_range(call, at, W13, ticket * w13_units // w13_ranges, (ticket + 1) * w13_units // w13_ranges)
+                at = self.load_range(call, at, W13, ticket * w13_items // w13_ranges, (ticket + 1) * w13_items // w13_ranges)
             else:
                 index = ticket - w13_ranges
-                at = self.load_range(call, at, W2, index * w2_units // w2_ranges, (index + 1) * w2_units // w2_ranges)
+                at = self.load_range(call, at, W2, index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges)
                 if layer.turns == 1:
-                    # There is a range for each CTA. Without this wait, those that begin to load early would take two.
+                    # There is one range for each CTA. Without this wait, CTAs that start early would take two.
                     call.pipe.acquire(last_filled(at, self.stages))
             ticket = self.next_ticket(call)
-        at = self.tell(call, at, unit_code(COMBINE))
-        self.tell(call, at, unit_code(END))
+        at = self.tell(call, at, item_code(COMBINE))
+        self.tell(call, at, item_code(END))
 
-    def ranges_of(self, units: Int32, most: Int32, entries: Int32) -> Int32:
-        """Returns how many equal ranges units are divided into.
+    def ranges_of(self, items: Int32, most: Int32, entries: Int32) -> Int32:
+        """Returns the number of equal ranges that ``items`` panels are divided into.
 
-        If there are many for each entry, no range has units of two entries. Then at most one in eight CTAs has nothing to do, and
-        none prepares the rows of two entries.
+        If there are many ranges for each entry, no range crosses entries. Then at most one in eight CTAs is idle, and none prepares
+        the rows of two entries.
         """
-        ranges = cutlass.min(units, most)
+        ranges = cutlass.min(items, most)
         aligned = ranges - ranges % cutlass.max(entries, 1)
         return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
 
     @cute.jit
     def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
-        """Brings units to the ring. Returns where the ring goes on."""
+        """Streams the panels of a range into the ring buffer. Returns the next position in the ring buffer."""
         layer = call.layer
-        units, size, blocks, weights = layer.w13_units, layer.w13_bytes, layer.w13_blocks, layer.w13
+        items, size, blocks, weights = layer.w13_items, layer.w13_bytes, layer.w13_blocks, layer.w13
         if cutlass.const_expr(kind == W2):
-            units, size, blocks, weights = layer.w2_units, layer.w2_bytes, layer.w2_blocks, layer.w2
-        index = first // units
-        place = first - index * units
+            items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
+        index = first // items
+        panel = first - index * items
         expert = entry_of(call.entries[index]).expert
         left = end - first
-        at = self.tell(call, at, ahead_of(unit_code(kind, index)))
+        at = self.tell(call, at, ahead_of(item_code(kind, index)))
         while left > 0:
-            last = cutlass.select_(left == 1 or place == units - 1, Int32(1), Int32(0))
-            unit = unit_code(kind, index, place, last)
-            source = weights + (Int64(expert) * units + place) * size
-            head = Int32(PANEL_HEAD_BYTES)  # comes with the first slab
+            last = cutlass.select_(left == 1 or panel == items - 1, Int32(1), Int32(0))
+            item = item_code(kind, index, panel, last)
+            source = weights + (Int64(expert) * items + panel) * size
+            head = Int32(PANEL_HEAD_BYTES)  # the head is copied with the first slab
             for begin in cutlass.range(0, blocks, self.slab, unroll=1):
                 count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
                 call.pipe.acquire(at)
                 if cute.arch.lane_idx() == 0:
-                    call.units[at.stage] = unit
+                    call.items[at.stage] = item
                     call.pipe.commit(at, count)
                     to = call.ring + at.stage * self.config.stage_bytes + PANEL_HEAD_BYTES - head
                     bulk_load(to, source, count, call.pipe.full.of(at).toint())
                 source += count
                 head = Int32(0)
                 at = advance(at, self.stages)
-            # Empty stages follow, so that each warpgroup gets equally many stages of a unit.
+            # Pad with empty stages, so that each warpgroup gets equally many stages of a panel.
             for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
-                at = self.tell_one(call, at, unit)
+                at = self.tell_one(call, at, item)
             left -= 1
-            place += 1
-            if place == units and left > 0:
-                place = Int32(0)
+            panel += 1
+            if panel == items and left > 0:
+                panel = Int32(0)
                 index += 1
                 expert = entry_of(call.entries[index]).expert
-                at = self.tell(call, at, ahead_of(unit_code(kind, index)))
+                at = self.tell(call, at, ahead_of(item_code(kind, index)))
         return at
 
     @cute.jit
-    def tell(self, call: Call, at: Any, unit: Int32):
-        """Fills a stage without bytes for each warpgroup. Returns where the ring goes on."""
+    def tell(self, call: Call, at: Any, item: Int32):
+        """Fills one stage without data for each warpgroup, as a message. Returns the next position in the ring buffer."""
         for _ in cutlass.range_constexpr(GROUPS):
-            at = self.tell_one(call, at, unit)
+            at = self.tell_one(call, at, item)
         return at
 
     @cute.jit
-    def tell_one(self, call: Call, at: Any, unit: Int32):
-        """Fills a stage without bytes. Returns the next stage."""
+    def tell_one(self, call: Call, at: Any, item: Int32):
+        """Fills a stage without data. Returns the next stage."""
         call.pipe.acquire(at)
         if cute.arch.lane_idx() == 0:
-            call.units[at.stage] = unit
+            call.items[at.stage] = item
             call.pipe.full.arrive(at)
         return advance(at, self.stages)

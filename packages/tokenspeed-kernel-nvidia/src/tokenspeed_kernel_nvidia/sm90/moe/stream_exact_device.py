@@ -1,8 +1,8 @@
-"""Exact dot products of `stream`, for rows that float8 terms do not hold.
+"""Exact dot products of `stream`, for rows that their fp8 parts do not represent.
 
-A row with outliers loses its small numbers where it is split, see `stream_rows_device`. Computing warps find such rows while they
-split them. Finishing warps then replace the sums of these rows: they read the weights once more, from memory, and multiply in
-float32. That takes many times as long as the MMAs, for rows that models rarely have.
+A row with outliers loses small values when it is split, see `stream_rows_device`. The MMA warps detect such rows while they split
+them. The epilogue warps then replace these rows' sums: they read the weights again from global memory, and multiply in float32.
+That takes many times as long as the MMAs, for rows that models rarely have.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, w
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import E5M2_FACTOR, decode_e5m2, scales_of
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, CODE_BYTES, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import Rows
-from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import W13, Call, entry_of, index_of, kind_of, place_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import W13, Call, entry_of, index_of, kind_of, panel_of
 
 HALVES = 2  # of a block, with a scale each
 # The upper byte of a float16 is a float8_e5m2.
@@ -42,21 +42,21 @@ def floats_of(word: Uint32) -> Any:
     return cute.arch.inline_ptx(_FLOATS, write_only_types=[Float32] * 4, read_only_args=[word])
 
 
-class ExactSums(Rows):
+class ExactDotProducts(Rows):
     """The part of the kernel that multiplies without tensor cores."""
 
     @cute.jit
-    def exact_sums(self, call: Call, unit: Int32, strip: Int32, pair: Int32):
-        """Returns a pair's sums for rows ``lane / 4`` and eight further of a strip, which `multiply` has as well."""
+    def exact_dot_products(self, call: Call, item: Int32, strip: Int32, pair: Int32):
+        """Returns a pair's dot products with rows ``lane / 4`` and eight further of a strip; replaces the sums of `multiply`."""
         layer = call.layer
         lane = cute.arch.lane_idx()
-        first = kind_of(unit) == W13
+        first = kind_of(item) == W13
         k = cutlass.select_(first, layer.hidden, layer.intermediate)
         blocks = cutlass.select_(first, layer.w13_blocks, layer.w2_blocks)
-        panels = cutlass.select_(first, layer.w13_units, layer.w2_units)
+        panels = cutlass.select_(first, layer.w13_items, layer.w2_items)
         size = cutlass.select_(first, layer.w13_bytes, layer.w2_bytes)
-        expert = entry_of(call.entries[index_of(unit)]).expert
-        panel = (Int64(expert) * panels + place_of(unit)) * size
+        expert = entry_of(call.entries[index_of(item)]).expert
+        panel = (Int64(expert) * panels + panel_of(item)) * size
         at = cutlass.select_(first, layer.w13, layer.w2) + panel + PANEL_HEAD_BYTES + Int64(strip) * BLOCK_BYTES
         row = self.address_of_row(call, first, pair)
         upper, lower = Float32(0.0), Float32(0.0)
@@ -85,7 +85,7 @@ class ExactSums(Rows):
 
     @cute.jit
     def two_numbers(self, row: Int64, first: Any, at: Int32):
-        """Returns two neighbouring numbers of a row, as float32."""
+        """Returns two consecutive elements of a row, as float32."""
         if const_expr(not self.wide):
             return list(widened(self.dtype, load_words("global", row + Int64(at) * 2, 1)))
         numbers = [Float32(0.0), Float32(0.0)]

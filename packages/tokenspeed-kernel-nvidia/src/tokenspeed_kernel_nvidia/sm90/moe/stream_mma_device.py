@@ -1,9 +1,9 @@
-"""The warps of `stream_device` that compute: products of units, their activation or weighting, and the sums over slots.
+"""The MMA and epilogue warps of `stream_device`: MMAs of panels, activation or weighting, and the sums over slots.
 
-A panel has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left
-operand, decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a
-block has scales of its own, so products are added up in registers. Sums over a unit meet in shared memory, where other warps add
-them up, in a fixed order.
+A panel has four strips, one for each warp of a warpgroup, and its slabs alternate between the warpgroups. Weights are the A
+operand, converted in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each
+half of a block has its own scales, so its partial sums are scaled and added in registers. The warpgroups' partial sums of a panel
+meet in shared memory, where the epilogue warps add them in a fixed order.
 """
 
 # mypy: ignore-errors
@@ -35,9 +35,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     FINISHERS,
     GROUPS,
     MAX_TOP_K,
-    MULTIPLIERS,
+    MMA_WARPS,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.stream_exact_device import ExactSums
+from tokenspeed_kernel_nvidia.sm90.moe.stream_exact_device import ExactDotProducts
 from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, PREPARING_THREADS, REST, as_float, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     COMBINE,
@@ -55,15 +55,15 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     is_last,
     kind_of,
     pair_of,
-    place_of,
+    panel_of,
     rows_of,
 )
 
-CONSUMING = 1  # the named barrier of the warps that compute
-# Codes are 2^-14 times their value, and scales 2^(126 - 64) times.
-UNIT_FACTOR = 2.0 ** (14 - 62)
-# Four scales, of rows g and g + 8 in the first half of a block, and of both in the second, become float32. An exponent field of 253
-# would leave no room for sums, so 64 is subtracted.
+CONSUMING = 1  # the named barrier of the MMA warps
+# The fp8 weights are 2^-14 times the e2m1 values, and the scales are times 2^62.
+SUM_FACTOR = 2.0 ** (14 - 62)
+# Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64
+# from the exponent field, because 253 would overflow in a sum.
 _SCALES = (
     "{ .reg .b32 a;"
     + "".join(
@@ -78,14 +78,14 @@ def scales_of(scales: Uint32) -> Any:
     return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
 
 
-class Consumers(ExactSums):
-    """The part of the kernel that computes."""
+class Consumers(ExactDotProducts):
+    """The MMA and epilogue warps of the kernel."""
 
-    # -- products ----------------------------------------------------------------------------------------------------------------
+    # -- MMAs --------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call: Call, warp: Int32):
-        """Computes the units that the loading warp brings. A warpgroup has every third slab."""
+        """The loop of an MMA warp over the stages that the producer fills. A warpgroup has every third stage."""
         factors = cute.make_rmem_tensor((self.tiles,), Float32)
         factors.fill(0.0)
         group = warp // PANEL_STRIPS
@@ -93,31 +93,31 @@ class Consumers(ExactSums):
         kind = Int32(COMBINE)
         while kind != END:
             call.pipe.wait(at)
-            unit = call.units[at.stage]
-            kind = kind_of(unit)
-            if kind == COMBINE or is_ahead(unit):
+            item = call.items[at.stage]
+            kind = kind_of(item)
+            if kind == COMBINE or is_ahead(item):
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 if kind == COMBINE:
                     self.combine(call, warp)
                 else:
                     if kind == W2:
-                        self.meet(warp, call.counter(READY + index_of(unit)), call.layer.w13_units * FINISHERS)
-                    self.prepare_rows(call, unit, factors)
+                        self.meet(warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
+                    self.prepare_rows(call, item, factors)
             else:
-                at = self.multiply(call, warp, group, at, to, unit, factors)
+                at = self.multiply(call, warp, group, at, to, item, factors)
                 to = advance(to, BUFFERS)
 
     @cute.jit
     def release(self, call: Call, at: Any):
-        """Says that this warp has read a stage."""
+        """Releases a stage that this warp has read."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             call.pipe.empty.arrive(at)
 
     @cute.jit
     def meet(self, warp: Int32, flag: Int64, value: Int32):
-        """Makes all computing warps wait for a flag. One of them polls it, because polling by many slows down who sets it."""
+        """Makes all MMA warps wait for a flag. Only one of them polls, because polling by many slows down the CTA that sets it."""
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 wait_for(flag, value)
@@ -125,11 +125,13 @@ class Consumers(ExactSums):
         cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
 
     @cute.jit
-    def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
-        """Computes this warpgroup's part of a unit's product and puts it into a buffer. Returns where the ring goes on."""
+    def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
+        """Computes this warpgroup's partial sums of a panel and stores them in a buffer. Returns the next position in
+        the ring buffer.
+        """
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
-        kind = kind_of(unit)
+        kind = kind_of(item)
         blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
         sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # of both rows of a lane
@@ -143,8 +145,8 @@ class Consumers(ExactSums):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
-                # The products wait for the words of their blocks, and nothing waits for this load. It must have ended before the
-                # stage is released, because a copy into the stage may begin then.
+                # The MMAs depend on their blocks' words, but nothing depends on this load. It must complete before the stage is
+                # released, because a copy into the stage may start then.
                 cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
@@ -162,12 +164,12 @@ class Consumers(ExactSums):
         call.partial.acquire(to)
         sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
-            # In this order: sums are about 2^60, which the factor of a row beyond 2^67 would make infinite.
-            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * UNIT_FACTOR * factors[tile] for row in range(2)])
+            # Multiply in this order: sums are about 2^60, and a row factor above 2^67 would make them infinite.
+            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)])
         if group == 0:
             shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
             if warp == 0 and lane == 0:
-                call.partial_units[to.stage] = unit
+                call.partial_items[to.stage] = item
         cute.arch.sync_warp()
         if lane == 0:
             call.partial.full.arrive(to)
@@ -177,29 +179,31 @@ class Consumers(ExactSums):
     def multiply_blocks(
         self, call: Call, block_at: Int32, block: Int32, count: cutlass.Constexpr[int], lane: Int32, sums: cute.Tensor
     ):
-        """Adds the products of some blocks to this lane's sums. They are begun together and waited for once."""
+        """Accumulates some blocks in this lane's sums. Their MMAs are issued together and waited for once."""
         scales, operands = [], []
         for each in cutlass.range_constexpr(count):
             words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
             scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
             rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
-        products = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
+        partials = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
         for half in cutlass.range_constexpr(2 * count):
             for tile in cutlass.range_constexpr(self.tiles):
                 for row in cutlass.range_constexpr(2):
                     at = 4 * self.layers * tile + 2 * row
-                    number, rest = products[half][at], products[half][at + 1]
+                    number, rest = partials[half][at], partials[half][at + 1]
                     if const_expr(self.layers == 2):
-                        rest += products[half][at + 4] * (1.0 / REST)
+                        rest += partials[half][at + 4] * (1.0 / REST)
                     sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
 
     def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
-        """Returns the products of neighbouring halves of blocks: 64 rows of a warpgroup by all columns, of which each lane has
-        four numbers for every 8 columns."""
+        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns, of which
+        each lane has four values for every 8 columns.
+        """
         tiles = self.tiles * self.layers
         each = 4 * tiles
-        # A descriptor: the address, the bytes to the next 16 elements of k, and those to the next eight columns, over 16 each.
+        # Matrix descriptor: the address, the strides in bytes to the next 16 elements of k and to the next eight columns, each over
+        # 16.
         low = (tiles * CORE_BYTES // 16) << 16
         lines = [
             "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
@@ -221,12 +225,13 @@ class Consumers(ExactSums):
         )
         return [results[half * each : (half + 1) * each] for half in range(len(operands))]
 
-    # -- activation and weighting ------------------------------------------------------------------------------------------------
+    # -- epilogue: activation and weighting --------------------------------------------------------------------------------------
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
-        """Adds up the parts of units: the first product's are activated, the second's weighted, and both stored. A warp has every
-        other strip."""
+        """The epilogue of panels: adds the warpgroups' partial sums, then activates (first GEMM) or weights (second GEMM) and
+        stores them. A warp has every other strip.
+        """
         lane = cute.arch.lane_idx()
         pairs = cute.make_rmem_tensor((self.tiles,), Int32)
         beyond = cute.make_rmem_tensor((self.tiles,), Int32)
@@ -236,42 +241,43 @@ class Consumers(ExactSums):
         weights.fill(0.0)
         known, done = Int32(-1), Int32(0)
         at = first_to_read()
-        unit = Int32(0)
+        item = Int32(0)
         kind = Int32(COMBINE)
         while kind != END:
             call.partial.wait(at)
-            unit = call.partial_units[at.stage]
-            kind = kind_of(unit)
+            item = call.partial_items[at.stage]
+            kind = kind_of(item)
             if kind != END:
-                if rows_of(unit) != known:
-                    known = rows_of(unit)
-                    self.load_pairs(call, unit, pairs, beyond, weights)
+                if rows_of(item) != known:
+                    known = rows_of(item)
+                    self.load_pairs(call, item, pairs, beyond, weights)
                 for strip in cutlass.range(warp - FINISH_WARP, PANEL_STRIPS, FINISHERS, unroll=1):
-                    self.finish_strip(call, at, unit, strip, lane, pairs, beyond, weights)
+                    self.finish_strip(call, at, item, strip, lane, pairs, beyond, weights)
                 cute.arch.sync_warp()
                 if lane == 0:
                     call.partial.empty.arrive(at)
                 done += 1
-                if is_last(unit):
+                if is_last(item):
                     if lane == 0:
-                        flag = cutlass.select_(kind == W13, READY + index_of(unit), Int32(DONE))
+                        flag = cutlass.select_(kind == W13, READY + index_of(item), Int32(DONE))
                         release_add(call.counter(flag), done)
                     done = Int32(0)
             at = advance(at, BUFFERS)
 
     @cute.jit
-    def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
-        """Finds the pairs of this lane's columns, -1 where there is none, whether their rows are beyond what columns hold, and for
-        the second product their weights."""
-        entry = entry_of(call.entries[index_of(unit)])
+    def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
+        """Finds the pairs of this lane's columns (-1 for none), whether the fp8 parts fail to represent their rows, and for the
+        second GEMM their weights.
+        """
+        entry = entry_of(call.entries[index_of(item)])
         for tile in cutlass.range_constexpr(self.tiles):
             column = tile * 4 + cute.arch.lane_idx() % 4
             pairs[tile], beyond[tile] = Int32(-1), Int32(0)
             if column < entry.count:
                 place = call.order[entry.first + column]
                 pair = pair_of(place)
-                pairs[tile], beyond[tile] = pair, place & beyond_bit(unit)
-                if kind_of(unit) == W2:
+                pairs[tile], beyond[tile] = pair, place & beyond_bit(item)
+                if kind_of(item) == W2:
                     weights[tile] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
 
     @cute.jit
@@ -279,17 +285,17 @@ class Consumers(ExactSums):
         self,
         call: Call,
         at: Any,
-        unit: Int32,
+        item: Int32,
         strip: Int32,
         lane: Int32,
         pairs: cute.Tensor,
         beyond: cute.Tensor,
         weights: cute.Tensor,
     ):
-        """Finishes a strip. Each lane has two rows of it."""
+        """The epilogue of a strip. Each lane has two rows of it."""
         layer = call.layer
-        whole = place_of(unit) * PANEL_STRIPS + strip
-        first = kind_of(unit) == W13
+        whole = panel_of(item) * PANEL_STRIPS + strip
+        first = kind_of(item) == W13
         if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
             head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
             factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
@@ -303,7 +309,7 @@ class Consumers(ExactSums):
                 if cute.arch.vote_any_sync(beyond[tile] != 0):
                     for column in cutlass.range(4, unroll=1):
                         if cute.arch.shuffle_sync(beyond[tile], column) != 0:
-                            exact = self.exact_sums(call, unit, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                            exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
                             if lane % 4 == column:
                                 upper, lower = exact
                 upper = upper * factor + bias
@@ -326,9 +332,9 @@ class Consumers(ExactSums):
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
-        """Returns ``(up + beta) * gate * sigmoid(alpha * gate)`` after both were clamped to the limit."""
+        """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``, with both clamped to the limit."""
         layer = call.layer
-        # Comparisons, and not minima: NaN stays NaN.
+        # Comparisons rather than minima: NaN stays NaN.
         gate = cutlass.select_(gate > layer.limit, layer.limit, gate)
         up = cutlass.select_(up > layer.limit, layer.limit, up)
         up = cutlass.select_(up < -layer.limit, -layer.limit, up)
@@ -338,13 +344,13 @@ class Consumers(ExactSums):
 
     @cute.jit
     def combine(self, call: Call, warp: Int32):
-        """Waits until all products are done, and writes this CTA's part of the output: sums over slots, in their order.
+        """Waits until the second GEMM is done, and writes this CTA's part of the output: sums over slots, in slot order.
 
-        All computing warps call it.
+        All MMA warps call it.
         """
         layer = call.layer
-        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
-        if warp == MULTIPLIERS - 1:
+        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
+        if warp == MMA_WARPS - 1:
             self.leave(call)
         ctas, _, _ = cute.arch.grid_dim()
         part, _, _ = cute.arch.block_idx()
@@ -361,7 +367,7 @@ class Consumers(ExactSums):
             for slot in cutlass.range_constexpr(MAX_TOP_K):
                 if slot < layer.top_k:
                     pair = token * layer.top_k + slot
-                    if call.places[pair] >= 0:
+                    if call.experts_of_pairs[pair] >= 0:
                         found = load_floats("global.cg", call.slots + (Int64(pair) * layer.hidden + column) * 4, 4)
                         for each in cutlass.range_constexpr(4):
                             parts_of[slot, each] = found[each]

@@ -1,4 +1,4 @@
-"""The beginning and the end of a CTA of `stream_device`: it finds the pairs of each expert, and leaves the counters zero."""
+"""The prologue and the end of a CTA of `stream_device`: it sorts the pairs by expert, and resets the counters to zero."""
 
 # mypy: ignore-errors
 
@@ -12,16 +12,16 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, lanes_w
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
-_PLACE_BIT = 9  # a pair's number has its expert below this bit, and its place among the pairs of the expert above
-_TOTAL_BIT = 16  # a total has pairs below this bit and entries above
+_INDEX_BIT = 9  # of a pair in `experts_of_pairs`: its expert below this bit, its index among the expert's pairs above
+_TOTAL_BIT = 16  # of a total: pairs below this bit, entries above
 
 
 class Schedule(Shapes):
-    """The part of the kernel that knows which pairs belong to an expert."""
+    """The part of the kernel that lists the pairs of each expert."""
 
     @cute.jit
     def clear(self, counts: cute.Pointer):
-        """Makes the counts of pairs zero. It is called before ids are read."""
+        """Zeroes the counts of pairs. It is called before ids are read."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < MAX_EXPERTS:
             counts[thread] = Int32(0)
@@ -31,32 +31,32 @@ class Schedule(Shapes):
     def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
         """Lists the pairs of each expert, and the entries. All threads of a CTA call it, and each CTA makes its own lists.
 
-        ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry. ``places`` is
-        negative for pairs that have no expert here. Loops are short, because most of this code is new to a multiprocessor at each
-        launch, and reading it takes longer than running it.
+        ``order`` has the pairs sorted by expert, stably: all CTAs must have the same pairs in an entry. ``experts_of_pairs`` is
+        negative for pairs that have no expert here. Loops are not unrolled: the code runs once per launch, so instruction fetches
+        take longer than execution.
         """
-        places = call.places
+        experts_of_pairs = call.experts_of_pairs
         thread, _, _ = cute.arch.thread_idx()
         pairs = call.tokens * call.layer.top_k
         for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
             expert = load_int(call.ids + Int64(pair) * 4, False)
-            places[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
+            experts_of_pairs[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
         cute.arch.sync_threads()
         if thread < 32:
-            self.count_pairs(pairs, counts, places)
+            self.count_pairs(pairs, counts, experts_of_pairs)
         cute.arch.sync_threads()
         self.list_entries(call, counts, totals)
         for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
-            place = places[pair]
+            place = experts_of_pairs[pair]
             if place >= 0:
-                call.order[call.starts[place & (1 << _PLACE_BIT) - 1] + (place >> _PLACE_BIT)] = pair
+                call.order[call.starts[place & (1 << _INDEX_BIT) - 1] + (place >> _INDEX_BIT)] = pair
         cute.arch.sync_threads()
 
     @cute.jit
     def sort_few_pairs(self, call: Call):
-        """Makes the same lists as `sort_pairs`, if there are at most as many pairs as lanes. One warp calls it.
+        """Makes the same lists as `sort_pairs` for at most 32 pairs, by one warp.
 
-        Entries stand in the order in which their experts first occur.
+        Entries are in the order in which their experts first occur.
         """
         lane = cute.arch.lane_idx()
         step = self.config.pairs
@@ -68,13 +68,13 @@ class Schedule(Shapes):
         alike = lanes_with(expert)
         before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
         count = cute.arch.popc(alike)
-        # Of the first pair of each expert, pairs and entries together, as one number.
+        # Pairs and entries of each expert, packed, in the lane of the expert's first pair.
         both = cutlass.select_(real and before == 0, count | (count + step - 1) // step << _TOTAL_BIT, Int32(0))
         ends = warp_prefix_sum(both, lane)
         first_lane = cute.arch.popc((alike & -alike) - 1)
         start = cute.arch.shuffle_sync(ends - both, first_lane)
         at, entry = (start & (1 << _TOTAL_BIT) - 1) + before, (start >> _TOTAL_BIT) + before // step
-        call.places[lane] = expert
+        call.experts_of_pairs[lane] = expert
         if real:
             call.order[at] = lane
             if before % step == 0:
@@ -83,14 +83,14 @@ class Schedule(Shapes):
             call.sizes[ENTRIES] = ends >> _TOTAL_BIT
 
     @cute.jit
-    def count_pairs(self, pairs: Int32, counts: cute.Pointer, places: cute.Pointer):
-        """Counts the pairs of each expert, and adds to each pair's number its place among them. One warp calls it."""
+    def count_pairs(self, pairs: Int32, counts: cute.Pointer, experts_of_pairs: cute.Pointer):
+        """Counts the pairs of each expert, and stores each pair's index among them in `experts_of_pairs`. One warp calls it."""
         lane = cute.arch.lane_idx()
         for first in cutlass.range(0, pairs, 32, unroll=1):
             pair = first + lane
             expert = Int32(-1)
             if pair < pairs:
-                expert = places[pair]
+                expert = experts_of_pairs[pair]
             alike = lanes_with(expert)
             before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
             count = Int32(0)
@@ -98,7 +98,7 @@ class Schedule(Shapes):
                 count = counts[expert]
             cute.arch.sync_warp()
             if expert >= 0:
-                places[pair] = expert | (count + before) << _PLACE_BIT
+                experts_of_pairs[pair] = expert | (count + before) << _INDEX_BIT
                 if before == 0:
                     counts[expert] = count + cute.arch.popc(alike)
             cute.arch.sync_warp()
@@ -112,7 +112,7 @@ class Schedule(Shapes):
         count = Int32(0)
         if thread < MAX_EXPERTS:
             count = counts[thread]
-        # Pairs and entries together, as one number.
+        # Pairs and entries, packed.
         both = count | (count + step - 1) // step << _TOTAL_BIT
         ends = warp_prefix_sum(both, lane)
         if lane == 31:
@@ -134,7 +134,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def leave(self, call: Call):
-        """Makes all counters zero if this CTA is the last that leaves. One warp calls it when no thread needs them again."""
+        """Resets all counters if this CTA is the last one. One warp calls it when no thread of the CTA needs them any more."""
         lane = cute.arch.lane_idx()
         ctas, _, _ = cute.arch.grid_dim()
         before = Int32(0)
