@@ -1,0 +1,101 @@
+"""Finds words in comments, docstrings and Markdown that the field has better ones for; `words.toml` lists them.
+
+    python ci/check_words.py [PATH]...
+
+Prints each use with its place and what to say instead. The exit status is 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+_FENCE = re.compile(r"^\s*(```|~~~)")
+
+
+class Rule(NamedTuple):
+    """A word to avoid.
+
+    Attributes:
+        avoid: where it is used.
+        say: what to say instead.
+        right: uses of it that are right.
+    """
+
+    avoid: re.Pattern[str]
+    say: str
+    right: tuple[re.Pattern[str], ...]
+
+    def uses(self, text: str) -> Iterator[str]:
+        """Uses of the word in a line that no pattern of ``right`` covers."""
+        allowed = [match.span() for pattern in self.right for match in pattern.finditer(text)]
+        for match in self.avoid.finditer(text):
+            if not any(begin <= match.start() and match.end() <= end for begin, end in allowed):
+                yield match.group()
+
+
+def read_rules(path: Path) -> list[Rule]:
+    def pattern(text: str) -> re.Pattern[str]:
+        # Identifiers in backticks and with underscores are names, not prose.
+        return re.compile(rf"(?<![\w`./-]){text}(?![\w`/-]|\.\w)", re.IGNORECASE)
+
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))["rule"]
+    return [Rule(pattern(r["avoid"]), r["say"], tuple(pattern(text) for text, _ in r.get("right", ()))) for r in listed]
+
+
+def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
+    """The lines of comments, and of strings that stand alone: docstrings."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for index, line in enumerate(node.value.value.splitlines()):
+                yield node.lineno + index, line.strip()
+
+
+def prose_of_markdown(source: str) -> Iterator[tuple[int, str]]:
+    """The lines outside of fenced code, without inline code."""
+    fenced = False
+    for number, line in enumerate(source.splitlines(), 1):
+        if _FENCE.match(line):
+            fenced = not fenced
+        elif not fenced:
+            yield number, re.sub(r"`[^`]*`", "``", line.strip())
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    source = path.read_text(encoding="utf-8")
+    return prose_of_python(source) if path.suffix == ".py" else prose_of_markdown(source)
+
+
+def main(paths: list[str]) -> int:
+    rules = read_rules(ROOT / "ci" / "words.toml")
+    listed = subprocess.run(
+        ["git", "ls-files", "--", *(paths or ["*.py", "*.md"])], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = 0
+    for name in listed.stdout.splitlines():
+        if not name.endswith((".py", ".md")) or not (ROOT / name).exists():
+            continue
+        for number, text in sorted(prose_of(ROOT / name)):
+            for rule in rules:
+                for use in rule.uses(text):
+                    found += 1
+                    print(f"{name}:{number}: {use!r}: say {rule.say}\n    {text}")
+    print(f"{found} words to replace" if found else "no words to replace")
+    return found > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
