@@ -1,8 +1,8 @@
-"""Device code of the operators that send rows between peers, in one shot: each row goes only to the ranks that need it.
+"""Device code of the operators that send rows over peer memory in one shot: each row goes only to the ranks that need it.
 
-As in the all-reduces, one program works on a row at a time: it sends the row to the ranks that need it, and then waits for their
-rows. Where only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the
-receiver that the sender has finished the call before.
+As in the all-reduces, a program processes one row at a time: it sends the row to the ranks that need it, then waits for their rows.
+Where only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the receiver
+that the sender has finished the previous call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenspeed_kernel.triton.common_device import start
 
 @triton.jit
 def _advance(generations, position, UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr):
-    """Counts one more use of a row's units. To be called after a barrier, when all threads have read their generations."""
+    """Increments the generations of a row's 512-byte blocks. Call it after a barrier, when all threads have read them."""
     unit = tl.arange(0, BLOCK_UNITS)
     at = generations + position * UNITS + unit
     tl.store(at, tl.load(at, mask=unit < UNITS, other=0) + 1, mask=unit < UNITS)
@@ -114,13 +114,16 @@ def reduce_scatter_kernel(
 
 @triton.jit
 def _where(condition, mask):
-    """Returns the mask if the condition is true, else one that is false everywhere."""
+    """Returns the mask if the scalar condition is true, else a mask that is false everywhere."""
     return mask & (mask.to(tl.int32) * 0 + condition.to(tl.int32) != 0)
 
 
 @triton.jit
 def _header(topk_weights, topk_ids, token, place, share, rank, TOP_K: tl.constexpr):
-    """Ids among a rank's experts (-1 for those of others), then weights (0 likewise), as words; ``place``: of each word."""
+    """Builds the header of a token for one rank: its local expert ids, then its weights, as int32 words.
+
+    Experts of other ranks get id -1 and weight 0. ``place``: each word's index in the header. ``share``: experts per rank.
+    """
     is_id = place < TOP_K
     is_weight = (place >= TOP_K) & (place < 2 * TOP_K)
     slot = tl.where(is_id, place, place - TOP_K)
@@ -170,7 +173,7 @@ def moe_dispatch_kernel(
     head = tl.arange(0, BLOCK_HEADER)
     in_head = head < HEADER
     place = head[:, None] * 4 + tl.arange(0, 4)[None, :]
-    # A header is sent, and its memory cleared, by one thread a vector; all threads read it.
+    # One thread per vector sends a header and clears its buffer; all threads read the header.
     lane = tl.arange(0, THREADS)
     in_lane = lane < HEADER
     lane_place = lane[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -211,7 +214,7 @@ def moe_dispatch_kernel(
 
 @triton.jit
 def _seen(ids, row, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Whether an expert saw a row."""
+    """Whether a row was routed to any expert of this rank (has an id >= 0)."""
     k = tl.arange(0, BLOCK_K)
     return tl.max(tl.load(ids + row.to(tl.int64) * TOP_K + k, mask=k < TOP_K, other=-1), axis=0) >= 0
 
