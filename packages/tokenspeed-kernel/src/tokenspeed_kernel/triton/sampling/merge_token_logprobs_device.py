@@ -54,7 +54,7 @@ def merge_token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS).to(tl.int64)
     own = tl.load(lse + part * lse_part_stride + row * lse_row_stride, mask=part < parts, other=float("-inf"))
-    # By keys, as NaN must come out.
+    # Take the maximum of sort keys, so that NaN propagates.
     largest = from_sort_key(tl.max(sort_key(own), axis=0))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = shift + tl.log2(tl.sum(tl.exp2((own - shift) * LOG2_E), axis=0)) * LN_2
@@ -74,7 +74,7 @@ def merge_token_logprobs_kernel(
         x = tl.load(top_logits + of_part * top_logits_part_stride + of_place * top_logits_place_stride, mask=held, other=0.0)
         token = tl.load(top_tokens + of_part * top_tokens_part_stride + of_place * top_tokens_place_stride, mask=held, other=0)
         pair = tl.where(held, packed(sort_key(x), token), _NO_PAIR)
-        # Sorted only as far as it is wanted. No two pairs are equal but those of entries that are not there, which come last.
+        # Select only the top entries instead of sorting all. Only padding pairs are equal to one another, and they come last.
         pair = largest_pairs(pair, TOP_K_PADDED)
         place = tl.arange(0, TOP_K_PADDED)
         wanted = place < top_k

@@ -21,13 +21,13 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
     uniform,
 )
 
-# The threshold is good enough if 2^-this too many maxima reach it.
+# The threshold search stops once at most k / 2^_SLACK surplus maxima reach the threshold.
 _SLACK = tl.constexpr(3)
-# A row is expected to be decided by tokens that outweigh all others so far.
+# Tokens are listed until an upper bound of all other tokens' weight is this fraction of theirs; see `bins_to_list`.
 _NEGLIGIBLE = tl.constexpr(2e-3)
-# The part that such tokens have of all weight at least, with room for what bins round.
+# The smallest fraction of the total weight that such a list has, with a margin for the rounding to bins.
 _OUTWEIGHING = tl.constexpr(0.99)
-# Where two counts are summed in one int32, one stands above this many bits.
+# Two counts are summed in one int32; one of them is above this many bits.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
 _NO_KEY = tl.constexpr(-0x80000000)
@@ -48,12 +48,15 @@ def group_maxima_kernel(
     RUN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """maxima: int32 [rows, spans, BLOCK // RUN], sort keys. A group consists of one run of RUN tokens in each block of a span."""
+    """Finds each group's largest logit. A group consists of one run of RUN tokens in each block of a span.
+
+    maxima: int32 [rows, spans, BLOCK // RUN], receives sort keys.
+    """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     best = tl.full([BLOCK], _NO_KEY, tl.int32)
-    # Unrolled, so that all loads are in flight at once.
+    # Unrolled, so that all loads are in flight together.
     for block in tl.static_range(BLOCKS):
         ids = span * length + block * BLOCK + tl.arange(0, BLOCK)
         live = ids < vocab
@@ -96,14 +99,13 @@ def decide_kernel(
     READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it; without ``out``, which
-    tokens are kept.
+    """Initialises a row's state and decides rows that are greedy or that their largest logits decide.
 
-    Only groups whose largest logit reaches the threshold are read. `range_of_cut` tells where the last token kept is of a row that
-    is restricted and not decided.
+    For a decided row it writes the token, or without ``out`` the cutoff token and the kept weight. It reads only the groups whose
+    maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cut` estimates the range of the cutoff token.
 
-    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
-    compared at a time.
+    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: listed tokens, then the groups or the drawable tokens. PAIRS: pairs of
+    tokens compared per step.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -112,7 +114,7 @@ def decide_kernel(
     group = tl.arange(0, GROUPS)
     largest_of_group = maxima + row * groups
     maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
-    # Fewer keys to search: the largest of several groups.
+    # Fold several groups into one key, to shorten the search.
     keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
     largest_key = tl.max(keys, axis=0)
     largest = from_sort_key(largest_key)
@@ -123,12 +125,12 @@ def decide_kernel(
     restricted = (k > 0) & (k < vocab)
     floor = floor_of(min_p, row)
     cuts = restricted | (~(p >= 1.0))
-    # Of so many tokens the groups' largest logits alone tell enough.
+    # For small k the group maxima alone give a threshold.
     small = restricted & (k <= TOKENS // 2)
     lists = cuts
     if min_p is not None:
         lists |= floor > 0
-    # Of a greedy row the threshold is the largest logit itself.
+    # The threshold of a greedy row is the largest logit itself.
     threshold = largest_key.to(tl.int64)
     scale = scale_of(warmth)
     counts = tl.zeros([BINS], tl.int32)
@@ -150,7 +152,7 @@ def decide_kernel(
         reaches = (maxima >= threshold) & (group < groups)
         tl.store(scratch + TOKENS + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
         reaching = tl.sum(reaches.to(tl.int32), axis=0)
-        tl.debug_barrier()  # other threads read what these have stored
+        tl.debug_barrier()  # the stores must be visible to the program's other threads
 
         SIZE: tl.constexpr = BLOCKS * RUN
         lane = tl.arange(0, LANES)
@@ -193,9 +195,9 @@ def decide_kernel(
             token = tl.min(first, axis=0).to(tl.int64)
             last = packed(largest_key, tl.min(first, axis=0))
     if (decided == 0) & cuts:
-        # What outweighs all other tokens holds top-p's last token, even where they move it.
+        # The listed tokens outweigh the others so far that they contain top-p's cutoff token, whatever the others weigh.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
-            # Tokens that weigh nothing are left out: many may be -inf, and so is what is read beyond the end of a row.
+            # Exclude tokens of weight 0: many may be -inf, and reads beyond the end of a row yield -inf as well.
             low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
             high = largest_key.to(tl.int64)
         else:
@@ -215,8 +217,8 @@ def decide_kernel(
     tl.store(state + row * STATE + field, initial)
 
 
-# A vocabulary of one token would become a constant, for which Triton 3.9 makes code that the gfx950 emulator refuses: it writes
-# registers before the result of an atomic operation has come into them.
+# Not specialised: for a constant vocabulary of 1, Triton 3.9 generates code that overwrites registers before an atomic's result has
+# arrived in them. The gfx950 emulator rejects this code.
 @triton.jit(do_not_specialize=["vocab", "together"])
 def weigh_kernel(
     logits,
@@ -237,12 +239,14 @@ def weigh_kernel(
     ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums the weights of each unit of a row, and copies the tokens among which the last one kept is expected. Decided rows take no
-    part. One of a row's programs does so many units together.
+    """Sums the weights of each block of UNIT tokens, and copies the tokens in the expected range of the cutoff token.
 
-    totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
-    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, vocab],
-    the tokens that are `copied`. ALIGNED: whether rows begin and end at multiples of 16 tokens.
+    Decided rows are skipped. A program processes ``together`` consecutive blocks of a row.
+
+    totals: int64 [rows, units], the weight of each block. above: int64 [rows, units], the weight of a block's tokens above the
+        range.
+    segments: int32 [rows, units, 3]: the start of a block's copied tokens, their number, and the number of tokens above the range.
+    pairs: int64 [rows, vocab], the `copied` tokens. ALIGNED: whether rows begin and end at multiples of 16 tokens.
     """
     start(EARLY)
     row = (tl.program_id(0) // programs).to(tl.int64)
@@ -256,24 +260,24 @@ def weigh_kernel(
         floor = floor_of(min_p, row)
         logits += row * row_stride
         if ALIGNED:
-            # No change, but the compiler sees that masks are the same for neighbours, and loads are wide.
+            # This changes nothing, but tells the compiler that masks are uniform across neighbours, so that it vectorises loads.
             vocab = vocab // 16 * 16
-        # A thread's neighbouring tokens in a row of a tile: they are counted without other threads.
+        # Each row of the tile is one thread's WIDE neighbouring tokens, so that counting within a row needs no other thread.
         WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
         lane = tl.arange(0, UNIT // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        # Beyond the end are weights of -inf, which are 0.
+        # Positions beyond the end hold -inf, whose weight is 0.
         ids = begin * UNIT + lane
         following = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf"))
         for unit in range(begin, tl.minimum(begin + together, units)):
             x = following.to(tl.float32)
             ids = unit * UNIT + lane
-            # The next unit's are on their way while this one's are weighed.
+            # Prefetch the next block while this one is weighed.
             after = ids + UNIT
             following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
             weight = token_weights(x, largest, scale, floor)
             tl.store(totals + row * units + unit, tl.sum(tl.sum(weight, axis=1), axis=0))
             if low <= high:
-                # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
+                # Logits can be compared directly: a row with NaN has been decided already, and the range has finite ends.
                 upper = x > from_sort_key(high)
                 found = (x >= from_sort_key(low)) & (~upper)
                 counted = tl.where(found, 1, tl.where(upper, _UPPER, 0))
@@ -291,7 +295,7 @@ def weigh_kernel(
                 tl.store(pairs + row * vocab + first + place, copied(x, ids), mask=found)
 
 
-# What differs from row length to row length is no constant: fewer configurations to compile.
+# Values that depend on the row length are not specialised, so that fewer variants are compiled.
 @triton.jit(do_not_specialize=["vocab", "units"])
 def finish_kernel(
     logits,
@@ -321,12 +325,13 @@ def finish_kernel(
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Writes the tokens of the rows that are not decided yet; without ``out``, which tokens are kept.
+    """Finishes undecided rows: writes the drawn token, or without ``out`` the cutoff token and the kept weight.
 
-    The last token kept of restricted rows is among the copied tokens; if it is not there (the guess was wrong) it is looked for in
-    the whole row. Then what is kept of each unit is summed, and the token drawn.
+    With top-k or top-p, the cutoff token is searched among the copied tokens. If it is not there, because the guess was wrong, the
+    whole row is searched. Then the kept weight of each block of UNIT tokens is summed, and the token is drawn.
 
-    short: int32 [rows, SHORT + FEW]. SOME, SLOTS: units whose copied tokens are summed together, and how many of each.
+    short: int32 [rows, SHORT + FEW], scratch of `find_cut`. SOME, SLOTS: blocks whose copied tokens are summed together, and copied
+    tokens of each block per step.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -392,7 +397,7 @@ def finish_kernel(
                     ids = one * UNIT + tl.arange(0, UNIT)
                     weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cut_key, cut_token)
                     tl.store(totals + one, tl.sum(weight, axis=0))
-            tl.debug_barrier()  # all threads read what these have stored
+            tl.debug_barrier()  # the stores must be visible to all threads of the program
         if out is not None:
             u = uniform(tl.load(seed + row), tl.load(offset + row))
             token = draw_from_row(
