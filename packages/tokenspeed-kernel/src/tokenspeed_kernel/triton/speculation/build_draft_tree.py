@@ -1,4 +1,4 @@
-"""Building draft trees: a program looks for the best candidates of a sequence, and follows the parents of those that stay."""
+"""Builds draft trees: one program per sequence selects the best candidates, and links each to its parent's node."""
 
 from __future__ import annotations
 
