@@ -138,9 +138,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 
     def replay() -> tuple[Any, dict[str, Tensor]]:
         put_back()
-        for tensor in filter(
-            torch.is_tensor, lowering.as_list(captured)
-        ):  # detects elements that the replay does not write
+        for tensor in filter(torch.is_tensor, lowering.as_list(captured)):  # detects elements that the replay does not write
             if tensor.is_contiguous() and tensor.dim():
                 _bytes(tensor).fill_(0x7F)
         graph.replay()
