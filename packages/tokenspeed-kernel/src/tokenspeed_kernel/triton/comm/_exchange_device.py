@@ -27,7 +27,7 @@ UNIT_VECTORS = tl.constexpr(32)
 
 
 @triton.jit
-def turns(rows):
+def trip_count(rows):
     """Returns how many rows this program processes in its grid-stride loop."""
     return (rows - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
 
@@ -204,8 +204,8 @@ def one_shot_kernel(
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = load_row(weight, rank * 0, column, column < ROW, ROW)
-    for turn in range(1 if ONCE else turns(rows)):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(1 if ONCE else trip_count(rows)):
+        row = tl.program_id(0) + iteration * tl.num_programs(0)
         inside = row_inside(row, column, total, ROW)
         slot, generation = slot_of(generations, row, column, inside, half, UNITS)
         own = load_row(x, row, column, inside, ROW)
@@ -279,8 +279,8 @@ def two_shot_kernel(
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = load_row(weight, rank * 0, column, column < ROW, ROW)
-    for turn in range(1 if ONCE else turns(rows)):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(1 if ONCE else trip_count(rows)):
+        row = tl.program_id(0) + iteration * tl.num_programs(0)
         owner = row % WORLD
         position = row // WORLD
         inside = row_inside(row, column, total, ROW)
