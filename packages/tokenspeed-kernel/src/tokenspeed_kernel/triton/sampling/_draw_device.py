@@ -80,16 +80,16 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
 
 
 @triton.jit
-def kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cut_key, cut_token):
+def kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff_key, cutoff_token):
     """Returns the int64 weights of a row's tokens: 0 for tokens after the cutoff token and for positions beyond the row."""
     x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(is_kept(sort_key(x), ids, cut_key, cut_token) & (ids < vocab), token_weights(x, largest, scale, floor), 0)
+    return tl.where(is_kept(sort_key(x), ids, cutoff_key, cutoff_token) & (ids < vocab), token_weights(x, largest, scale, floor), 0)
 
 
 @triton.jit
-def is_kept(key, token, cut_key, cut_token):
+def is_kept(key, token, cutoff_key, cutoff_token):
     """Whether tokens are kept: at or before the cutoff token in order of descending logit and ascending id."""
-    return (key > cut_key) | ((key == cut_key) & (token <= cut_token))
+    return (key > cutoff_key) | ((key == cutoff_key) & (token <= cutoff_token))
 
 
 @triton.jit
@@ -98,23 +98,26 @@ def draw_from_row(
     vocab_stride,
     vocab,
     totals,
-    units,
+    chunks,
     u,
     largest,
     scale,
     floor,
-    cut_key,
-    cut_token,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
+    cutoff_key,
+    cutoff_token,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Draws a token from a whole row, int64. totals: int64 [units], the weight of the kept tokens in each block of UNIT tokens."""
-    unit = tl.arange(0, UNITS)
-    weights = tl.load(totals + unit, mask=unit < units, other=0)
+    """Draws a token from a whole row, int64. totals: int64 [chunks], the weight of the kept tokens in each chunk of CHUNK
+    tokens."""
+    chunk = tl.arange(0, CHUNKS)
+    weights = tl.load(totals + chunk, mask=chunk < chunks, other=0)
     after = tl.cumsum(weights, axis=0)
     target = target_of(u, tl.sum(weights, axis=0))
     chosen = tl.sum((after <= target).to(tl.int32), axis=0)
-    before = tl.sum(tl.where(unit == chosen, after - weights, 0), axis=0)
-    first = chosen * UNIT
-    weights = kept_weights(logits, vocab_stride, vocab, first + tl.arange(0, UNIT), largest, scale, floor, cut_key, cut_token)
+    before = tl.sum(tl.where(chunk == chosen, after - weights, 0), axis=0)
+    first = chosen * CHUNK
+    weights = kept_weights(
+        logits, vocab_stride, vocab, first + tl.arange(0, CHUNK), largest, scale, floor, cutoff_key, cutoff_token
+    )
     return (first + tl.sum((before + tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)).to(tl.int64)

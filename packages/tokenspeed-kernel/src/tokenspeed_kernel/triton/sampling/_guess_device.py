@@ -137,7 +137,7 @@ def _count_sample(
 
 
 @triton.jit
-def range_of_cut(
+def range_of_cutoff(
     logits,
     vocab_stride,
     vocab,
@@ -197,19 +197,19 @@ def range_of_cut(
         total = tl.max(sums, axis=0)
         part = tl.where(restricted | (~(p > 0.0)), 0.0, tl.minimum(p, 1.0))
         wanted = tl.where(restricted, k.to(tl.float32), part * total)
-        cut = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
+        cutoff = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
         # The error of (weight down to the cutoff) - p * (total weight): every sampled token adds its own variance.
-        side = tl.where(bin <= cut, 1.0 - part, part)
+        side = tl.where(bin <= cutoff, 1.0 - part, part)
         deviation = tl.where(few, 0.0, share * weight * side)
         variance = tl.sum(others * deviation * deviation, axis=0) * (1.0 - 1.0 / share)
         deviation = tl.where(restricted, 0.0, _ERROR_OF_BIN * weight * side)
         variance += tl.sum(counts.to(tl.float32) * deviation * deviation, axis=0)
         error = _ERRORS * tl.sqrt(variance) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
         # The sample may miss tokens above the cutoff that are not their group's maximum. The expected number of these is `hidden`.
-        above = at_index(reaching, cut).to(tl.float32)
+        above = at_index(reaching, cutoff).to(tl.float32)
         hidden = above * above / (2.0 * groups)
         hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
-        error += hidden * at_index(weight, cut)
+        error += hidden * at_index(weight, cutoff)
         # The i-th largest token shares its group with a larger token with probability i / groups, and at most sum / w tokens weigh
         # w or more. Together these bound the variance of the hidden weight among the few largest tokens.
         few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)

@@ -15,7 +15,7 @@ from tokenspeed_kernel.triton.common import cdiv, multiprocessors, next_power_of
 _PROGRAMS_PER_MULTIPROCESSOR = 16
 _SHORTEST_SPAN, _LONGEST_SPAN = 2048, 16384
 # Spans start at multiples of this many tokens, so that loads are vectorised.
-_SPAN_UNIT = 512
+_SPAN_MULTIPLE = 512
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def spans_of(logits: Tensor) -> Spans:
     rows, vocab = logits.shape
     wanted = next_power_of_2(multiprocessors(logits.device) * _PROGRAMS_PER_MULTIPROCESSOR // rows // 2 + 1)
     length = min(max(cdiv(vocab, wanted), _SHORTEST_SPAN), _LONGEST_SPAN)
-    length = cdiv(length, _SPAN_UNIT) * _SPAN_UNIT
+    length = cdiv(length, _SPAN_MULTIPLE) * _SPAN_MULTIPLE
     return Spans(cdiv(vocab, length), length)
 
 

@@ -10,7 +10,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 PARTS = tl.constexpr(16)
 """Parts that a threshold search splits a range of keys into per step."""
 
-_TAKEN = tl.constexpr(-(2**63))  # below any pair
+_REMOVED = tl.constexpr(-(2**63))  # below any pair
 
 
 @triton.jit
@@ -46,13 +46,13 @@ def largest_pairs(pairs, K: tl.constexpr):
     """Returns the K largest of `packed` pairs ``[N]``, largest first. K and N are powers of two; K >= 2, as Triton 3.6 requires."""
     if _INTERPRETED:  # the interpreter takes seconds for a sorting network
         at = tl.arange(0, pairs.shape[0])
-        place = tl.arange(0, K)
+        position = tl.arange(0, K)
         largest = tl.zeros([K], pairs.dtype)
         for i in tl.static_range(K):
             pair = tl.max(pairs, axis=0)
-            largest = tl.where(place == i, pair, largest)
+            largest = tl.where(position == i, pair, largest)
             first = tl.min(tl.where(pairs == pair, at, pairs.shape[0]), axis=0)
-            pairs = tl.where(at == first, _TAKEN, pairs)
+            pairs = tl.where(at == first, _REMOVED, pairs)
         return largest
     return tl.topk(pairs, K)
 

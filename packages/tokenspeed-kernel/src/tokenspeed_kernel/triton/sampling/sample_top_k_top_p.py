@@ -9,10 +9,10 @@ sums of integer weights in the order of token ids. Integer sums are exact in any
    to some hundred tokens, and rows whose other tokens weigh too little to matter, after the logits were read once. For the
    remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain if the
    group maxima show that enough tokens are above it. Otherwise a sample of whole groups gives it to within four standard errors.
-3. `weigh_kernel` reads the undecided rows. It sums the weights of each block of `Tiles.unit` tokens, and copies the tokens in the
+3. `weigh_kernel` reads the undecided rows. It sums the weights of each chunk of `Tiles.chunk` tokens, and copies the tokens in the
    range.
 4. `finish_kernel` finds the cutoff token among the copied tokens, or, rarely, in the whole row. It sums the kept weight of each
-   block, finds the block that holds the token to be drawn, and then the token.
+   chunk, finds the chunk that holds the token to be drawn, and then the token.
 
 64 rows of 201088 float32 on an H200 with a cold L2: top-k 40 with top-p 0.95 takes 39 us, and rows without limits take 40 us. Top-p
 0.9 takes 109 us at temperature 1 and 143 us at temperature 2. With twice as many sampled tokens these two took 121 and 149 us.
@@ -57,12 +57,12 @@ class Tiles(NamedTuple):
         pairs: pairs of tokens that `decide_kernel` compares per step.
         rank: group maxima that bound a certain range for top-p, if the cutoff token is likely among them.
         sample, read: tokens that `decide_kernel` samples to guess the range of the cutoff token, and tokens per step.
-        unit: tokens per block, for which `weigh_kernel` sums weights.
+        chunk: tokens per chunk, for which `weigh_kernel` sums weights.
         weigh_warps, weigh_programs: warps of `weigh_kernel`, and its programs per SM/CU.
         finish_warps: warps of `finish_kernel`.
-        cut_lanes: tokens per step of the cutoff search in `finish_kernel`.
+        cutoff_lanes: tokens per step of the cutoff search in `finish_kernel`.
         short: the most keys that the cutoff search copies to a short list.
-        some, slots: blocks, and copied tokens of each block, that `finish_kernel` sums per step.
+        some, slots: chunks, and copied tokens of each chunk, that `finish_kernel` sums per step.
     """
 
     group_warps: int = 8
@@ -74,11 +74,11 @@ class Tiles(NamedTuple):
     rank: int = 1280
     sample: int = 8192
     read: int = 4096
-    unit: int = 2048
+    chunk: int = 2048
     weigh_warps: int = 4
     weigh_programs: int = 5
     finish_warps: int = 8
-    cut_lanes: int = 1024
+    cutoff_lanes: int = 1024
     short: int = 4096
     some: int = 64
     slots: int = 64
@@ -91,7 +91,7 @@ _TILES = {
     "amd": Tiles(decide_warps=8),
     "any": Tiles(),
 }
-# The most blocks per program of `weigh_kernel`.
+# The most chunks per program of `weigh_kernel`.
 _MOST_TOGETHER = 20
 
 
@@ -151,16 +151,16 @@ def decide_rows(
     seed, offset, out = drawing or (None, None, None)
     out_stride = 0 if out is None else out.stride(0)
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
-    most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
+    most_groups, chunks = next_power_of_2(groups.count), cdiv(vocab, tiles.chunk)
     maxima, state, scratch, totals, above, segments, pairs, short = (
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
             (torch.int32, (groups.count,)),
             (torch.int64, (STATE,)),
             (torch.int64, (tiles.tokens + max(tiles.tokens, most_groups),)),
-            (torch.int64, (units,)),
-            (torch.int64, (units,)),
-            (torch.int32, (units, 3)),
+            (torch.int64, (chunks,)),
+            (torch.int64, (chunks,)),
+            (torch.int32, (chunks, 3)),
             (torch.int64, (vocab,)),
             (torch.int32, (tiles.short + FEW,)),
         )
@@ -200,18 +200,18 @@ def decide_rows(
         **exact,
     )
     # Launch about one wave of programs, because each program first loads its row's state. With many rows launch more, with at most
-    # _MOST_TOGETHER blocks each, to keep the tail short.
-    together = min(cdiv(units, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
-    programs = cdiv(units, together)
+    # _MOST_TOGETHER chunks each, to keep the tail short.
+    together = min(cdiv(chunks, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
+    programs = cdiv(chunks, together)
     device_code.weigh_kernel[(rows * programs,)](
         *row,
         temperature,
         min_p,
         *copied,
-        units,
+        chunks,
         together,
         programs,
-        UNIT=tiles.unit,
+        CHUNK=tiles.chunk,
         ALIGNED=vocab % 16 == 0,
         num_warps=tiles.weigh_warps,
         **exact,
@@ -223,10 +223,10 @@ def decide_rows(
         short,
         out,
         out_stride,
-        units,
-        UNIT=tiles.unit,
-        UNITS=next_power_of_2(units),
-        LANES=tiles.cut_lanes,
+        chunks,
+        CHUNK=tiles.chunk,
+        CHUNKS=next_power_of_2(chunks),
+        LANES=tiles.cutoff_lanes,
         SHORT=tiles.short,
         SOME=tiles.some,
         SLOTS=tiles.slots,

@@ -139,10 +139,10 @@ def token_logprobs_kernel(
     token_stride,
     top_out,
     top_row_stride,
-    top_place_stride,
+    top_k_stride,
     top_tokens_out,
     top_tokens_row_stride,
-    top_tokens_place_stride,
+    top_tokens_k_stride,
     lse_out,
     lse_stride,
     top_k,
@@ -207,9 +207,9 @@ def token_logprobs_kernel(
         for begin in range(TILE, reaching * GROUP, TILE):
             more = _best_of_groups(logits, vocab_stride, vocab, listed, ties, above, reaching, begin, GROUP, TILE, K)
             best = larger_pairs(best, more)
-        place = tl.arange(0, K)
-        wanted = place < top_k
+        position = tl.arange(0, K)
+        wanted = position < top_k
         top = _given(from_sort_key((best >> 32).to(tl.int32)), largest, inverse, lse, log_total, NORMALIZE)
-        tl.store(top_out + row * top_row_stride + place * top_place_stride, top, mask=wanted)
+        tl.store(top_out + row * top_row_stride + position * top_k_stride, top, mask=wanted)
         top_token = (token_of(best) + first_token).to(tl.int32)
-        tl.store(top_tokens_out + row * top_tokens_row_stride + place * top_tokens_place_stride, top_token, mask=wanted)
+        tl.store(top_tokens_out + row * top_tokens_row_stride + position * top_tokens_k_stride, top_token, mask=wanted)

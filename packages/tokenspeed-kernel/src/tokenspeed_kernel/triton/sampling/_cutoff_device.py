@@ -119,8 +119,8 @@ def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
     for start in range(0, number, LANES):
         key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
         wanted = (key >= low) & (key <= high)
-        place = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
-        tl.store(to + place, key, mask=wanted)
+        position = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+        tl.store(to + position, key, mask=wanted)
         copied += tl.sum(wanted.to(tl.int32), axis=0)
         least = tl.minimum(least, tl.where(wanted, key, 0x7FFFFFFF))
         greatest = tl.maximum(greatest, tl.where(wanted, key, _NO_KEY))
@@ -167,7 +167,7 @@ def _token_of_tie(keys, vocab_stride, number, key, needed, vocab, LANES: tl.cons
 
 
 @triton.jit
-def find_cut(
+def find_cutoff(
     row,
     vocab_stride,
     vocab,
@@ -207,10 +207,10 @@ def find_cut(
         keeps all tokens in the range.
     """
     part = tl.arange(0, _PARTS)
-    cut_key = low_key
+    cutoff_key = low_key
     # Adding zeros makes this a tensor: Triton specialises an argument of 1 to a constant.
     whole = tl.zeros([], tl.int32) + vocab
-    cut_token = whole
+    cutoff_token = whole
     kept = total
     right = tl.full([], 1, tl.int32)
     first = from_sort_key(low_key.to(tl.int32)).to(tl.float64)
@@ -271,10 +271,10 @@ def find_cut(
                 if stage == 1:
                     needed = _ties_needed(above_weight, weight, inside, limit)
                 kept = above_weight + needed * weight
-                cut_key = low
-                cut_token = whole
+                cutoff_key = low
+                cutoff_token = whole
                 if needed < inside:
-                    cut_token = _token_of_tie(row, vocab_stride, number, low.to(tl.int32), needed, vocab, LANES)
+                    cutoff_token = _token_of_tie(row, vocab_stride, number, low.to(tl.int32), needed, vocab, LANES)
             else:
                 right = tl.where(before & complete, right, 0)
-    return cut_key.to(tl.int32), cut_token, right
+    return cutoff_key.to(tl.int32), cutoff_token, right
