@@ -47,7 +47,7 @@ _GROUP, _MOST_GROUPS = 32, 8192
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """The split of rows.
 
     Attributes:
@@ -59,12 +59,12 @@ class Cut:
     group: int
 
 
-def cut_of(rows: int, vocab: int, programs: int) -> Cut:
+def split_of(rows: int, vocab: int, programs: int) -> Split:
     """Returns the split for logits ``[rows, vocab]``. ``programs``: programs that fill the device. Sizes are powers of two."""
     span = _LONGEST_SPAN
     while span > _SHORTEST_SPAN and rows * cdiv(vocab, span) < programs:
         span //= 2
-    return Cut(span, min(span, _GROUP * next_power_of_2(cdiv(vocab, _GROUP * _MOST_GROUPS))))
+    return Split(span, min(span, _GROUP * next_power_of_2(cdiv(vocab, _GROUP * _MOST_GROUPS))))
 
 
 @register_kernel(
@@ -102,17 +102,17 @@ def token_logprobs(
         lse_out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return token_out, top_out, top_tokens_out, lse_out
-    cut = cut_of(rows, vocab, _PROGRAMS * multiprocessors(device))
-    spans, groups = cdiv(vocab, cut.span), cdiv(vocab, cut.group)
+    split = split_of(rows, vocab, _PROGRAMS * multiprocessors(device))
+    spans, groups = cdiv(vocab, split.span), cdiv(vocab, split.group)
     temperature = dense(temperature)
     parts = torch.empty(rows, spans, 2, dtype=torch.float32, device=device)
-    maxima = torch.empty(rows, spans, cut.span // cut.group, dtype=torch.int32, device=device) if top_k else None
+    maxima = torch.empty(rows, spans, split.span // split.group, dtype=torch.int32, device=device) if top_k else None
     lanes = max(_LANES, 4 * next_power_of_2(top_k))
     most_groups = min(groups, top_k * cdiv(groups, lanes))
     scratch = torch.empty(rows, most_groups + top_k, dtype=torch.int32, device=device) if top_k else None
     row = (logits, *logits.stride(), vocab)
     early = may_overlap(device)
-    shared = {"SPAN": cut.span, "GROUP": cut.group, "TOP": top_k > 0, "EARLY": early, **launch_options(early)}
+    shared = {"SPAN": split.span, "GROUP": split.group, "TOP": top_k > 0, "EARLY": early, **launch_options(early)}
     device_code.logit_parts_kernel[(rows * spans,)](*row, temperature, parts, maxima, spans, num_warps=_SPAN_WARPS, **shared)
     device_code.token_logprobs_kernel[(rows,)](
         *row,
@@ -139,7 +139,7 @@ def token_logprobs(
         SPANS=next_power_of_2(spans),
         LANES=lanes,
         CHUNK=_CHUNK,
-        TILE=min(_TILE, max(next_power_of_2(top_k), 2) * cut.group),
+        TILE=min(_TILE, max(next_power_of_2(top_k), 2) * split.group),
         K=max(next_power_of_2(top_k), 2),
         num_warps=_ROW_WARPS if top_k else 1,
         **shared,
