@@ -245,7 +245,7 @@ def weigh_kernel(
     Decided rows are skipped. A program processes ``together`` consecutive chunks of a row.
 
     totals: int64 [rows, chunks], the weight of each chunk. above: int64 [rows, chunks], the weight of a chunk's tokens above the
-        range.
+    range.
     segments: int32 [rows, chunks, 3]: the start of a chunk's copied tokens, their number, and the number of tokens above the range.
     pairs: int64 [rows, vocab], the `copied` tokens. ALIGNED: whether rows begin and end at multiples of 16 tokens.
     """
