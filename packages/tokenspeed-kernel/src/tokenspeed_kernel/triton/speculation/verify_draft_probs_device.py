@@ -16,8 +16,8 @@ import triton.language as tl
 from tokenspeed_kernel.triton.speculation._trees_device import load_parents
 from tokenspeed_kernel_base.ops.speculation import verify_draft_probs as definition
 
-_UNITS = tl.constexpr(2.0**definition.PROBABILITY_BITS)
-_UNIT = tl.constexpr(2.0**-definition.PROBABILITY_BITS)
+_FIXED_ONE = tl.constexpr(2.0**definition.PROBABILITY_BITS)
+_FIXED_STEP = tl.constexpr(2.0**-definition.PROBABILITY_BITS)
 # Adding _ROUNDER to a value in [0, 2^51) rounds the value to an integer, which is then in the low bits.
 _ROUNDER = tl.constexpr(2.0**52)
 _ROUNDER_MASK = tl.constexpr((1 << 52) - 1)
@@ -49,7 +49,7 @@ def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_
 
 
 @triton.jit
-def _left(rows, at, mask, a, b):
+def _residual(rows, at, mask, a, b):
     """Returns the residual ``max(a * p - b * q, 0)`` of some tokens in float64, and 0 where it is not finite."""
     p = tl.load(rows.target + at, mask=mask, other=0.0).to(tl.float64)
     read = tl.where(b > 0.0, 0x7FFFFFFF, 0)  # a bound for ids: the interpreter cannot broadcast the scalar condition to a mask
@@ -59,18 +59,18 @@ def _left(rows, at, mask, a, b):
 
 
 @triton.jit
-def _units(r):
+def _fixed_point(r):
     """Converts to int64 multiples of 2^-40."""
-    return (r * _UNITS + _ROUNDER).to(tl.int64, bitcast=True) & _ROUNDER_MASK
+    return (r * _FIXED_ONE + _ROUNDER).to(tl.int64, bitcast=True) & _ROUNDER_MASK
 
 
 @triton.jit
-def _sum_left(rows, begin, end, a, b, BLOCK: tl.constexpr):
+def _sum_residual(rows, begin, end, a, b, BLOCK: tl.constexpr):
     """Returns the sum of the residual over tokens [begin, end), in multiples of 2^-40."""
     sums = tl.zeros([BLOCK], tl.int64)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        sums += _units(_left(rows, at, at < end, a, b))
+        sums += _fixed_point(_residual(rows, at, at < end, a, b))
     return tl.sum(sums, axis=0)
 
 
@@ -127,7 +127,7 @@ def walk_kernel(
             target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node
         )
         if rejected != 0:
-            total = _sum_left(rows, 0, vocab, a, b, BLOCK).to(tl.float64) * _UNIT
+            total = _sum_residual(rows, 0, vocab, a, b, BLOCK).to(tl.float64) * _FIXED_STEP
             if total > 0.0:
                 a = a / total
                 b = b / total
@@ -135,7 +135,7 @@ def walk_kernel(
                 a = a * 0.0 + 1.0
                 b = b * 0.0
         token = tl.sum(tl.where(at == child, drafted, 0), axis=0)
-        r = _left(rows, token, token >= 0, a, b)
+        r = _residual(rows, token, token >= 0, a, b)
         q = tl.load(rows.draft + token).to(tl.float64)
         if _uniform(key, position, child) * q < r:
             tl.store(tokens + sequence * tokens_stride_b + (length - 1) * tokens_stride_n, token)
@@ -188,7 +188,7 @@ def sum_spans_kernel(
     )
     a, b = tl.load(factors + sequence * 2), tl.load(factors + sequence * 2 + 1)
     begin = span * length
-    total = _sum_left(rows, begin, tl.minimum(begin + length, vocab), a, b, BLOCK)
+    total = _sum_residual(rows, begin, tl.minimum(begin + length, vocab), a, b, BLOCK)
     tl.store(sums + sequence * spans + span, total)
 
 
@@ -234,7 +234,7 @@ def draw_kernel(
     if total == 0:  # the residual is empty: draw from the target's row instead, which this program sums alone
         a = a * 0.0 + 1.0
         b = b * 0.0
-        total = _sum_left(rows, 0, vocab, a, b, BLOCK)
+        total = _sum_residual(rows, 0, vocab, a, b, BLOCK)
         ends = ends * 0 + total
         length = length * 0 + vocab
     number = _uniform(tl.load(seed + sequence), tl.load(offset + sequence), node * 0)
@@ -249,10 +249,10 @@ def draw_kernel(
         found = token
         while (found == 0) & (begin < end):
             at = begin + tl.arange(0, BLOCK)
-            units = _units(_left(rows, at, at < end, a, b))
-            here = tl.sum(units, axis=0)
+            weights = _fixed_point(_residual(rows, at, at < end, a, b))
+            here = tl.sum(weights, axis=0)
             if before + here > target:
-                passed = (before + tl.cumsum(units, 0) <= target) & (at < end)
+                passed = (before + tl.cumsum(weights, 0) <= target) & (at < end)
                 token = begin + tl.sum(passed.to(tl.int32), axis=0)
                 found = token * 0 + 1
             before += here
