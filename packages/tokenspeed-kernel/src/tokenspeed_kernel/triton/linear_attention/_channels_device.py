@@ -168,8 +168,8 @@ def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE
     decayed = (keys * decay).to(TILE.dtype)
     rows = tl.where(behind[:, None], decayed, 0.0)
     columns = tl.trans(tl.where(ahead[:, None], decayed, 0.0))
-    asked = (queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype)
-    weights = tl.dot(asked, columns, weights, input_precision=TILE.precision)
+    decayed_queries = (queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype)
+    weights = tl.dot(decayed_queries, columns, weights, input_precision=TILE.precision)
     system = tl.dot(rows, columns, system, input_precision=TILE.precision)
     return system, weights
 

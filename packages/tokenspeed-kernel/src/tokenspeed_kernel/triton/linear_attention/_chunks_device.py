@@ -35,8 +35,8 @@ def joined(inverse, a, FIRST: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.const
         side = 1 << level
         between = (row // (2 * side) == column // (2 * side)) & (row // side != column // side)
         rounded = inverse.to(TILE.solver)
-        product = tl.dot(tl.where(between, a, 0.0).to(TILE.solver), rounded, input_precision=TILE.precision)
-        inverse -= tl.dot(rounded, product.to(TILE.solver), input_precision=TILE.precision)
+        e_inverse = tl.dot(tl.where(between, a, 0.0).to(TILE.solver), rounded, input_precision=TILE.precision)
+        inverse -= tl.dot(rounded, e_inverse.to(TILE.solver), input_precision=TILE.precision)
     return inverse
 
 
@@ -135,9 +135,9 @@ def head_gates_kernel(
     at = at_row[:, None] * TILE.chunk + token[None, :]
     decay = tl.where(token[:, None] >= token[None, :], sums[:, None] - sums[None, :], float("-inf"))
     decay = tl.exp(decay) * k_factor[None, :]
-    products = tl.dot(queries, tl.trans(keys), input_precision=TILE.precision)
-    tl.store(scores + at, (products * decay * q_factor[:, None]).to(TILE.dtype), mask=inside[:, None])
-    products = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision)
-    system = tl.where(token[:, None] > token[None, :], products * decay * (part * k_factor)[:, None], 0.0)
+    dot_products = tl.dot(queries, tl.trans(keys), input_precision=TILE.precision)
+    tl.store(scores + at, (dot_products * decay * q_factor[:, None]).to(TILE.dtype), mask=inside[:, None])
+    dot_products = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision)
+    system = tl.where(token[:, None] > token[None, :], dot_products * decay * (part * k_factor)[:, None], 0.0)
     solution = inverse_of(system, TILE.levels, TILE) * part[None, :]
     tl.store(solve + at, solution.to(TILE.dtype), mask=inside[:, None])

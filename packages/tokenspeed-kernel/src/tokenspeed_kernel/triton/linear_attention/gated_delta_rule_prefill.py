@@ -137,10 +137,10 @@ def aligned(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def columns_for(v_dim: int, most: int, walks: int, multiprocessors: int) -> int:
-    """Returns the state columns per program, at most ``most``. ``walks``: sequences times value heads."""
+def columns_for(v_dim: int, most: int, sequence_heads: int, multiprocessors: int) -> int:
+    """Returns the state columns per program, at most ``most``. ``sequence_heads``: sequences times value heads."""
     columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
-    while columns > _FEWEST_COLUMNS and 2 * walks * cdiv(v_dim, columns) <= multiprocessors:
+    while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= multiprocessors:
         columns //= 2
     return columns
 
@@ -207,7 +207,7 @@ def gated_delta_rule_prefill(
         if per_channel and k_dim > _WIDEST:
             levels -= 1
         chunk = 1 << levels
-        units = multiprocessors(v.device)
+        sm_count = multiprocessors(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
         tile = Tile(
             chunk,
@@ -215,7 +215,7 @@ def gated_delta_rule_prefill(
             1 << _BLOCK_LEVELS,
             _BLOCK_LEVELS,
             max(16, next_power_of_2(k_dim)),
-            columns_for(v_dim, columns, batch * v_heads, units),
+            columns_for(v_dim, columns, batch * v_heads, sm_count),
             min(1024, max(16, next_power_of_2(batch))),
             common_device.DTYPES[dtype],
             for_architecture(_PRECISION, q.device),
@@ -258,7 +258,7 @@ def gated_delta_rule_prefill(
             )  # fmt: skip
         programs = cdiv(v_dim, tile.v) * v_heads * batch
         operands = chunk * ((3 if per_channel else 2) * tile.k + 2 * chunk + tile.v) * dtype.itemsize
-        stages = for_architecture(_STAGES, q.device)[programs > units]
+        stages = for_architecture(_STAGES, q.device)[programs > sm_count]
         device_code.chunk_states_kernel[(programs,)](
             keys_in,
             queries_in,
