@@ -121,7 +121,7 @@ def ssd_prefill(
     if segment < tokens:
         left = x.new_empty(segments, heads, head_dim, shape.state_dim, dtype=torch.float32)
         decays = x.new_empty(segments, heads, dtype=torch.float32)
-    product = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)  # the interpreter's bf16 dot is wrong
+    operand_dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)  # the interpreter's bf16 dot is wrong
     common = (
         x,
         dt,
@@ -149,7 +149,7 @@ def ssd_prefill(
         "SHAPE": shape,
         "TILE": tile,
         "AT_ONCE": _AT_ONCE,
-        "DTYPE": device_code.DTYPES[product],
+        "DTYPE": device_code.DTYPES[operand_dtype],
         "num_warps": _WARPS,
         "num_stages": for_architecture(_STAGES, x.device),
     }

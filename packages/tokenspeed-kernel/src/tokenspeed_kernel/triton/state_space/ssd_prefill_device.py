@@ -150,8 +150,8 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
 def _advanced(state, x, b, decays, DTYPE: tl.constexpr):
     """Returns the state after a chunk: the decayed old state plus each token's decayed contribution."""
     since = (decays.total_whole - decays.whole) + (decays.total_part - decays.weight)
-    taken = (x.to(tl.float32) * tl.exp(since)[:, None]).to(DTYPE)
-    return tl.dot(tl.trans(taken), b, state * tl.exp(decays.total_whole + decays.total_part), input_precision="ieee")
+    decayed = (x.to(tl.float32) * tl.exp(since)[:, None]).to(DTYPE)
+    return tl.dot(tl.trans(decayed), b, state * tl.exp(decays.total_whole + decays.total_part), input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["batch", "size"])
