@@ -83,10 +83,10 @@ def ssd_decode_kernel(
         token = tl.cast(t, tl.int64)
         step = step_sizes(tl.load(dt_at + token * dt_token).to(tl.float32), steps, SHAPE)
         new = tl.load(x_at + token * x_token, mask=rows_there, other=0.0).to(tl.float32)
-        taken = tl.load(B_at + token * B_token, mask=columns_there, other=0.0).to(tl.float32)
-        asked = tl.load(C_at + token * C_token, mask=columns_there, other=0.0).to(tl.float32)
-        state = state * tl.exp(step * steps.A) + (step * new)[:, None] * taken[None, :]
-        y = tl.sum(state * asked[None, :], axis=1)
+        b = tl.load(B_at + token * B_token, mask=columns_there, other=0.0).to(tl.float32)
+        c = tl.load(C_at + token * C_token, mask=columns_there, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * steps.A) + (step * new)[:, None] * b[None, :]
+        y = tl.sum(state * c[None, :], axis=1)
         gate = None
         if z is not None:
             gate_at = z + request * z_batch + token * z_token + head * z_head + row * z_dim
