@@ -77,7 +77,7 @@ def build_draft_tree_kernel(
     token = tl.load(tokens + sequence * tokens_stride_b + at * tokens_stride_c, mask=kept, other=0)
     tl.store(draft + node * draft_stride_n, token, mask=kept)
 
-    tl.debug_barrier()  # other threads have written to places
+    tl.debug_barrier()  # other threads have written to scratch
     parent = tl.load(parents + sequence * parents_stride_b + at * parents_stride_c, mask=kept, other=-1)
     origin = tl.load(scratch + tl.maximum(parent, 0), mask=kept & (parent >= 0) & (parent < at), other=-1)
     tl.store(scratch + CANDIDATES + node, tl.where(parent < 0, 0, origin), mask=kept)

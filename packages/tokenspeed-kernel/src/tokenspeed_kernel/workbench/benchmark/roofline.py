@@ -79,7 +79,7 @@ def measure_roofline(device: torch.device | str) -> Roofline:
     if where.type != "cuda":
         raise ValueError(f"a roofline is measured on a GPU, got {where}")
     copy, read = _memory(where)
-    return Roofline(copy, read, dict(_products(where)))
+    return Roofline(copy, read, dict(_matmuls(where)))
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
@@ -91,7 +91,7 @@ def _memory(device: torch.device) -> tuple[float, float]:
     return 2 * _BYTES / copy / 1e3, _BYTES / read / 1e3
 
 
-def _products(device: torch.device) -> Iterator[tuple[str, float]]:
+def _matmuls(device: torch.device) -> Iterator[tuple[str, float]]:
     """Yields the TFLOP/s of GEMMs by operand dtype."""
 
     def rate(product: Call) -> float:
@@ -101,11 +101,11 @@ def _products(device: torch.device) -> Iterator[tuple[str, float]]:
     a, b = (torch.randn(_MATRIX, _MATRIX, generator=draw, device=device) for _ in range(2))
     for dtype in (torch.bfloat16, torch.float16):
         yield dtype_name(dtype), rate(functools.partial(torch.mm, a.to(dtype), b.to(dtype)))
-    with _float32_products(tf32=False):
+    with _float32_matmuls(tf32=False):
         yield "float32", rate(functools.partial(torch.mm, a, b))
     # Only NVIDIA devices have TF32; elsewhere the switch has no effect.
     if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
-        with _float32_products(tf32=True):
+        with _float32_matmuls(tf32=True):
             yield "tf32", rate(functools.partial(torch.mm, a, b))
     one = torch.ones((), device=device)
     for dtype in _FP8:
@@ -119,7 +119,7 @@ def _products(device: torch.device) -> Iterator[tuple[str, float]]:
 
 
 @contextmanager
-def _float32_products(*, tf32: bool) -> Iterator[None]:
+def _float32_matmuls(*, tf32: bool) -> Iterator[None]:
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:

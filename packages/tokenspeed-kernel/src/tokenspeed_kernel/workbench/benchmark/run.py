@@ -35,11 +35,11 @@ _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
 # In a graph of this length the launch of the graph is negligible; more calls would only take time.
 _GRAPH_US = 5000.0
 
-Contestant = KernelSpec | Peer
+Competitor = KernelSpec | Peer
 
 
 def bench_kernel(
-    spec: Contestant,
+    spec: Competitor,
     cases: Iterable[Case] | None = None,
     device: torch.device | str | None = None,
     *,
@@ -60,12 +60,12 @@ def bench_kernel(
     return bench([(spec, case) for case in cases], device, **options)
 
 
-def bench_case(spec: Contestant, case: Case, device: torch.device | str | None = None, **options: Any) -> Row:
+def bench_case(spec: Competitor, case: Case, device: torch.device | str | None = None, **options: Any) -> Row:
     """Times a registered kernel or a baseline on one case. See `bench`."""
     return bench([(spec, case)], device, **options)[0]
 
 
-def bench(runs: Sequence[tuple[Contestant, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
+def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
     """Times kernels on cases on which their results are correct: one row each, in order.
 
     The timed function is the kernel that `Operator.bind` returns: it includes the allocation of outputs, but not dispatch.
@@ -77,7 +77,7 @@ def bench(runs: Sequence[tuple[Contestant, Case]], device: torch.device | str | 
     """
     where = default_device() if device is None else torch.device(device)
     method = method_for(where, **options)
-    measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
+    measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]
     run_rounds(measurements)
     return rows_of(measurements)
 
@@ -106,7 +106,7 @@ def run_rounds(
     monitors = {device: gpu_monitor(device) for device in {measurement.device for measurement in measurements}}
     for index in range(max((measurement.method.rounds for measurement in measurements), default=0)):
         for each in measurements:
-            begin(f"{each.contestant.name}: {each.case.name}" + f", round {index + 1}" * bool(index))
+            begin(f"{each.competitor.name}: {each.case.name}" + f", round {index + 1}" * bool(index))
             if index == 0:
                 each.verify()
             each.add_round(monitors[each.device])
@@ -125,7 +125,7 @@ def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = Non
 class Measurement:
     """A row while it is being measured."""
 
-    contestant: Contestant
+    competitor: Competitor
     case: Case
     device: torch.device
     method: Method
@@ -141,10 +141,10 @@ class Measurement:
     def verify(self) -> None:
         """Verifies the results. A kernel with wrong results is not timed."""
         result: CaseResult
-        if isinstance(self.contestant, Peer):
-            result = verify_peer(self.contestant, self.case, self.device)
+        if isinstance(self.competitor, Peer):
+            result = verify_peer(self.competitor, self.case, self.device)
         else:
-            result = verify_case(self.contestant, self.case, self.device)
+            result = verify_case(self.competitor, self.case, self.device)
         passed = result.status is Status.PASSED
         self.status, self.reason = ("measured", "") if passed else (result.status.value, result.reason)
 
@@ -166,10 +166,10 @@ class Measurement:
 
     def _measure_in_world(self) -> None:
         """Measures all rounds in a world of the case's size. The slowest rank's times count: a call is done when all ranks are."""
-        if isinstance(self.contestant, Peer):
+        if isinstance(self.competitor, Peer):
             self.status, self.reason = Status.SKIPPED.value, "peers are timed in one process"
             return
-        args = self.contestant.name, self.case.name, self.device.type, self.method
+        args = self.competitor.name, self.case.name, self.device.type, self.method
         try:
             measured = worlds.run_world(_measure_as_rank, self.case.world_size, args, device=self.device)
         except worlds.WorldError as error:
@@ -181,19 +181,19 @@ class Measurement:
 
     def _calls(self) -> list[Call]:
         """Returns calls on the case's arguments and on copies of them: `Method.copies` in all, or as many as fit."""
-        op = get_operator(self.contestant.operator)
+        op = get_operator(self.competitor.operator)
         arguments = op.complete(self.case.build(self.device))
-        if isinstance(self.contestant, KernelSpec):
-            arguments = op.prepared(arguments, self.contestant)
+        if isinstance(self.competitor, KernelSpec):
+            arguments = op.prepared(arguments, self.competitor)
         if not self.rounds:
             self.cost = op.cost_of(arguments) if op.has_hook("cost") else None
             self.operands = tuple(fmt.storage_dtype for _, fmt in op.request(arguments).signature.roles)
         of_one = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
         count = max(1, min(self.method.copies, _COPIED_BYTES // max(of_one, 1)))
         copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
-        if isinstance(self.contestant, Peer):
-            return [self.contestant.bound(each) for each in copies]
-        kernel = op.function.bind(*arguments.values(), override=self.contestant.name)
+        if isinstance(self.competitor, Peer):
+            return [self.competitor.bound(each) for each in copies]
+        kernel = op.function.bind(*arguments.values(), override=self.competitor.name)
         return [functools.partial(kernel, *each.values()) for each in copies]
 
     def _time(self, calls: list[Call], monitor: Monitor | None) -> None:
@@ -236,13 +236,13 @@ class Measurement:
 
     def row(self, roofline: Roofline | None, usual_us: float | None) -> Row:
         known = Row(
-            self.contestant.name,
-            self.contestant.operator,
+            self.competitor.name,
+            self.competitor.operator,
             self.case.name,
             self.status,
             self.reason,
-            solution=self.contestant.solution,
-            version=self.contestant.version if isinstance(self.contestant, Peer) else "",
+            solution=self.competitor.solution,
+            version=self.competitor.version if isinstance(self.competitor, Peer) else "",
         )
         if self.status != "measured" or not self.rounds:
             return known

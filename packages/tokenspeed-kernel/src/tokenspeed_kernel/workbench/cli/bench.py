@@ -18,7 +18,7 @@ from tokenspeed_kernel.workbench.benchmark.peers import Peer, PeerFileError, loa
 from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, load_report
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
-from tokenspeed_kernel.workbench.benchmark.run import Contestant, Measurement, method_for, rows_of, run_rounds
+from tokenspeed_kernel.workbench.benchmark.run import Competitor, Measurement, method_for, rows_of, run_rounds
 from tokenspeed_kernel.workbench.cli import bench_tables
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
 from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Solution, Target
@@ -176,7 +176,7 @@ def _runs(
     cases: Sequence[str],
     large: bool,
     captured: Path | None,
-) -> list[tuple[Contestant, Case]]:
+) -> list[tuple[Competitor, Case]]:
     """Returns the kernels of these backends (all, if none is named) and the baselines, each with its cases.
 
     With baselines or several backends the order is by case, so that rows to be compared are measured right after each other.
@@ -184,7 +184,7 @@ def _runs(
     if solutions:
         foreign = {each.solution for each in peers}
         kernels = [spec for name in solutions if name not in foreign for spec in made_with(name, kernels)]
-    runs: list[tuple[Contestant, Case]] = [*(find_runs(kernels, cases, large, captured) if kernels else ())]
+    runs: list[tuple[Competitor, Case]] = [*(find_runs(kernels, cases, large, captured) if kernels else ())]
     for each in peers:
         named = {case.name: case for _, case in find_runs(find_kernels(each.operator), cases, large, captured)}
         runs += [(each, case) for case in named.values()]
@@ -221,12 +221,12 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 
 
 def _measured(
-    runs: Sequence[tuple[Contestant, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
+    runs: Sequence[tuple[Competitor, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
     """Measures, and writes to ``output`` periodically, so that a failure loses little."""
     method = empty.method
     assert method is not None
-    measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
+    measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]
     saved = time.monotonic()
 
     def save() -> Report:

@@ -98,7 +98,7 @@ def _device_us(each: CallTime) -> float | None:
     return each.device.total_us / each.device.count * each.host.count if each.device.count else None
 
 
-def _shares(found: Sequence[CallTime]) -> list[float | None]:
+def _fractions(found: Sequence[CallTime]) -> list[float | None]:
     """Returns each kind's fraction of the total time, on the device if any call was timed there."""
     on_device = [_device_us(each) for each in found]
     if not any(on_device):
@@ -109,7 +109,7 @@ def _shares(found: Sequence[CallTime]) -> list[float | None]:
 
 def _table(command: Sequence[str], code: int, processes: Sequence[Process], found: Sequence[CallTime]) -> dict[str, Any]:
     calls = []
-    for each, share in zip(found, _shares(found), strict=True):
+    for each, share in zip(found, _fractions(found), strict=True):
         times: dict[str, Any] = {"calls": each.host.count, "host_us": each.host.total_us, "host_median_us": each.host.median_us}
         if each.device.count:
             times |= {"device_us": _device_us(each), "device_median_us": each.device.median_us, "device_calls": each.device.count}
@@ -132,7 +132,7 @@ def _print(processes: Sequence[Process], found: Sequence[CallTime], top: int) ->
     if not found:
         typer.echo("nothing to show: the program called no operator")
         return
-    shown = list(zip(found, _shares(found), strict=True))[: top or None]
+    shown = list(zip(found, _fractions(found), strict=True))[: top or None]
     print_table(_COLUMNS, (_cells(each, share) for each, share in shown))
     if len(shown) < len(found):
         typer.echo(f"... and {len(found) - len(shown)} more; --top 0 shows all")

@@ -15,7 +15,7 @@ from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_fai
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
-from tokenspeed_kernel.workbench.numerics.recipes import asked, asked_without_values, typical_cases, vary_towards
+from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values, typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.platform import named_platform
@@ -150,7 +150,7 @@ def explain(
     found = find_operator(op)
     starts = _cases(found, case)
     chosen = _varied(found, starts, changes or ())
-    request, arguments = _asked(found, chosen)
+    request, arguments = _request_and_arguments(found, chosen)
     registry = KernelRegistry.get()
     solutions = sorted({spec.solution for spec in registry.get_for_operator(found.family, found.mode)})
     if solution is not None and solution not in solutions:
@@ -186,12 +186,12 @@ def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
 
 def _request(op: Operator[Any, Any], case: Case) -> Request:
     """Returns the request of a case."""
-    return _asked(op, case)[0]
+    return _request_and_arguments(op, case)[0]
 
 
-def _asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
+def _request_and_arguments(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
     """Returns the request of a case and its arguments. A large case uses fake tensors if possible."""
-    return (asked_without_values(op, case) if case.large else None) or asked(op, case)
+    return (request_without_values(op, case) if case.large else None) or asked(op, case)
 
 
 def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:

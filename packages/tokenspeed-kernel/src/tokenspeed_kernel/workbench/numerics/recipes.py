@@ -34,7 +34,7 @@ def asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
     return op.request(arguments), arguments
 
 
-def asked_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
+def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
     """Like `asked`, with fake tensors, because a large case would take gigabytes.
 
     Returns None if some arguments depend on the values of others, so that values would have to be drawn.

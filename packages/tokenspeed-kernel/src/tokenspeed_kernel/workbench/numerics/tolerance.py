@@ -65,7 +65,7 @@ _BY_DTYPE = {
     torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
 }
 
-_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS_16 = (torch.float16, torch.bfloat16)
 
 # fp4 operands decode exactly, but kernels may scale partial sums in 16-bit floats: two more roundings to bfloat16.
 _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are scaled in half precision")
@@ -73,7 +73,7 @@ _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are
 # then off by at most 2^-4, and by 2.5% rms, and so is the sum by 2.5% rms. The relative error is larger where two large terms
 # nearly cancel: with only the probabilities rounded, 2 of 4 million elements of attention to at most 1024 keys are off by 2^-3 of a
 # row's rms.
-_FP8_PRODUCTS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
+_FP8_MMAS = Tolerance(2**-4, 2**-3 + 2**-4, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
 # An intermediate that is quantised to fp4: a difference in its last bit moves some elements by one step of e2m1, which is up to
 # half of the value, and occasionally changes a whole block's scale.
 _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
@@ -116,13 +116,13 @@ def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None
         return tolerance
     operands = [fmt for _, fmt in request.signature.roles]
     # 16-bit intermediates also widen the tolerance of float32 results.
-    halves = Counter(fmt.storage_dtype for fmt in request.intermediates if fmt.scale is None and fmt.storage_dtype in _HALVES)
+    halves = Counter(fmt.storage_dtype for fmt in request.intermediates if fmt.scale is None and fmt.storage_dtype in _FLOATS_16)
     for dtype, count in halves.items():
         tolerance = tolerance.widened(_of_several(dtype, count))
     if any(map(_is_fp4, operands)):
         tolerance = tolerance.widened(_FP4_OPERANDS)
     if any(map(_is_fp8, (*operands, *request.intermediates))):
-        tolerance = tolerance.widened(_FP8_PRODUCTS)
+        tolerance = tolerance.widened(_FP8_MMAS)
     if any(map(_is_fp4, request.intermediates)):
         tolerance = tolerance.widened(_FP4_INTERMEDIATES)
     return tolerance

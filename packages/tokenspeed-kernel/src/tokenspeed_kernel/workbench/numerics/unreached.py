@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tokenspeed_kernel.workbench.numerics.recipes import asked_without_values
+from tokenspeed_kernel.workbench.numerics.recipes import request_without_values
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, refusal_of, undeclared
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
@@ -62,5 +62,5 @@ def _reasons(results: Sequence[CaseResult]) -> list[str]:
 def _may_take(spec: KernelSpec, case: Case, platform: PlatformInfo) -> bool:
     """Whether a kernel's declaration accepts a case, as far as this is known without drawing values."""
     op = get_operator(spec.operator)
-    found = asked_without_values(op, case)
+    found = request_without_values(op, case)
     return found is None or refusal_of(op, spec, replace(found[0], platform=platform)) is None

@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request, gate
 
 # The fraction of free memory that copies of mutated arguments may take.
-_COPIED_SHARE = 0.25
+_COPIED_FRACTION = 0.25
 _COPIED_BYTES = 4 << 30  # the limit if free memory is unknown
 
 _one_at_a_time = threading.RLock()
@@ -69,7 +69,7 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
     device = tensors[0][1].device
     written = {name: arguments[name] for name in (*op.mutates, *op.outs) if arguments[name] is not None}
     size = sum(nbytes(tensor) for name, tensor in tensors if name.partition(".")[0] in written)
-    room = torch.cuda.mem_get_info(device)[0] * _COPIED_SHARE if device.type == "cuda" else _COPIED_BYTES
+    room = torch.cuda.mem_get_info(device)[0] * _COPIED_FRACTION if device.type == "cuda" else _COPIED_BYTES
     if size > room:
         return f"copies of {', '.join(written)} would take {size / 2**30:.1f} GiB"
 

@@ -30,7 +30,7 @@ _BLURRED_US = 100.0
 _FEWEST, _MOST = 5, 300
 _ROUNDS = 4
 # The fraction of the budget for the first calls of all candidates, compilation included.
-_FIRST_SHARE = 0.7
+_FIRST_FRACTION = 0.7
 # The relative gain from which a configuration replaces a kernel's default; less is noise.
 WORTHWHILE = 0.02
 
@@ -100,7 +100,7 @@ def search(candidates: Sequence[Candidate], device: torch.device, budget_s: floa
     trials = [Trial(candidate.kernel, candidate.config) for candidate in candidates]
     best = float("inf")
     for candidate, trial in zip(candidates, trials, strict=True):
-        if not trial.own_choice and time.monotonic() - start > _FIRST_SHARE * budget_s:
+        if not trial.own_choice and time.monotonic() - start > _FIRST_FRACTION * budget_s:
             continue
         try:
             _once(candidate.call, device)
