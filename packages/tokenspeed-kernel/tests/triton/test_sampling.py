@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p, top_k_top_p_probs
-from tokenspeed_kernel.triton.sampling._guess_device import group_counts, range_of_cut
+from tokenspeed_kernel.triton.sampling._guess_device import group_counts, range_of_cutoff
 from tokenspeed_kernel.triton.sampling._rows import groups_of
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._weights_device import scale_of, token_weights, uniform
@@ -237,7 +237,7 @@ def _range(
     scale = scale_of(tl.load(temperature))
     largest = tl.max(keys, axis=0)
     counts = group_counts(keys, from_sort_key(largest), scale)
-    first, last = range_of_cut(
+    first, last = range_of_cutoff(
         logits,
         1,
         vocab,

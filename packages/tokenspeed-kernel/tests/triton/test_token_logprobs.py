@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import token_logprobs
-from tokenspeed_kernel.triton.sampling.token_logprobs import _LANES, cut_of
+from tokenspeed_kernel.triton.sampling.token_logprobs import _LANES, split_of
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
@@ -48,7 +48,7 @@ def test_fewer_groups_than_tokens_wanted(vocab: int) -> None:
 
 def test_groups_are_larger_in_a_large_vocabulary() -> None:
     logits = normal(1, 300_000).to(DEVICE)
-    assert cut_of(1, 300_000, 1000).group > cut_of(1, 200_000, 1000).group
+    assert split_of(1, 300_000, 1000).group > split_of(1, 200_000, 1000).group
     agree(logits, 20)
 
 
@@ -56,7 +56,7 @@ def test_groups_are_larger_in_a_large_vocabulary() -> None:
 def test_largest_logits_in_groups_that_share_a_lane(top_k: int) -> None:
     """Of one lane all that is wanted, in one row above all else, and in another tied with a group of another lane."""
     logits = normal(2, 70_000)
-    size = cut_of(2, 70_000, 1).group
+    size = split_of(2, 70_000, 1).group
     sharing = torch.arange(3, 70_000 // size, _LANES)
     assert len(sharing) > 8  # more than one chunk of groups
     tokens = (sharing[:, None] * size + torch.tensor([0, 5, size - 1])).flatten()

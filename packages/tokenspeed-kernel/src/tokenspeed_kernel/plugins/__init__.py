@@ -1,13 +1,14 @@
 """Kernels from other packages.
 
-A package offers kernels through an entry point of the group ``tokenspeed_kernel.plugins``, whose object is a function without
+A package registers kernels through an entry point of the group ``tokenspeed_kernel.plugins``, whose object is a function without
 parameters that calls `register_kernel`::
 
     [project.entry-points."tokenspeed_kernel.plugins"]
     my-kernels = "my_package.plugin:register"
 
-The core discovers plugins when it is imported. Each registers alone: all of its kernels or, if it raises, none of them, and
-its failure is kept with the traceback (`plugin_failures`, ``tokenspeed-kernel doctor``) while the others go on.
+The core discovers plugins when it is imported. Each plugin registers all of its kernels or, if it raises an error, none of them.
+The failure is recorded with its traceback (`plugin_failures`, ``tokenspeed-kernel doctor``), and the other plugins are still
+loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class PluginFailure:
-    """A plugin that could not register, and why: ``error`` in one line, ``traceback`` in full."""
+    """A plugin that failed to register: ``error`` is the reason in one line, ``traceback`` the full traceback."""
 
     name: str
     package: str
@@ -60,10 +61,10 @@ _lock = threading.RLock()
 _loaded: dict[str, PluginInfo] = {}
 _failed: dict[str, PluginFailure] = {}
 _disabled: set[str] = set()
-# Of each loaded plugin: what its kernels were registered with. A plugin's modules are run once, and may declare kernels when they
-# are imported, so that its function cannot be relied on to register them a second time.
+# The declarations of each loaded plugin's kernels. A plugin's modules run once, and may declare kernels when they are imported, so
+# its function may not register them a second time.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
-# The registry that everything is in; another one is there after `KernelRegistry.reset`.
+# The registry that has been filled; `KernelRegistry.reset` replaces it by another one.
 _filled: KernelRegistry | None = None
 
 CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
@@ -71,19 +72,18 @@ CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
 
 
 def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
-    """Loads the plugins that are installed; those that are disabled are left out. The core's own kernels are registered before
-    them, if they are not in the registry yet.
+    """Loads all installed plugins that are not disabled. The core's own kernels are registered first, if they are not yet.
 
     Args:
-        force: look again; plugins that are loaded already stay as they are, failed ones are tried again. After
-            `KernelRegistry.reset` the kernels of the core and of all plugins are registered again.
+        force: discover again. Loaded plugins are unchanged, and failed ones are retried. After `KernelRegistry.reset` the kernels
+            of the core and of all plugins are registered again.
 
     Returns:
         The loaded plugins.
 
     Warns:
-        PluginWarning: a plugin failed, or is left out because another package's plugin has its name; the settings disable a plugin
-            that is not installed; or a kernel implements an operator that is not declared.
+        PluginWarning: a plugin failed, or is ignored because another package's plugin has the same name; the settings disable a
+            plugin that is not installed; or a kernel implements an operator that is not declared.
     """
     global _filled
     with _lock:
@@ -93,7 +93,7 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
             _register_core()
             _loaded.clear()
             _filled = KernelRegistry.get()
-        # Sorted, so that the outcome does not depend on the order in which distributions lie on disk.
+        # Sorted, so that the outcome does not depend on the order of distributions on disk.
         entries = sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value))
         for entry in entries:
             if entry.name in _disabled or config.settings().plugin_disabled(entry.name):
@@ -107,7 +107,7 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
 
 
 def _register_core() -> None:
-    """Every operator's body, and the kernels of the core."""
+    """Registers every operator's body as its reference, and the kernels of the core."""
     for op in operators():
         op.register_reference()
     for package in CORE:
@@ -115,7 +115,7 @@ def _register_core() -> None:
 
 
 def _warn_of_unknown_names(installed: set[str]) -> None:
-    """Warns of names in settings and declarations that nothing has. They can be told only now that everything is declared."""
+    """Warns of unknown names in settings and declarations. This is possible only after everything is declared."""
     declared = [(op.family, op.mode) for op in operators()]
     config.warn_about_unknown_overrides(declared)
     variable = config.PREFIX + "DISABLE_PLUGINS"
@@ -129,7 +129,7 @@ def _warn_of_unknown_names(installed: set[str]) -> None:
 
 
 def _warn(message: str) -> None:
-    """A warning at whoever imports the core, or calls `discover_plugins`."""
+    """Issues a warning at the code that imports the core or calls `discover_plugins`."""
     warnings.warn(message, PluginWarning, stacklevel=4)
 
 
@@ -157,7 +157,7 @@ def _load(entry: metadata.EntryPoint) -> None:
                 if not callable(register):
                     raise TypeError(f"{entry.value} must be a function without parameters, got {register!r}")
                 register()
-    except (Exception, SystemExit) as error:  # whatever a plugin does wrong is its own failure, kept and shown
+    except (Exception, SystemExit) as error:  # any error of a plugin is recorded as its failure
         _failed[entry.name] = PluginFailure(
             entry.name, package, version, f"{type(error).__name__}: {error}", traceback.format_exc()
         )
@@ -173,7 +173,7 @@ def _load(entry: metadata.EntryPoint) -> None:
 
 
 def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | str]]) -> None:
-    """Offers kernels to everyone that were registered before, in a registry that may be another one."""
+    """Publishes kernels that were registered before, in a registry that may be a new one."""
     registry = KernelRegistry.get()
     for spec, impl in declared:
         if not registry.has(spec):
@@ -182,30 +182,31 @@ def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | st
 
 
 def list_plugins() -> list[PluginInfo]:
-    """The loaded plugins, by name."""
+    """Returns the loaded plugins, by name."""
     with _lock:
         return [_loaded[name] for name in sorted(_loaded)]
 
 
 def plugin_failures() -> list[PluginFailure]:
-    """The plugins that failed to load, by name."""
+    """Returns the plugins that failed to load, by name."""
     with _lock:
         return [_failed[name] for name in sorted(_failed)]
 
 
 def disabled_plugins() -> list[str]:
-    """Names of installed plugins that were left out on request."""
+    """Returns the names of installed plugins that are disabled."""
     with _lock:
         names = {entry.name for entry in metadata.entry_points(group=GROUP)}
         return sorted(n for n in names if n in _disabled or config.settings().plugin_disabled(n))
 
 
 def disable_plugin(name: str) -> None:
-    """Offers a plugin's kernels to nobody any more, and keeps it from being loaded in this process. They still serve the functions
-    of their own package.
+    """Withdraws a plugin's kernels, and prevents it from being loaded in this process.
+
+    The kernels remain available to the functions of their own package.
 
     Raises:
-        KeyError: it is neither loaded, nor failed, nor installed.
+        KeyError: the plugin is neither loaded, nor failed, nor installed.
     """
     with _lock:
         installed = {entry.name for entry in metadata.entry_points(group=GROUP)}

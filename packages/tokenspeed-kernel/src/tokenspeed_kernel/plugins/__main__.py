@@ -1,4 +1,4 @@
-"""``python -m tokenspeed_kernel.plugins``: the installed plugins."""
+"""``python -m tokenspeed_kernel.plugins`` lists the installed plugins."""
 
 from tokenspeed_kernel.__main__ import main
 

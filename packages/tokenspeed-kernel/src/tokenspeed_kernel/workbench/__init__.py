@@ -1,1 +1,1 @@
-"""The workbench: verifying, measuring, tuning, recording and explaining kernels; nothing that a call needs."""
+"""The workbench: tools that verify, time, tune, record and explain kernels. No call of an operator needs it."""

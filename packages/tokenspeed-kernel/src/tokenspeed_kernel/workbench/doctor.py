@@ -1,4 +1,4 @@
-"""The state of this installation: platform, versions, settings, plugins, and what to do about what is wrong."""
+"""Diagnoses this installation: platform, versions, settings, plugins, and remedies for problems."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenspeed_kernel_base.selection import selection_policy
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting in force and where it comes from."""
+    """A setting in effect, and its source."""
 
     name: str
     value: str
@@ -36,12 +36,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know or to do.
+    """A problem or a piece of advice.
 
     Attributes:
-        problem: it is wrong and makes the examination fail; otherwise it is advice.
-        what: what was found.
-        remedy: what to do about it.
+        problem: whether it is an error, which makes the diagnosis fail; otherwise it is advice.
+        what: the finding.
+        remedy: how to fix it.
     """
 
     problem: bool
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The whole examination. ``load_failures``: kernels whose code could not be imported, with the traceback."""
+    """The complete diagnosis. ``load_failures``: kernels whose code could not be imported, with the traceback."""
 
     platform: dict[str, Any]
     versions: dict[str, str]
@@ -68,12 +68,12 @@ class Diagnosis:
         return not any(finding.problem for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         return {"healthy": self.healthy, **dataclasses.asdict(self)}
 
 
 def diagnose() -> Diagnosis:
-    """Examines this process and its installation. Raises nothing for what is wrong with them."""
+    """Examines this process and its installation. Problems become findings, not exceptions."""
     findings: list[Finding] = []
     try:
         config.settings()
@@ -207,7 +207,7 @@ def _check_plugins(findings: list[Finding]) -> None:
     ]
 
 
-# Where Linux shows that there is a GPU, whether or not PyTorch can use it.
+# Files that exist on Linux if a GPU driver is loaded, whether or not PyTorch can use the GPU.
 _GPU_FILES = {"CUDA": "/proc/driver/nvidia/version", "ROCm": "/sys/module/amdgpu/version"}
 
 

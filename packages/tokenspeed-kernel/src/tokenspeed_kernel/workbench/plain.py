@@ -1,4 +1,4 @@
-"""Dataclasses from plain values, as JSON holds them. The other direction is `dataclasses.asdict`."""
+"""Builds dataclasses from plain values, as read from JSON. The inverse is `dataclasses.asdict`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 def from_plain(kind: type[T], value: Any) -> T:
-    """An instance of a dataclass. Keys that it does not know are left out, as a later release may have written them.
+    """Builds an instance of a dataclass. Unknown keys are ignored, because a later release may have written them.
 
     Args:
-        kind: a dataclass of dataclasses, numbers, flags, text, literals, tuples, mappings from text, and optional ones of these.
-        value: what was read.
+        kind: a dataclass whose fields are dataclasses, numbers, booleans, strings, literals, tuples, mappings with string keys, or
+            optional ones of these.
+        value: the plain value.
 
     Raises:
-        ValueError: something is missing or of another type; the message says where.
+        ValueError: a field is missing or has the wrong type; the message says where.
     """
     made: T = _made(kind, value, kind.__name__.lower())
     return made

@@ -1,13 +1,13 @@
-"""Running a function in several processes, each a rank of one group of torch.distributed: a world.
+"""Runs a function in several processes, each a rank of one torch.distributed group: a *world*.
 
 ::
 
-    def ranks_of(shape): ...                       # of a module: the processes import it
+    def ranks_of(shape): ...                       # defined in a module that the processes can import
 
-    results = run_world(ranks_of, 2, (shape,))     # what each rank returned
+    results = run_world(ranks_of, 2, (shape,))     # one result per rank
 
-Cases with a ``world_size`` are verified and timed in a world of that size. The processes are new ones, of this Python, and have
-imported what the function's module imports.
+Cases with a ``world_size`` are verified and timed in a world of that size. The processes are spawned with this Python interpreter,
+and import the function's module.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Before it is killed, a process that is to end has this long.
+# Seconds that a process has to exit before it is killed.
 _GRACE_S = 5.0
-# When one rank is wrong the others may wait for it for ever, or be about to say what is wrong with them.
+# Seconds to wait for other ranks' errors after one rank has failed: the others may hang, or be about to report their own error.
 _LINGER_S = 2.0
 
 _HOST = "127.0.0.1"
 
 
 class WorldError(RuntimeError):
-    """A rank raised an error or ended, or time was up. The message has the tracebacks.
+    """A rank raised an error or exited, or the time limit was exceeded. The message has the tracebacks.
 
     Attributes:
-        ranks: which ranks failed; of those that were still at work when time was up, all.
+        ranks: the ranks that failed, or that were still running at the time limit.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -48,17 +48,17 @@ class WorldError(RuntimeError):
 
 
 def current_size() -> int:
-    """How many processes the world has that this one is a rank of; 1 for one that is alone."""
+    """Returns the size of this process's world; 1 outside a world."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def current_rank() -> int:
-    """Which of them this one is; 0 for one that is alone."""
+    """Returns the rank of this process in its world; 0 outside a world."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def agreed(value: float) -> float:
-    """The largest of all ranks' values, so that all go by the same; the value itself for a process that is alone."""
+    """Returns the maximum over all ranks' values, so that all ranks use the same value; outside a world the value itself."""
     if current_size() == 1:
         return value
     values: list[float] = [0.0] * current_size()
@@ -67,7 +67,7 @@ def agreed(value: float) -> float:
 
 
 def gap(world_size: int, device: torch.device) -> str | None:
-    """Why there cannot be a world of so many processes on this type of device; None where there can."""
+    """Returns why a world of this size cannot run on this type of device; None if it can."""
     if not dist.is_available():
         return "this PyTorch has no torch.distributed"
     if device.type == "cuda" and torch.cuda.device_count() < world_size:
@@ -83,25 +83,27 @@ def run_world(
     device: torch.device | str = "cpu",
     time_limit_s: float = 300.0,
 ) -> list[Any]:
-    """Calls ``function(*args)`` in each of so many new processes, as ranks of one group.
+    """Calls ``function(*args)`` in each of ``world_size`` new processes, which are the ranks of one group.
 
-    On a CPU the group is gloo's. On GPUs it is nccl's, and rank r has the GPU r as its current device.
+    On CPUs the group uses gloo. On GPUs it uses nccl, and rank r has GPU r as its current device.
 
     Args:
-        function: of a module that the processes can import; it and its arguments and results are pickled, and hold no tensors.
-        world_size: how many.
-        args: the same for each.
-        device: its type says which kind of devices they are for.
-        time_limit_s: until all are done, starting them included.
+        function: defined in a module that the processes can import. The function, its arguments and its results are pickled, and
+            must hold no tensors.
+        world_size: number of processes.
+        args: arguments, the same for each rank.
+        device: its type selects CPUs or GPUs.
+        time_limit_s: seconds until all ranks must be done, process startup included.
 
     Returns:
-        What each returned, by rank.
+        The results, by rank.
 
     Raises:
-        WorldError: a rank raised an error or ended without a result, or time was up. All processes have ended then.
+        WorldError: a rank raised an error or exited without a result, or the time limit was exceeded. All processes have ended by
+            then.
     """
     kind = torch.device(device).type
-    # The operating system chooses a free port, and this process keeps it: none can take it in between.
+    # The operating system chooses a free port, and this process holds it, so that no other process can claim it in between.
     limit = timedelta(seconds=time_limit_s)
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
     context = multiprocessing.get_context("spawn")
@@ -112,7 +114,7 @@ def run_world(
             settings = rank, world_size, kind, store.port, time_limit_s
             process = context.Process(target=_run_rank, args=(theirs, settings, function, tuple(args)), daemon=True)
             process.start()
-            theirs.close()  # so that the process's end is seen as the pipe's
+            theirs.close()  # so that the end of the process closes the pipe
             processes.append(process)
             connections.append(ours)
         results = _gather(connections, time.monotonic() + time_limit_s, time_limit_s)
@@ -121,14 +123,14 @@ def run_world(
             process.terminate()
         raise
     finally:
-        for connection in connections:  # which the ranks wait for: none leaves while another still needs it
+        for connection in connections:  # the ranks wait for this: no rank exits while another still needs it
             connection.close()
         _join(processes)
     return results
 
 
 def _gather(connections: Sequence[Connection], deadline: float, time_limit_s: float) -> list[Any]:
-    """The results by rank, or the errors of all who say something."""
+    """Returns the results by rank, or raises with all errors that ranks report."""
     results: list[Any] = [None] * len(connections)
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     errors: dict[int, str] = {}
@@ -148,7 +150,7 @@ def _gather(connections: Sequence[Connection], deadline: float, time_limit_s: fl
                 deadline = min(deadline, time.monotonic() + _LINGER_S)
     size = len(connections)
     if errors:
-        # In the order in which they came: what the first one says is the reason, others may only miss the first.
+        # In order of arrival: the first error is the cause, later ones may only be consequences of the first rank's exit.
         said = "\n".join(f"rank {rank} of {size}: {error.rstrip()}" for rank, error in errors.items())
         raise WorldError(said, [*errors])
     if waiting:
@@ -170,9 +172,9 @@ def _join(processes: Sequence[Any]) -> None:
 def _run_rank(parent: Connection, settings: tuple[int, int, str, int, float], function: Callable[..., Any], args: Any) -> None:
     rank, world_size, kind, port, time_limit_s = settings
     limit = timedelta(seconds=time_limit_s)
-    # What libraries for several processes go by, too.
+    # Libraries for multi-process programs read these variables, too.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=_HOST, MASTER_PORT=str(port))
-    if sys.platform == "linux":  # gloo would look the host's name up, which not every container knows
+    if sys.platform == "linux":  # otherwise gloo resolves the host name, which fails in some containers
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         if kind == "cuda":
@@ -185,9 +187,9 @@ def _run_rank(parent: Connection, settings: tuple[int, int, str, int, float], fu
         outcome = False, traceback.format_exc()
     try:
         parent.send(outcome)
-    except Exception:  # what cannot be pickled says so in many ways
+    except Exception:  # pickling fails with many types of exceptions
         parent.send((False, traceback.format_exc()))
     with contextlib.suppress(EOFError):
-        parent.recv()  # until all are done: the parent hangs up
+        parent.recv()  # wait until the parent closes the pipe, when all ranks are done
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,13 +10,13 @@ from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 @triton.jit
 def clamp_gated(gate, up, limit):
-    """``min(gate, limit)`` and ``min(max(up, -limit), limit)``, where NaN stays NaN."""
+    """Returns ``min(gate, limit)`` and ``min(max(up, -limit), limit)``; NaN stays NaN."""
     return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
 
 
 @triton.jit
 def gated(gate, up, alpha, beta):
-    """``(up + beta) * gate * sigmoid(alpha * gate)``, all float32."""
+    """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``, all float32."""
     return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 
@@ -36,7 +36,7 @@ def gate_tile(
     INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Columns from ``first`` on of the result's rows ``[ROWS, 1]``, float32 ``[ROWS, COLUMNS]``, 0 outside."""
+    """Computes a tile of the result, float32 ``[ROWS, COLUMNS]``, 0 outside: rows ``[ROWS, 1]``, and columns from ``first`` on."""
     column = first + tl.arange(0, COLUMNS)[None, :]
     row_inside = row < rows
     row = row.to(tl.int64)

@@ -1,7 +1,7 @@
-"""Gated activations and quantisation of their result, in one launch: a program takes a tile of rows and of columns of the result.
+"""Gated activations fused with quantisation: one program per tile of the result.
 
-The result is rounded to x's dtype, and that is quantised in registers. Where a row has one scale, a program takes whole rows; rows
-too long to be held are computed twice, the second time from the cache.
+The result is rounded to x's dtype, and quantised in registers. With one scale per row, a program computes whole rows. Rows that do
+not fit in registers are computed twice, the second time from the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SWIGLU: dict[str, Any] = {"interleaved": any, "limit": any}
 
 
 class Activation(NamedTuple):
-    """What is computed. ``plain``: `silu_and_mul`; else `swiglu` with these."""
+    """The activation. ``plain``: `silu_and_mul`; otherwise `swiglu` with the other fields."""
 
     plain: bool
     alpha: float = 1.0
@@ -50,25 +50,25 @@ class Activation(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program makes: rows and columns of the result, both powers of two, and its warps."""
+    """A program's tile of the result: rows and columns, both powers of two; and warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# Of a whole row a thread holds at most 32 elements of the result, and those of gate and up until it is made. Longer rows are read
-# twice, in steps of this many columns, which a thread has 16 of.
+# With one scale per row, a thread holds at most 32 elements of the result, and the gate and up elements until it has computed them.
+# Longer rows are read twice, in steps of _STEP columns, 16 per thread.
 _ELEMENTS_A_WARP, _WARPS, _LONGEST_ROW = 512, 16, 16384
 _STEP, _STEP_WARPS = 4096, 8
-# Few rows are held up to twice that length, by as many threads as there can be: with a program to a multiprocessor or fewer, nobody
-# else would work while a row is read the second time. Where a warp has 64 threads, there can be no more of them.
+# With at most one row per SM/CU, rows of up to twice that length are held, with the most threads that a program can have: no other
+# program would hide the latency of a second read. AMD's programs cannot have more than 16 waves of 64 threads.
 _MOST_WARPS = {"nvidia": 32, "any": 16}
 
 
 @functools.cache
 def tile_of(intermediate: int, least: int, most_warps: int = _WARPS) -> Tile:
-    """The tile for results of this many columns; `least_columns` of the form."""
+    """Returns the tile for results of this many columns. ``least``: `least_columns` of the form."""
     if least != ROW:
         tile = tile_for(intermediate)
         columns = max(tile.columns, least)
@@ -89,7 +89,7 @@ def _launch(
     out: Tensor | None,
     scale_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Codes, and scales where they are made. ``dtype``: of the codes."""
+    """Returns the quantised values, and the scales if they are computed. ``dtype``: dtype of the quantised values."""
     intermediate = x.shape[-1] // 2
     stored = stored_for(x, (*x.shape[:-1], intermediate), form, dtype, out, scale_out)
     if stored.codes.numel():

@@ -33,7 +33,7 @@ def _rounded_tile(
     COLUMNS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`gate_tile`, rounded to x's dtype."""
+    """Returns `gate_tile`, rounded to x's dtype."""
     made = gate_tile(x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS)
     return round_to(made, x.dtype.element_ty, INTERPRETED).to(tl.float32)
 
@@ -60,7 +60,8 @@ def gated_quantize_kernel(
     TWICE: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """``TWICE``: a program takes one row, whose tiles it computes first for its largest magnitude, and then again."""
+    """Computes and quantises a tile. With ``TWICE`` a program computes all tiles of one row twice: for the amax, then to
+    quantise."""
     INTERPRETED: tl.constexpr = FORM.interpreted
     first_row, before = rows_of_program(tl.program_id(0) // column_tiles, programs, rows, ROWS, FORM)
     if FORM.scales == "tiles":

@@ -1,1 +1,1 @@
-"""Portable kernels between processes that reach one another's memory."""
+"""Portable communication kernels between ranks that access each other's memory directly (peer memory)."""

@@ -1,4 +1,4 @@
-"""The launch of the all-reduces between peers."""
+"""Launches the all-reduces over peer memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Config(NamedTuple):
-    """How programs are shaped.
+    """Launch configuration.
 
     Attributes:
-        warps: of a program.
-        pack: vectors that a thread waits for at once; 0 asks for all of a program's until all are there, on any processor.
-        programs: on a multiprocessor, at most. They start in order and there are as many on every rank, so that those which do not
-            fit at once wait for none that comes later.
-        early: whether the launch begins before the previous kernel has ended, to wait for its end on the device.
+        warps: warps per program.
+        pack: 16-byte vectors that a thread polls at once. With 0 the whole program polls all its vectors until all have arrived,
+            which works on any processor.
+        programs: the most programs per SM/CU. Programs start in order and every rank launches equally many, so a program that is
+            not resident yet never blocks one that started earlier.
+        early: whether the kernel is launched with PDL. Then it starts before the preceding kernel has ended, and waits for it on
+            the device.
     """
 
     warps: int
@@ -41,8 +43,9 @@ class Config(NamedTuple):
     early: bool
 
 
-# Two H200s, all_reduce_rmsnorm with a residual, [rows, 2880] in bf16, one shot, us a call in a graph of 20, by warps/pack/programs:
-#    1 row:    8/2/1 2.77, 16/1/1 3.04 (3.49 without an early launch), 4/4/1 3.14, 8/0/1 3.22
+# Two H200s, all_reduce_rmsnorm with a residual, [rows, 2880] in bf16, one shot, us per call in a graph of 20 calls, by
+# warps/pack/programs (in parentheses: without PDL):
+#    1 row:    8/2/1 2.77, 16/1/1 3.04 (3.49), 4/4/1 3.14, 8/0/1 3.22
 #   16 rows:   8/2/1 3.24, 16/1/1 3.41 (3.92), 8/0/1 3.58, 4/4/1 3.61
 #   64 rows:   16/1/1 4.47 (4.87), 8/0/1 4.52, 8/2/1 4.70, 4/4/1 5.03
 #   256 rows:  16/1/2 7.72, 8/2/2 8.33, 4/4/2 8.56, 16/1/1 9.30
@@ -51,16 +54,16 @@ class Config(NamedTuple):
 _FEW = Config(8, 2, 1, True)
 _SOME = Config(16, 1, 2, True)
 _MANY = Config(4, 4, 4, True)
-# Rows up to which each is the best.
+# The most rows for which _FEW and _SOME are fastest.
 _FEW_ROWS, _SOME_ROWS = 32, 512
-# Vectors of a row up to which few warps have registers enough to quantise it, too.
+# The longest row, in vectors, that the few warps of a config can also quantise without running out of registers.
 _QUANTISED_BY_FEW = 512
-# Compiled for AMD GPUs, and interpreted on CPUs, one program after another.
+# For AMD GPUs, and for CPUs, where Triton interprets one program after another.
 _ANYWHERE = Config(4, 0, 1, False)
 
 
 class _Encoding(NamedTuple):
-    """What the kernels are told of results in 8 bits: see `finish` in the device code."""
+    """Compile-time parameters of the fp8 output: see `finish` in the device code."""
 
     GROUP: int
     FORMAT: str
@@ -73,7 +76,7 @@ _NOT_ENCODED = _Encoding(0, "", 0.0, False, False)
 
 
 def config_for(rows: int, device: torch.device) -> Config:
-    """The shape of programs for so many rows on a device."""
+    """Returns the launch configuration for a number of rows on a device."""
     if not for_architecture({"nvidia": True, "any": False}, device):
         return _ANYWHERE
     config = _FEW if rows <= _FEW_ROWS else _SOME if rows <= _SOME_ROWS else _MANY
@@ -81,13 +84,16 @@ def config_for(rows: int, device: torch.device) -> Config:
 
 
 def threads_of(config: Config, device: torch.device) -> int:
-    """Threads of a program. A tile of vectors that are sent or waited for has at least as many, so that none has two threads: what
-    one of them sees or sends later than the other would be taken for something else."""
+    """Returns the threads of a program.
+
+    A tile of vectors that are sent or polled has at least this many vectors, so that no vector is replicated across threads. A
+    replica that is sent or read late would be mistaken for data of another call.
+    """
     return config.warps * for_architecture({"amd": 64, "any": 32}, device)
 
 
 def most_programs(config: Config, device: torch.device) -> int:
-    """How many programs a launch has at most; they take rows in turns."""
+    """Returns the most programs of a launch. Programs walk over the rows in a grid-stride loop."""
     return config.programs * for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted one by one
 
 
@@ -106,20 +112,20 @@ def exchange(
     scale_out: Tensor | None = None,
     group_size: int = 0,
 ) -> None:
-    """Launches one all-reduce, with what follows it.
+    """Launches one all-reduce, optionally fused with residual add, RMSNorm and fp8 quantisation.
 
     Args:
-        operator: whose call it is, for messages.
+        operator: the operator's name, for error messages.
         protocol: `ONE_SHOT` or `TWO_SHOT`.
         x, out, residual, residual_out: contiguous.
-        row: elements of a row; the last one may be short.
-        weight: scales the normalised sum; None for the sum itself.
-        config: how programs are shaped, if not as `config_for` says.
-        scale_out: receives the scales, if out is of an 8-bit float.
-        group_size: elements of a row that share one, as many as some power of two of vectors has; 0 for the whole row.
+        row: elements per row; the last row may be shorter.
+        weight: the RMSNorm weight; None returns the plain sum.
+        config: overrides the launch configuration of `config_for`.
+        scale_out: receives the scales if out is fp8.
+        group_size: elements that share a scale, a power of two of 16-byte vectors; 0 for one scale per row.
 
     Raises:
-        ValueError: the group has no peer memory, or too little; or (at the first call) another rank calls something else.
+        ValueError: the group has no peer memory, or too little; or (at the first call) another rank makes a different call.
         RuntimeError: at the first call, not every rank called in time.
     """
     nbytes = x.numel() * x.element_size()
@@ -185,7 +191,9 @@ def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
 
 
 def checked_peers(operator: str, protocol: str, group: ProcessGroup, nbytes: int, row_bytes: int) -> PeerMemory:
-    """The memory of a group, which holds a message. Calls that name the kernel come here without having been asked.
+    """Returns a group's peer memory after checking that a message fits it.
+
+    Calls that name the kernel bypass the selector, so this function checks again.
 
     Raises:
         ValueError: the group has no peer memory, or too little.

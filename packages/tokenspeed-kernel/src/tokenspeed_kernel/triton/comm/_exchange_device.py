@@ -1,15 +1,15 @@
-"""Device code of the all-reduces between peers, with or without the residual add, normalisation and quantisation of their result.
+"""Device code of the all-reduces over peer memory, optionally fused with residual add, RMSNorm and quantisation.
 
-One program works on a row at a time, in turns: it sends its own row, waits for those of the other ranks, and adds them in the order
-of the ranks, so that every rank gets the same bits.
+A program processes one row at a time in a grid-stride loop. It sends its own row, waits for the rows of the other ranks, and adds
+them in rank order, so that every rank gets the same bits.
 
-*One shot*: every rank sends every row to every other rank, and each adds them all. One trip.
-*Two shots*: row r belongs to rank r mod world size. The others send it to its owner, who adds them and sends the sum to all. Two
-trips, and 2 / world size of the bytes. Every rank normalises all sums itself, because sending normalised rows as well would take as
-long again.
+*One shot*: every rank sends every row to every other rank, and each rank adds all of them. This takes one trip.
+*Two shots*: row r is owned by rank r mod world size. The other ranks send the row to its owner, which adds them and sends the sum
+to all. This takes two trips and moves 2 / world size of the bytes. Every rank normalises all sums itself, because sending the
+normalised rows as well would take as long again.
 
-Memory that waits for vectors is there twice, for calls in turns. Each unit of 512 bytes of it has a generation, which says how
-often it was used, and so whose turn it is; see `tokenspeed_kernel_base.ops.comm.peers`.
+Receive buffers are double-buffered: successive calls alternate between two halves. Each block of 512 bytes (``UNIT``) has a
+generation counter of its uses, whose parity selects the half; see `tokenspeed_kernel_base.ops.comm.peers`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_fp8, larger, largest, prepare_divisor
 from tokenspeed_kernel.triton.quantization.quantize_fp8_device import scale_of
 
-# Vectors that share a generation.
+# 16-byte vectors that share a generation counter (512 bytes).
 UNIT_VECTORS = tl.constexpr(32)
 
 
 @triton.jit
-def turns(rows):
-    """How many rows this program works on, one after another."""
+def trip_count(rows):
+    """Returns how many rows this program processes in its grid-stride loop."""
     return (rows - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
 
 
 @triton.jit
 def load_row(start, row, column, inside, ROW: tl.constexpr):
-    """The words of a row that lies densely behind ``start``; zeros outside of it."""
+    """Loads a row of a dense tensor at ``start`` as int32 words ``[vectors, 4]``, with zeros outside the row."""
     vector = row.to(tl.int64) * ROW + column
     at = start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :]
     return tl.load(at, inside[:, None], other=0)
@@ -50,19 +50,19 @@ def store_row(start, row, column, inside, words, ROW: tl.constexpr):
 
 @triton.jit
 def row_inside(row, column, total, ROW: tl.constexpr):
-    """Which vectors of a row there are; the last row may be short."""
+    """Masks the valid vectors of a row; the last row may be shorter."""
     return (column < ROW) & (row.to(tl.int64) * ROW + column < total)
 
 
 @triton.jit
 def from_other(inside, rank, other, column):
-    """Which vectors another rank sends: none if it is this one."""
+    """Masks the vectors that rank ``other`` sends: none if it is this rank."""
     return inside & (column * 0 + rank != other)
 
 
 @triton.jit
 def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
-    """Where the vectors of a row go in memory that waits, in bytes from its start; and the generations of their units."""
+    """Returns the byte offsets of a row's vectors in the receive buffer, and the generations of their 512-byte blocks."""
     unit = position * UNITS + column // UNIT_VECTORS
     generation = tl.load(generations + unit, mask=inside, other=0)
     return (generation & 1).to(tl.int64) * half + (position.to(tl.int64) * (UNITS * UNIT_VECTORS) + column) * VECTOR, generation
@@ -70,7 +70,7 @@ def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
 
 @triton.jit
 def next_generation(generations, position, column, inside, generation, UNITS: tl.constexpr):
-    """To be called after a barrier, when all threads have read the generation."""
+    """Increments the generations. Call it after a barrier, when all threads have read the old generation."""
     first = inside & (column % UNIT_VECTORS == 0)
     tl.store(generations + position * UNITS + column // UNIT_VECTORS, generation + 1, mask=first)
 
@@ -92,9 +92,9 @@ def store_fp8(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Writes a row in 8 bits, with a scale for each ``GROUP`` of its vectors.
+    """Quantises a row to fp8 with one scale per ``GROUP`` vectors.
 
-    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside of the row. GROUP: a power of two.
+    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside the row. GROUP: a power of two.
     """
     BLOCK: tl.constexpr = first.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -112,7 +112,7 @@ def store_fp8(
     ITEM: tl.constexpr = 8 if PAIRS else 4
     quotient = divide(first, factor, divisor, reciprocal, INTERPRETED, STEPS)
     if PAIRS:
-        # Side by side before they are converted: bytes that are put together afterwards come out wrong of ptxas 12.8.
+        # Interleave the pairs before the conversion to fp8: ptxas 12.8 miscompiles an interleave of the converted bytes.
         quotient = tl.interleave(quotient, divide(second, factor, divisor, reciprocal, INTERPRETED, STEPS))
     at = (row.to(tl.int64) * ROW + column)[:, None] * ITEM + tl.arange(0, ITEM)[None, :]
     tl.store(out + at, encode_fp8(quotient, FORMAT, NATIVE), mask=inside[:, None])
@@ -142,8 +142,10 @@ def finish(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Writes a row's sum, or what follows from it. ``scales``, ``added``: words of the weight and of the residual. GROUP: vectors
-    that share a scale, if the result is written in 8 bits, else 0."""
+    """Epilogue of a row: stores the sum, or adds the residual, normalises and quantises it.
+
+    ``scales``, ``added``: words of the weight and of the residual. GROUP: vectors that share a scale for fp8 output, else 0.
+    """
     if NORM:
         first, second = rounded(first, DTYPE), rounded(second, DTYPE)
         if RESIDUAL:
@@ -202,8 +204,8 @@ def one_shot_kernel(
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = load_row(weight, rank * 0, column, column < ROW, ROW)
-    for turn in range(1 if ONCE else turns(rows)):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(1 if ONCE else trip_count(rows)):
+        row = tl.program_id(0) + iteration * tl.num_programs(0)
         inside = row_inside(row, column, total, ROW)
         slot, generation = slot_of(generations, row, column, inside, half, UNITS)
         own = load_row(x, row, column, inside, ROW)
@@ -277,12 +279,12 @@ def two_shot_kernel(
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = load_row(weight, rank * 0, column, column < ROW, ROW)
-    for turn in range(1 if ONCE else turns(rows)):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(1 if ONCE else trip_count(rows)):
+        row = tl.program_id(0) + iteration * tl.num_programs(0)
         owner = row % WORLD
         position = row // WORLD
         inside = row_inside(row, column, total, ROW)
-        # Generations of memory at the owner: every rank counts those of all owners.
+        # Generations of the receive buffer at the owner: every rank counts them for all owners.
         owned = generations + owner * units
         slot, generation = slot_of(owned, position, column, inside, half, UNITS)
         sum_slot, sum_generation = slot_of(sum_generations, row, column, inside, sum_capacity, UNITS)
@@ -292,7 +294,7 @@ def two_shot_kernel(
             added = load_row(residual, row, column, inside, ROW)
         if owner != rank:
             for index in tl.static_range(WORLD - 1):
-                # Targets begin with the rank behind this one.
+                # targets[0] is the next rank's buffer, targets[1] that of the rank after it, and so on.
                 to_owner = inside & (column * 0 + (rank + 1 + index) % WORLD == owner)
                 push(targets[index] + slot, sendable(own, DTYPE), to_owner)
             total_words = poll(sum_source + sum_slot, inside, limit, PACK)
@@ -305,7 +307,7 @@ def two_shot_kernel(
                 first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
                 first += first_part
                 second += second_part
-            # What the others receive, and nothing else, so that all have the same bits.
+            # The owner uses the same rounded words that it sends, so that all ranks have the same bits.
             total_words = sendable(pack(first, second, DTYPE), DTYPE)
             for index in tl.static_range(WORLD - 1):
                 push(sum_targets[index] + sum_slot, total_words, inside)

@@ -1,9 +1,9 @@
-"""How a kernel sends vectors of 16 bytes to other ranks, and waits for theirs.
+"""Stores 16-byte vectors to the memory of other ranks, and polls for theirs.
 
-A vector's arrival is seen by its value. Memory that waits for vectors holds `SENTINEL` in every 32-bit word, and no word that is
-sent has that value. Words arrive whole, so a vector is there when none of its four words is the sentinel, and no flag, fence or
-second trip is needed. Whoever reads a vector puts the sentinel back (this is the low-latency protocol of NCCL, and the one-shot
-all-reduce of TensorRT-LLM).
+The value itself signals a vector's arrival. A receive buffer holds `SENTINEL` in every 32-bit word, and no sent word has that
+value. A 32-bit word is never torn, so a vector has arrived when none of its four words is the sentinel. No flag, fence or second
+trip is needed. The reader of a vector resets it to the sentinel. NCCL's low-latency protocol and the one-shot all-reduce of
+TensorRT-LLM work in the same way.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# 0x80008000: two negative zeros of 16 bits.
+# 0x80008000: two negative zeros of a 16-bit float.
 SENTINEL = tl.constexpr(-2147450880)
 _SENTINEL_HEX = "0x80008000"
 
 VECTOR = tl.constexpr(16)
-"""Bytes of a vector."""
+"""Bytes per vector."""
 
 
 def _poll_asm(pack: int) -> str:
-    """Loads ``pack`` vectors until all their words have arrived; those that are not active give zeros.
+    """Returns PTX that loads ``pack`` vectors until all their words have arrived. Inactive vectors are zeros.
 
-    Every 65536 turns the time is compared, and a wait longer than the limit (in ns) traps: the launch fails, and nothing hangs.
+    Every 65536 iterations the loop reads the timer. It traps after a wait longer than the limit (in ns), so that the launch fails
+    instead of hanging.
     """
     word = [[f"${plane * pack + item}" for plane in range(4)] for item in range(pack)]
     address = [f"${4 * pack + item}" for item in range(pack)]
@@ -89,16 +90,16 @@ mov.b32 $0, 0;
 
 @triton.jit
 def words_at(address):
-    """Pointers to the words of vectors, ``[vectors, 4]``, from their addresses, int64 ``[vectors]``."""
+    """Converts the addresses of vectors, int64 ``[vectors]``, to pointers to their words, ``[vectors, 4]``."""
     return address[:, None].to(tl.pointer_type(tl.int32)) + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
 def push(address, words, active):
-    """Sends vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``.
+    """Stores vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``.
 
-    There must be at least as many vectors as threads. Fewer would be sent by several threads each, and what one of them sends late
-    could arrive after the receiver has put the sentinel back, to be taken for a vector of a later call.
+    There must be at least as many vectors as threads. With fewer, Triton replicates each vector across threads. A late replica
+    could arrive after the receiver has reset the sentinel, and be mistaken for a vector of a later call.
     """
     if _INTERPRETED or not is_cuda():
         tl.store(words_at(address), words, mask=active[:, None])
@@ -119,14 +120,14 @@ def push(address, words, active):
 
 @triton.jit
 def poll(address, active, limit, PACK: tl.constexpr):
-    """Waits for the vectors at addresses, int64 ``[vectors]``: int32 ``[vectors, 4]``; zeros where not ``active``.
+    """Polls the vectors at addresses, int64 ``[vectors]``, and returns int32 ``[vectors, 4]``, zeros where not ``active``.
 
-    ``limit``: int64, the longest wait in ns. PACK: how many vectors a thread waits for at once; 0 is for any processor: the program
-    asks for all of them until all are there.
+    ``limit``: int64, the longest wait in ns. PACK: how many vectors a thread polls at once. With PACK = 0 the program polls all its
+    vectors until all have arrived, without a time limit; this works on any processor.
     """
     if _INTERPRETED or not is_cuda() or PACK == 0:
-        # Without a mask, so that no branch of the loop differs between threads: LLVM would let some leave it before others, and its
-        # barriers would wait for those. The least address is one of the tile's memory.
+        # The load has no mask, so that the loop has no divergent branch. With one, LLVM would let some threads leave the loop
+        # before others, and the loop's barriers would wait for them. Inactive lanes read the smallest address, which is valid.
         at = words_at(tl.where(active, address, tl.min(address, axis=0)))
         words = tl.load(at, volatile=True)
         while tl.max(tl.max(((words == SENTINEL) & active[:, None]).to(tl.int32), axis=1), axis=0) != 0:
@@ -149,20 +150,20 @@ def poll(address, active, limit, PACK: tl.constexpr):
 
 @triton.jit
 def clear(address, active):
-    """Puts the sentinel back. A barrier must come before, because another thread may still wait for the vector."""
+    """Resets vectors to the sentinel. A barrier must precede, because another thread may still be polling the vector."""
     push(address, tl.full((address.shape[0], 4), SENTINEL, tl.int32), active)
 
 
 @triton.jit
 def sendable(words, dtype: tl.constexpr):
-    """Replaces the sentinel: two negative zeros become positive ones, and a float32 changes by less than 2e-45."""
+    """Replaces words equal to the sentinel: two 16-bit negative zeros become +0, and a float32 changes by less than 2e-45."""
     replacement: tl.constexpr = SENTINEL + 1 if dtype == tl.float32 else 0
     return tl.where(words == SENTINEL, replacement, words)
 
 
 @triton.jit
 def unpack(words, dtype: tl.constexpr):
-    """Returns the elements of words as float32, first and second ones of pairs. For float32 the second ones are zeros."""
+    """Returns the first and the second element of each word as float32. For float32 the second elements are zeros."""
     if dtype == tl.float32:
         first = words.to(tl.float32, bitcast=True)
         second = tl.zeros_like(first)
@@ -177,7 +178,7 @@ def unpack(words, dtype: tl.constexpr):
 
 @triton.jit
 def pack(first, second, dtype: tl.constexpr):
-    """Words of rounded elements, see `unpack`."""
+    """Rounds elements to ``dtype`` and packs them into words: the inverse of `unpack`."""
     if dtype == tl.float32:
         words = first.to(tl.int32, bitcast=True)
     else:
@@ -188,5 +189,5 @@ def pack(first, second, dtype: tl.constexpr):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """float32 values, rounded to a dtype."""
+    """Rounds float32 values to the precision of a dtype, and returns float32."""
     return round_to(value, dtype, _INTERPRETED).to(tl.float32)

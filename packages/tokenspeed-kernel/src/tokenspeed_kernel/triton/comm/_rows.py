@@ -1,4 +1,4 @@
-"""Launches of the operators that send rows between peers: each row goes only to the ranks that need it."""
+"""Launches the operators that send rows over peer memory: each row goes only to the ranks that need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """Launches `all_gather`. Tensors are contiguous, and x is not empty."""
+    """Launches `all_gather`. Tensors are contiguous and x is not empty."""
     nbytes = x.numel() * x.element_size()
     peers = checked_peers("all_gather", ONE_SHOT, group, nbytes, CHUNK)
     group.check_agreement("all_gather", x=x, by=ONE_SHOT)
@@ -24,7 +24,7 @@ def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """Launches `reduce_scatter`. Tensors are contiguous, and x is not empty."""
+    """Launches `reduce_scatter`. Tensors are contiguous and x is not empty."""
     nbytes = out.numel() * out.element_size()
     peers = checked_peers("reduce_scatter", ONE_SHOT, group, nbytes, CHUNK)
     group.check_agreement("reduce_scatter", x=x, by=ONE_SHOT)
@@ -50,7 +50,7 @@ def dispatch(
     ids_out: Tensor,
     row_bytes: int,
 ) -> None:
-    """Launches `moe_dispatch`. Tensors are contiguous, and there is a token. ``row_bytes`` counts header and token."""
+    """Launches `moe_dispatch`. Tensors are contiguous and not empty. ``row_bytes`` counts the header and the token."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     peers = checked_peers("moe_dispatch", ONE_SHOT, group, tokens * row_bytes, row_bytes)
     group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts, by=ONE_SHOT)
@@ -79,7 +79,7 @@ def dispatch(
 
 
 def combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """Launches `moe_combine`. Tensors are contiguous, and there is a token."""
+    """Launches `moe_combine`. Tensors are contiguous and not empty."""
     (tokens, hidden), top_k = out.shape, ids.shape[1]
     vectors, config = hidden * x.element_size() // VECTOR, config_for(tokens, x.device)
     row_bytes = (1 + vectors) * VECTOR
@@ -109,7 +109,7 @@ def _limit(group: ProcessGroup) -> int:
 
 
 def _options(x: Tensor, group: ProcessGroup, config: Config, vectors: int, whole: int) -> dict[str, Any]:
-    """``vectors``: of a row's data; ``whole``: its header included."""
+    """Returns the compile-time parameters. ``vectors``: vectors of a row's data; ``whole``: the same, header included."""
     return {
         "WORLD": group.world_size,
         "DTYPE": common_device.DTYPES[x.dtype],

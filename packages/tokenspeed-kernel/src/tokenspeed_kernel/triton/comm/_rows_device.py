@@ -1,8 +1,8 @@
-"""Device code of the operators that send rows between peers, in one shot: each row goes only to the ranks that need it.
+"""Device code of the operators that send rows over peer memory in one shot: each row goes only to the ranks that need it.
 
-As in the all-reduces, one program works on a row at a time: it sends the row to the ranks that need it, and then waits for their
-rows. Where only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the
-receiver that the sender has finished the call before.
+As in the all-reduces, a program processes one row at a time: it sends the row to the ranks that need it, then waits for their rows.
+Where only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the receiver
+that the sender has finished the previous call.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.comm._exchange_device import UNIT_VECTORS, from_other, load_row, row_inside, slot_of, store_row, turns
+from tokenspeed_kernel.triton.comm._exchange_device import (
+    UNIT_VECTORS,
+    from_other,
+    load_row,
+    row_inside,
+    slot_of,
+    store_row,
+    trip_count,
+)
 from tokenspeed_kernel.triton.comm._peers_device import clear, pack, poll, push, sendable, unpack
 from tokenspeed_kernel.triton.common_device import start
 
 
 @triton.jit
 def _advance(generations, position, UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr):
-    """Counts one more use of a row's units. To be called after a barrier, when all threads have read their generations."""
+    """Increments the generations of a row's 512-byte blocks. Call it after a barrier, when all threads have read them."""
     unit = tl.arange(0, BLOCK_UNITS)
     at = generations + position * UNITS + unit
     tl.store(at, tl.load(at, mask=unit < UNITS, other=0) + 1, mask=unit < UNITS)
@@ -47,8 +55,8 @@ def all_gather_kernel(
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     start(EARLY)
-    for turn in range(turns(rows)):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(trip_count(rows)):
+        row = tl.program_id(0) + iteration * tl.num_programs(0)
         inside = row_inside(row, column, total, ROW)
         slot, _ = slot_of(generations, row, column, inside, WORLD * capacity, UNITS)
         own = load_row(x, row, column, inside, ROW)
@@ -88,8 +96,8 @@ def reduce_scatter_kernel(
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     start(EARLY)
-    for turn in range(turns(rows)):
-        row = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(trip_count(rows)):
+        row = tl.program_id(0) + iteration * tl.num_programs(0)
         inside = row_inside(row, column, total, ROW)
         slot, _ = slot_of(generations, row, column, inside, WORLD * capacity, UNITS)
         for index in tl.static_range(WORLD - 1):
@@ -114,29 +122,32 @@ def reduce_scatter_kernel(
 
 @triton.jit
 def _where(condition, mask):
-    """Returns the mask if the condition is true, else one that is false everywhere."""
+    """Returns the mask if the scalar condition is true, else a mask that is false everywhere."""
     return mask & (mask.to(tl.int32) * 0 + condition.to(tl.int32) != 0)
 
 
 @triton.jit
-def _header(topk_weights, topk_ids, token, place, share, rank, TOP_K: tl.constexpr):
-    """Ids among a rank's experts (-1 for those of others), then weights (0 likewise), as words; ``place``: of each word."""
-    is_id = place < TOP_K
-    is_weight = (place >= TOP_K) & (place < 2 * TOP_K)
-    slot = tl.where(is_id, place, place - TOP_K)
+def _header(topk_weights, topk_ids, token, word, experts_per_rank, rank, TOP_K: tl.constexpr):
+    """Builds the header of a token for one rank: its local expert ids, then its weights, as int32 words.
+
+    Experts of other ranks get id -1 and weight 0. ``word``: each word's index in the header.
+    """
+    is_id = word < TOP_K
+    is_weight = (word >= TOP_K) & (word < 2 * TOP_K)
+    slot = tl.where(is_id, word, word - TOP_K)
     ids = tl.load(topk_ids + token.to(tl.int64) * TOP_K + slot, mask=is_id | is_weight, other=-1)
     weights = tl.load(topk_weights + token.to(tl.int64) * TOP_K + slot, mask=is_weight, other=0.0)
-    held = (ids >= 0) & (ids // share == rank)
-    local = tl.where(held, ids - rank * share, -1)
+    held = (ids >= 0) & (ids // experts_per_rank == rank)
+    local = tl.where(held, ids - rank * experts_per_rank, -1)
     return tl.where(is_id, local, tl.where(held, sendable(weights.to(tl.int32, bitcast=True), tl.float32), 0))
 
 
 @triton.jit
-def _any_id(header, place, TOP_K: tl.constexpr):
-    return tl.max(tl.max(tl.where(place < TOP_K, header, -1), axis=1), axis=0) >= 0
+def _any_id(header, word, TOP_K: tl.constexpr):
+    return tl.max(tl.max(tl.where(word < TOP_K, header, -1), axis=1), axis=0) >= 0
 
 
-@triton.jit(do_not_specialize=["tokens", "rank", "share"])
+@triton.jit(do_not_specialize=["tokens", "rank", "experts_per_rank"])
 def moe_dispatch_kernel(
     x,
     topk_weights,
@@ -150,7 +161,7 @@ def moe_dispatch_kernel(
     capacity,
     tokens,
     rank,
-    share,
+    experts_per_rank,
     limit,
     WORLD: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -169,39 +180,43 @@ def moe_dispatch_kernel(
     inside = column < ROW
     head = tl.arange(0, BLOCK_HEADER)
     in_head = head < HEADER
-    place = head[:, None] * 4 + tl.arange(0, 4)[None, :]
-    # A header is sent, and its memory cleared, by one thread a vector; all threads read it.
+    word = head[:, None] * 4 + tl.arange(0, 4)[None, :]
+    # One thread per vector sends a header and clears its buffer; all threads read the header.
     lane = tl.arange(0, THREADS)
     in_lane = lane < HEADER
-    lane_place = lane[:, None] * 4 + tl.arange(0, 4)[None, :]
+    lane_word = lane[:, None] * 4 + tl.arange(0, 4)[None, :]
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
     start(EARLY)
-    for turn in range(turns(tokens)):
-        token = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(trip_count(tokens)):
+        token = tl.program_id(0) + iteration * tl.num_programs(0)
         head_slot, _ = slot_of(generations, token, head, in_head, half, UNITS)
         lane_slot, _ = slot_of(generations, token, lane, in_lane, half, UNITS)
         slot, _ = slot_of(generations, token, column + HEADER, inside, half, UNITS)
         own = load_row(x, token, column, inside, ROW)
         for index in tl.static_range(WORLD - 1):
             peer = (rank + 1 + index) % WORLD
-            header = _header(topk_weights, topk_ids, token, place, share, peer, TOP_K)
-            push(targets[index] + lane_slot, _header(topk_weights, topk_ids, token, lane_place, share, peer, TOP_K), in_lane)
-            push(targets[index] + slot, sendable(own, DTYPE), _where(_any_id(header, place, TOP_K), inside))
-        own_header = _header(topk_weights, topk_ids, token, place, share, rank, TOP_K)
+            header = _header(topk_weights, topk_ids, token, word, experts_per_rank, peer, TOP_K)
+            push(
+                targets[index] + lane_slot,
+                _header(topk_weights, topk_ids, token, lane_word, experts_per_rank, peer, TOP_K),
+                in_lane,
+            )
+            push(targets[index] + slot, sendable(own, DTYPE), _where(_any_id(header, word, TOP_K), inside))
+        own_header = _header(topk_weights, topk_ids, token, word, experts_per_rank, rank, TOP_K)
         for other in tl.static_range(WORLD):
             inbox = source + other * capacity
             active = from_other(in_head, rank, other, head)
             header = tl.where(rank == other, own_header, poll(inbox + head_slot, active, limit, 1))
-            used = _where(_any_id(header, place, TOP_K), inside)
+            used = _where(_any_id(header, word, TOP_K), inside)
             sent = from_other(used, rank, other, column)
             words = tl.where(rank == other, own, poll(inbox + slot, sent, limit, PACK))
             row = other * tokens + token
             store_row(out, row, column, inside, tl.where(used[:, None], words, 0), ROW)
-            at = row.to(tl.int64) * TOP_K + place
-            tl.store(ids_out + at, header, mask=place < TOP_K)
+            at = row.to(tl.int64) * TOP_K + word
+            tl.store(ids_out + at, header, mask=word < TOP_K)
             weights = header.to(tl.float32, bitcast=True)
-            tl.store(weights_out + at - TOP_K, weights, mask=(place >= TOP_K) & (place < 2 * TOP_K))
+            tl.store(weights_out + at - TOP_K, weights, mask=(word >= TOP_K) & (word < 2 * TOP_K))
             tl.debug_barrier()
             clear(inbox + lane_slot, from_other(in_lane, rank, other, lane))
             clear(inbox + slot, sent)
@@ -211,7 +226,7 @@ def moe_dispatch_kernel(
 
 @triton.jit
 def _seen(ids, row, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Whether an expert saw a row."""
+    """Whether a row was routed to any expert of this rank (has an id >= 0)."""
     k = tl.arange(0, BLOCK_K)
     return tl.max(tl.load(ids + row.to(tl.int64) * TOP_K + k, mask=k < TOP_K, other=-1), axis=0) >= 0
 
@@ -249,8 +264,8 @@ def moe_combine_kernel(
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
     start(EARLY)
-    for turn in range(turns(tokens)):
-        token = tl.program_id(0) + turn * tl.num_programs(0)
+    for iteration in range(trip_count(tokens)):
+        token = tl.program_id(0) + iteration * tl.num_programs(0)
         head_slot, _ = slot_of(generations, token, head, in_head, half, UNITS)
         lane_slot, _ = slot_of(generations, token, lane, in_lane, half, UNITS)
         slot, _ = slot_of(generations, token, column + 1, inside, half, UNITS)

@@ -1,4 +1,4 @@
-"""What all ranks of a group have, over peer memory: one launch, no library between processes."""
+"""`all_gather` over peer memory: one launch, without a communication library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.spec import Priority
     "all_gather",
     solution="triton",
     capability=TRITON,
-    # Others hold values that cannot be sent as they are: two negative zeros of 16 bits become positive ones.
+    # Other dtypes hold values that cannot be sent unchanged: the sentinel's word, two 16-bit negative zeros, is sent as +0.
     signatures=format_signatures("x", "dense", (torch.float16, torch.bfloat16)),
     traits={"protocol": ONE_SHOT},
     priority=Priority.PORTABLE,

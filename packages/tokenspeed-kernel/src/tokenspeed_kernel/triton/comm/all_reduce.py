@@ -1,4 +1,4 @@
-"""The sum over the ranks of a group, over peer memory: one launch, no library between processes."""
+"""`all_reduce` over peer memory: one launch, without a communication library."""
 
 from __future__ import annotations
 

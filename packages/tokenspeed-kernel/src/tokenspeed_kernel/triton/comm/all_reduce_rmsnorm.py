@@ -1,4 +1,4 @@
-"""The sum over the ranks of a group, residual add and normalisation, over peer memory: one launch."""
+"""All-reduce, residual add and RMSNorm fused into one launch over peer memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 LONGEST_ROW = 8192
-"""A program holds a row in registers."""
+"""The longest row, in elements: a program holds a row in registers."""
 
 SIGNATURES = [format_signature(x=dense_tensor_format(dtype), weight=dense_tensor_format(dtype)) for dtype in FLOATS]
 

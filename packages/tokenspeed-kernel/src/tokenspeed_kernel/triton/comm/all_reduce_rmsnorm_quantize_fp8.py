@@ -1,4 +1,4 @@
-"""The sum over the ranks of a group, residual add, normalisation and quantisation, over peer memory: one launch."""
+"""All-reduce, residual add, RMSNorm and fp8 quantisation fused into one launch over peer memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 _OPERATOR = "all_reduce_rmsnorm_quantize_fp8"
-# Each is as long as some power of two of vectors, whatever the dtype.
+# In elements. Each is a power of two of 16-byte vectors for every dtype.
 _BLOCK_SIZES = frozenset({8, 16, 32, 64, 128, 256, 512, 1024})
 
 

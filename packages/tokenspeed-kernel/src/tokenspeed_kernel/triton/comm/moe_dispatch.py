@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts, over peer memory: one launch, no library between processes."""
+"""`moe_dispatch` over peer memory: one launch sends tokens to the ranks of their experts, without a communication library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 LONGEST_ROW = 8192
-"""A program holds a row in registers."""
+"""The longest row, in elements: a program holds a row in registers."""
 
 
 @register_kernel(
@@ -24,7 +24,7 @@ LONGEST_ROW = 8192
     "moe_dispatch",
     solution="triton",
     capability=TRITON,
-    # Others hold values that cannot be sent as they are: two negative zeros of 16 bits become positive ones.
+    # Other dtypes hold values that cannot be sent unchanged: the sentinel's word, two 16-bit negative zeros, is sent as +0.
     signatures=format_signatures("x", "dense", (torch.float16, torch.bfloat16)),
     traits={"protocol": ONE_SHOT, "hidden": at_most(LONGEST_ROW)},
     priority=Priority.PORTABLE,

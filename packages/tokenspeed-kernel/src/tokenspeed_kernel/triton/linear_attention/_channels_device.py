@@ -1,10 +1,10 @@
-"""What `_chunks_device` computes, for gates that are one number a token and channel.
+"""The matrices of `_chunks_device` for per-channel gates: one gate per token and channel.
 
-``exp(G[i] - G[j])`` is a factor of every channel then. It cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, as the latter
-overflows. But for a boundary between two tokens, i behind it and j in front of it, and the sum R there, neither
-``exp(G[i] - R)`` nor ``exp(R - G[j])`` is above 1. So pairs of tokens are taken by the boundaries that lie between them: first, in
-blocks of 16 tokens, pairs within a block; then pairs of different blocks. Decays are powers of two here, and sums those of their
-exponents.
+``exp(G[i] - G[j])`` then differs by channel. It cannot be split into ``exp(G[i])`` and ``exp(-G[j])``, because the latter
+overflows. Instead, choose a boundary between token j and the later token i, and let R be the running sum at the boundary. Neither
+``exp(G[i] - R)`` nor ``exp(R - G[j])`` is above 1. So pairs of tokens are grouped by a boundary between them: first the pairs
+within a block of 16 tokens, then the pairs of different blocks. Decays are powers of two here, and running sums are sums of log2
+decays.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from tokenspeed_kernel.triton.linear_attention._chunks_device import bounded, in
 from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, strength
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# What a channel may forget within half a block, where the decays of pairs are split at its middle: 2^60 times 2^60 is a number.
+# The largest log2 decay of a channel within half a block for which the decays of pairs are split at the block's middle: 2^60 * 2^60
+# is still finite in float32.
 _STEEPEST = tl.constexpr(60.0)
 
 
 @triton.jit
 def _one_by_one(system, weights, keys, queries, sums, TILE: tl.constexpr):
-    """Adds what some channels give to the products of a block's pairs, whatever their gates are: a decay a pair and channel."""
+    """Adds the contribution of some channels to the K K^T and Q K^T of a block, with one decay per pair and channel.
+
+    This is the fallback for gates that are too steep for MMAs with split decays.
+    """
     token = tl.arange(0, TILE.block)
     for j in range(TILE.block):
         chosen = (token == j)[:, None]
@@ -66,17 +70,17 @@ def channel_blocks_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One block of a chunk's tokens and value head: what its tokens are to each other.
+    """Computes the diagonal block of both matrices for one block of a chunk and one value head.
 
-    Where no channel forgets too much within half a block, the decays of all pairs are split at its middle, where one of both
-    factors may be above 1; entries whose decay would be above 1 are of no pair, and left out.
+    Where no channel decays too much within half a block, the decays of all pairs are split at the block's middle. One of the two
+    factors may then be above 1. Entries whose decay would be above 1 lie above the diagonal and are masked.
 
     Args:
-        sums: receives the running sums of log decays within the block.
-        totals: receives the block's sums.
-        inverses: receives the inverse of the block's part of I + A.
-        scores: receives the block's part.
-        factors: receives what keys, queries and keys again are normalised and scaled by.
+        sums: receives the running sums of log2 decays within the block.
+        totals: receives the block's total log2 decays.
+        inverses: receives the inverse of the block's diagonal block of I + A.
+        scores: receives the block's diagonal block of scale * P.
+        factors: receives the row factors (L2 norm and scale) of keys read, of queries, and of keys written.
     """
     BLOCKS: tl.constexpr = TILE.chunk // TILE.block
     BLOCK: tl.constexpr = TILE.block
@@ -100,8 +104,8 @@ def channel_blocks_kernel(
     q_squares = tl.zeros([BLOCK], tl.float32)
     k_squares = tl.zeros([BLOCK], tl.float32)
     for begin in tl.range(0, channels, TILE.k, disable_licm=True):
-        # A thread has four neighbours, 16 bytes of float32. With eight, 16 bytes of half precision, the sums would be computed in
-        # two layouts.
+        # Give a thread 4 adjacent channels (16 bytes of float32). With 8 (16 bytes of a 16-bit float), the reductions would use two
+        # layouts.
         channel = tl.max_contiguous(begin + tl.arange(0, TILE.k), 4)
         channel_inside = channel < SHAPE.k_dim
         there = inside[:, None] & channel_inside[None, :]
@@ -150,8 +154,11 @@ def channel_blocks_kernel(
 
 @triton.jit
 def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Adds what some channels give to the products of pairs on two sides of the boundary in front of block NUMBER, from which the
-    running sums have that distance."""
+    """Adds the contribution of some channels for pairs on two sides of the boundary in front of block NUMBER.
+
+    ``distance``: running sums minus the running sum at the boundary. Each side spans as many blocks as the largest power of two
+    that divides NUMBER.
+    """
     token = tl.arange(0, TILE.chunk)
     boundary: tl.constexpr = NUMBER * TILE.block
     side: tl.constexpr = (NUMBER & -NUMBER) * TILE.block
@@ -161,8 +168,8 @@ def _across(system, weights, keys, queries, distance, NUMBER: tl.constexpr, TILE
     decayed = (keys * decay).to(TILE.dtype)
     rows = tl.where(behind[:, None], decayed, 0.0)
     columns = tl.trans(tl.where(ahead[:, None], decayed, 0.0))
-    asked = (queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype)
-    weights = tl.dot(asked, columns, weights, input_precision=TILE.precision)
+    decayed_queries = (queries * tl.where(behind[:, None], decay, 0.0)).to(TILE.dtype)
+    weights = tl.dot(decayed_queries, columns, weights, input_precision=TILE.precision)
     system = tl.dot(rows, columns, system, input_precision=TILE.precision)
     return system, weights
 
@@ -193,12 +200,12 @@ def channel_chunks_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One chunk and value head: what the tokens of different blocks are to each other.
+    """Computes the off-diagonal blocks of both matrices for one chunk and one value head, then solves the chunk's system.
 
-    Pairs are taken by the boundary between blocks 1 and 2, 3 and 4..., then by those between two blocks and the next two: i lies in
-    as many blocks behind a boundary as j lies in front of it.
+    Pairs are grouped by a boundary between two blocks: i lies within some number of blocks behind the boundary, and j within the
+    same number of blocks in front of it.
 
-    Writes queries and keys with their decays as well, for they are no factors of rows.
+    The kernel also writes queries and keys multiplied by their decays, because per-channel decays are not row factors.
     """
     BLOCKS: tl.constexpr = TILE.chunk // TILE.block
     CHUNK: tl.constexpr = TILE.chunk

@@ -1,13 +1,13 @@
-"""What the gated delta rule takes from a chunk of tokens before states are known: one program a chunk and head.
+"""The part of the gated delta rule that needs no state: two matrices per chunk of tokens, one program per chunk and head.
 
-Let ``G`` be the running sums of the log decays within a chunk, ``S`` the state in front of it. The values that its tokens write to
-the state, the rows of ``U``, depend on each other by a unit triangular system:
+Let ``G`` be the running sums of the log decays within a chunk, and ``S`` the state in front of it. The rows of ``U`` are the values
+that the chunk's tokens write to the state. They are the solution of a unit lower triangular system:
 
     (I + A) U = beta * (V - (exp(G) * K) S)     A[i, j] = beta[i] * sum(K[i] * K[j] * exp(G[i] - G[j])) for j < i
     O = scale * ((exp(G) * Q) S + P U)          P[i, j] = sum(Q[i] * K[j] * exp(G[i] - G[j])) for j <= i
     S' = exp(G[last]) * S + (exp(G[last] - G) * K).T U
 
-The kernel here, and those of `_channels_device` for gates of channels, compute ``(I + A)^-1 * beta`` and ``scale * P``;
+The kernel here, and the kernels of `_channels_device` for per-channel gates, compute ``(I + A)^-1 * beta`` and ``scale * P``.
 `gated_delta_rule_prefill_device` does the rest.
 """
 
@@ -22,27 +22,27 @@ from tokenspeed_kernel.triton.linear_attention._gates_device import log_decay, s
 
 @triton.jit
 def joined(inverse, a, FIRST: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr):
-    """The inverse of I + a, for a strictly lower triangular tile of 2^LEVELS tokens, from the inverses of its diagonal blocks of
+    """Inverts I + a for a strictly lower triangular tile ``a`` of 2^LEVELS tokens, given the inverses of its diagonal blocks of
     2^FIRST tokens.
 
-    Blocks of twice the side are inverted from step to step: for blocks X and Y with E below X and left of Y, the inverse of both
-    together is that of X, that of Y, and -inv(Y) E inv(X) in the place of E. This is forward substitution in blocks, and as exact:
-    no power of ``a`` is formed, whose entries grow large where keys are alike.
+    Each step doubles the side of the inverted diagonal blocks. For diagonal blocks X and Y, with block E below X and left of Y, the
+    joint inverse has inv(X), inv(Y), and -inv(Y) E inv(X) at the position of E. This is blocked forward substitution, and as exact:
+    it forms no power of ``a``, whose entries would grow large where keys are alike.
     """
     row, column = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
-    for level in range(FIRST, LEVELS):  # not unrolled: one step takes most registers there are
+    for level in range(FIRST, LEVELS):  # not unrolled: one step uses almost all registers
         wait_for_products()
         side = 1 << level
         between = (row // (2 * side) == column // (2 * side)) & (row // side != column // side)
         rounded = inverse.to(TILE.solver)
-        product = tl.dot(tl.where(between, a, 0.0).to(TILE.solver), rounded, input_precision=TILE.precision)
-        inverse -= tl.dot(rounded, product.to(TILE.solver), input_precision=TILE.precision)
+        e_inverse = tl.dot(tl.where(between, a, 0.0).to(TILE.solver), rounded, input_precision=TILE.precision)
+        inverse -= tl.dot(rounded, e_inverse.to(TILE.solver), input_precision=TILE.precision)
     return inverse
 
 
 @triton.jit
 def inverse_of(a, LEVELS: tl.constexpr, TILE: tl.constexpr):
-    """The inverse of I + a, for a strictly lower triangular tile of 2^LEVELS tokens."""
+    """Inverts I + a for a strictly lower triangular tile ``a`` of 2^LEVELS tokens."""
     row, column = tl.arange(0, 1 << LEVELS)[:, None], tl.arange(0, 1 << LEVELS)[None, :]
     pairs = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -a, 0.0))
     return joined(pairs, a, 1, LEVELS, TILE)
@@ -50,14 +50,17 @@ def inverse_of(a, LEVELS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def bounded(logs):
-    """Log decays, at least -40. A decay of exp(-40), 4e-18, already leaves nothing of a state. A far larger one would swamp the
-    running sums, whose differences would then lose the small decays. NaN stays NaN, which a maximum would not keep."""
+    """Clamps log decays to at least -40.
+
+    A decay of exp(-40) = 4e-18 already erases the state. A far more negative one would swamp the running sums, whose differences
+    would then lose the small decays. NaN stays NaN; a maximum would not keep it.
+    """
     return tl.where(logs < -40.0, -40.0, logs)
 
 
 @triton.jit
 def _inverse_length(x, L2NORM: tl.constexpr, EPS: tl.constexpr):
-    """1 over the length of each row; 1 if rows are not to be normalised."""
+    """Returns 1 / (L2 norm) of each row, or 1 if rows are not normalised."""
     wide = x.to(tl.float32)
     squares = tl.sum(wide * wide, axis=1)
     return tl.rsqrt(squares + EPS) if L2NORM else tl.full(squares.shape, 1.0, tl.float32)
@@ -90,11 +93,10 @@ def head_gates_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One chunk and value head, whose gates are one number a token.
+    """Computes both matrices for one chunk and one value head, with one gate per token.
 
-    Queries and keys go into products as they are. What they are scaled by, lengths and decays, are factors of rows, float32. The
-    products are computed again for each value head of a group: in a loop over the group, masks that do not change would be held
-    in registers.
+    Queries and keys enter the MMAs unscaled. Their L2 norms and decays are float32 row factors. The MMAs are repeated for each
+    value head of a GQA group, because a loop over the group would hold the loop-invariant masks in registers.
     """
     chunk = tl.program_id(0)
     sequence = sequence_of(chunk, cu_seqlens, batch, 1, TILE.chunk, TILE.at_once)
@@ -133,9 +135,9 @@ def head_gates_kernel(
     at = at_row[:, None] * TILE.chunk + token[None, :]
     decay = tl.where(token[:, None] >= token[None, :], sums[:, None] - sums[None, :], float("-inf"))
     decay = tl.exp(decay) * k_factor[None, :]
-    products = tl.dot(queries, tl.trans(keys), input_precision=TILE.precision)
-    tl.store(scores + at, (products * decay * q_factor[:, None]).to(TILE.dtype), mask=inside[:, None])
-    products = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision)
-    system = tl.where(token[:, None] > token[None, :], products * decay * (part * k_factor)[:, None], 0.0)
+    dot_products = tl.dot(queries, tl.trans(keys), input_precision=TILE.precision)
+    tl.store(scores + at, (dot_products * decay * q_factor[:, None]).to(TILE.dtype), mask=inside[:, None])
+    dot_products = tl.dot(keys, tl.trans(keys), input_precision=TILE.precision)
+    system = tl.where(token[:, None] > token[None, :], dot_products * decay * (part * k_factor)[:, None], 0.0)
     solution = inverse_of(system, TILE.levels, TILE) * part[None, :]
     tl.store(solve + at, solution.to(TILE.dtype), mask=inside[:, None])

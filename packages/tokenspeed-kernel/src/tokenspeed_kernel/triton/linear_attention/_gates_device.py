@@ -1,4 +1,4 @@
-"""Gates, and the lengths of queries and keys, as both kernels of the gated delta rule compute them."""
+"""The gates of the gated delta rule, shared by decode and prefill."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tokenspeed_kernel.triton.common_device import softplus
 
 @triton.jit
 def log_decay(g, bias, A_log, head, GATES: tl.constexpr):
-    """Logarithms of what is kept, for gates of a value head.
+    """Returns the log decays for the gates of a value head.
 
     Args:
-        g: float32, one a token or one a channel.
-        bias: what raw gates are shifted by, 0 for none.
-        A_log: a pointer to logarithms of rates, one a value head.
-        GATES: 0 where g is the logarithm already, 1 where it is raw, 2 where it is raw and has a bias.
+        g: float32, one per token or one per channel.
+        bias: added to raw gates; 0 for none.
+        A_log: a pointer to the logarithms of decay rates, one per value head.
+        GATES: 0 if g is the log decay already, 1 if g is raw, 2 if g is raw and has a bias.
     """
     return g if GATES == 0 else -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus(g + bias)
 
 
 @triton.jit
 def strength(beta, GATES: tl.constexpr):
-    """To which part a value is replaced: beta, or its sigmoid if gates are raw."""
+    """Returns the write strength of the delta rule: beta, or its sigmoid if gates are raw."""
     return beta if GATES == 0 else tl.sigmoid(beta)

@@ -1,4 +1,4 @@
-"""What the launchers of the gated delta rule share."""
+"""Helpers that both launchers of the gated delta rule use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenspeed_kernel.triton.common import FLOATS
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
 STATES = (torch.float32, torch.bfloat16)
-"""Dtypes of states that the portable kernels take."""
+"""State dtypes that the portable kernels support."""
 
 SIGNATURES = frozenset(
     format_signature(q=dense_tensor_format(dtype), states=dense_tensor_format(states)) for dtype in FLOATS for states in STATES
@@ -17,10 +17,10 @@ SIGNATURES = frozenset(
 
 
 def rows(x: Tensor) -> Tensor:
-    """The tensor, or a copy if its last axis has gaps: kernels read that one element after another."""
+    """Returns the tensor, or a contiguous copy if its last axis is strided: kernels assume a last stride of 1."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def gates_of(A_log: Tensor | None, dt_bias: Tensor | None) -> int:
-    """What gates are given as; see `_gates_device.log_decay`."""
+    """Returns GATES, the form in which gates are given; see `_gates_device.log_decay`."""
     return 0 if A_log is None else 1 if dt_bias is None else 2

@@ -1,6 +1,7 @@
-"""The gated delta rule for new tokens: a program holds some columns of one value head's state and takes it through all tokens.
+"""The gated delta rule for decode: a program holds some columns of one value head's state and updates them token by token.
 
-A state is read once and written once, or once a token if every state is kept; nothing else is of any size.
+The kernel is bound by the memory traffic of states. A state is read once and written once, or written once per token if every
+token's state is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """What a call asks for.
+    """Sizes and options of a call.
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
         v_heads: value heads.
-        group: value heads that share a query and key head.
-        gates, per_channel: see `_gates_device.log_decay`.
-        l2norm, eps: whether queries and keys are normalised, and what is added to their squares.
+        group: value heads per query/key head.
+        gates: GATES of `_gates_device.log_decay`.
+        per_channel: whether there is one gate per channel rather than per token.
+        l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
         outputs: whether the state after every token is written.
     """
 
@@ -46,27 +48,27 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program holds of a state: all rows and some columns, both powers of two."""
+    """The tile of a state that one program holds: all rows (k) and some columns (v), both padded to powers of two."""
 
     k: int
     v: int
     warps: int
 
 
-# A warp holds 64 values a thread: with 128, products of a state with keys and queries do not fit beside it into 255 registers.
-# Rows of 64 columns are two lines of 128 bytes; with fewer than 32, a line is read and written by several programs. qwen3-next
-# takes 365 us for 256 requests on an H200 with 16 columns, 288 with 32, 281 with 64; 88.6, 75.4, 74.8 for 64; and the same for 16.
+# A thread holds 64 state values. With 128, the state and its elementwise products with keys and queries exceed 255 registers.
+# A row of 64 float32 columns is two 128-byte cache lines; with fewer than 32 columns, several programs share a line.
+# qwen3-next on an H200, us with 16/32/64 columns: 365/288/281 for 256 requests, 88.6/75.4/74.8 for 64, no difference for 16.
 _VALUES_A_WARP, _WARPS, _COLUMNS = 2048, 4, 64
-# Few requests are divided among more programs. Rows of 16 columns are two sectors of 32 bytes. On an H200 a request of qwen3-next
-# takes 3.8 us with 16 columns, and 4.6 with 8.
+# With few requests, tiles get narrower, so that there are more programs. A row of 16 float32 columns is two 32-byte sectors.
+# On an H200 one request of qwen3-next takes 3.8 us with 16 columns, and 4.6 us with 8.
 _FEWEST_COLUMNS = 16
-# Beyond, more than 4 warps would share the sums over rows.
+# With longer keys, more than 8 warps would take part in each reduction over rows.
 _LONGEST = 1024
 
 
 @functools.cache
 def tile_for(k_dim: int, v_dim: int, states: int, multiprocessors: int) -> Tile:
-    """The tile for so many states, one for each request and value head."""
+    """Returns the tile for a number of states, one per request and value head."""
     k = next_power_of_2(k_dim)
     v = min(_COLUMNS, max(_FEWEST_COLUMNS, _WARPS * _VALUES_A_WARP // k), next_power_of_2(v_dim))
     while v > _FEWEST_COLUMNS and states * cdiv(v_dim, v) < 2 * multiprocessors:

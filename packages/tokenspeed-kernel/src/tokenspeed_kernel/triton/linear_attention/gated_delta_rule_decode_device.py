@@ -49,7 +49,7 @@ def gated_delta_rule_decode_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A program reads some columns of one request's state of a value head, updates them token by token, and writes them."""
+    """A program loads some columns of one request's state for one value head, updates them token by token, and stores them."""
     start(EARLY)
     PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
     part_of_state = tl.program_id(0) // PARTS
@@ -86,7 +86,7 @@ def gated_delta_rule_decode_kernel(
             state *= tl.exp(log_decay(raw, bias, A_log, head, SHAPE.gates))[:, None]
         else:
             state *= tl.exp(log_decay(tl.load(gate).to(tl.float32), bias, A_log, head, SHAPE.gates))
-        # Both sums are of the state before the update, so that neither waits for the other: (S + k u) q is S q + u (k q).
+        # Both reductions read the state before the update, so they are independent: (S + k u) q = S q + u (k q).
         recalled = tl.sum(state * keys[:, None], axis=0)
         read = tl.sum(state * queries[:, None], axis=0)
         update = (values.to(tl.float32) - recalled) * part

@@ -1,8 +1,8 @@
-"""The gated delta rule over sequences, in chunks of tokens: what a chunk's tokens are to each other first, all chunks at once; then
-states and outputs, chunk after chunk.
+"""The chunked gated delta rule for prefill, in two steps.
 
-Two square matrices of each chunk and value head go from the first step to the second; with gates of channels also the keys and
-queries with their decays. No state but the first and the last of a sequence leaves a program.
+The first step computes two square matrices per chunk and value head, for all chunks in parallel. With per-channel gates it also
+writes keys and queries multiplied by their decays. The second step computes states and outputs, one chunk of a sequence after
+another. A program keeps the state in registers; only a sequence's first and last state are in global memory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ channels_device = DeviceModule("tokenspeed_kernel.triton.linear_attention._chann
 
 
 class Shape(NamedTuple):
-    """What a call asks for.
+    """Sizes and options of a call.
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
         v_heads: value heads.
-        width: channels of the keys that the walk over chunks reads, k_dim or more; those beyond it are zeros.
-        group: value heads that share an operand's head.
-        gates, per_channel: see `_gates_device.log_decay`.
-        l2norm, eps: whether queries and keys are normalised, and what is added to their squares.
-        initial: whether some sequences start from a state.
+        width: channels per key that the second step reads: k_dim rounded up to `_ALIGNMENT`, padded with zeros.
+        group: value heads per query/key head.
+        gates: GATES of `_gates_device.log_decay`.
+        per_channel: whether there is one gate per channel rather than per token.
+        l2norm, eps: whether queries and keys are L2-normalised, and the epsilon added to their sums of squares.
+        initial: whether some sequences start from a given state.
     """
 
     k_dim: int
@@ -52,16 +53,16 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What one program works on.
+    """Tile sizes and dtypes.
 
     Attributes:
-        chunk, levels: tokens of a chunk, 2 to the power of levels.
-        block, block_levels: likewise, of a block of a chunk; see `_channels_device`.
-        k, v: channels of keys and columns of a state, powers of two.
-        at_once: sequences whose starts are compared in one step.
-        dtype, precision: of products.
-        pairs: dtype of products of a block's pairs, with gates of channels.
-        solver: dtype of products that solve a chunk's system.
+        chunk, levels: tokens per chunk, and their log2.
+        block, block_levels: tokens per block of a chunk, and their log2; see `_channels_device`.
+        k, v: key channels and state columns per program, powers of two.
+        at_once: sequences whose starts are compared in one step of the search for a chunk's sequence.
+        dtype, precision: operand dtype and input precision of MMAs.
+        pairs: operand dtype of the MMAs within a block, with per-channel gates.
+        solver: operand dtype of the MMAs that solve a chunk's system.
     """
 
     chunk: int
@@ -77,67 +78,69 @@ class Tile(NamedTuple):
     solver: Any
 
 
-# A chunk has 2 to the power of its levels tokens. Its system takes work with the square of them, and the walk over chunks waits for
-# each. 64 rows are what a warpgroup of Hopper multiplies at once. Where both operands of a product lie in registers, half as many
-# fit, and so of float32, whose parts are held as well.
+# log2 of the tokens per chunk. Longer chunks take quadratic work for their systems; shorter chunks add steps to the sequential loop
+# over chunks. 64 rows are the M of a Hopper warpgroup MMA. GPUs whose MMA reads both operands from registers have room for 32. So
+# has float32, whose tf32 parts also take registers.
 _LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
 _LEVELS_OF_FLOAT32 = 5
-# With gates of channels, and more channels than these, chunks are half as long: shared memory would hold the operands of one chunk
-# only. They would not be copied ahead then, which is no matter of speed alone, see `_ALIGNMENT`.
+# With per-channel gates and more channels than this, chunks are half as long. Otherwise shared memory would hold the operands of a
+# single chunk, without a pipeline of async copies; this is also a matter of correctness, see `_ALIGNMENT`.
 _WIDEST = 128
-# Matrix units of NVIDIA take float32 as three products of tf32, with errors of 2^-21; others have float32.
+# NVIDIA's tensor cores compute float32 as three tf32 MMAs, with errors of 2^-21. Other devices have float32 MMAs.
 _PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
-# For operands in half precision a chunk's system is solved in float16, whose errors of 2^-12 are below theirs. With keys of unit
-# length and beta up to 2 no entry of an inverse is above 2: between a beta and two keys it has factors I - beta k k.T, which
-# lengthen nothing.
+# For 16-bit operands a chunk's system is solved in float16, whose rounding errors of 2^-12 are below those of the operands. With
+# normalised keys and beta up to 2, no entry of the inverse exceeds 2: it is a beta times two keys with factors I - beta k k.T
+# between them, and such a factor lengthens no vector.
 _SOLVER = torch.float16
-# Tokens of a block: the fewest rows that matrix units multiply.
+# log2 of the tokens per block: 16 rows, the smallest M of an MMA.
 _BLOCK_LEVELS = 4
-# Channels that a program takes at once, of a block and of a chunk.
+# Channels per loop step of a block's and of a chunk's program.
 _BLOCK_CHANNELS, _CHANNELS = 32, 32
-# Sequences are long, and each is walked by v_heads * v_dim / columns programs: few columns make many programs, and each of them
-# reads all queries and keys.
-# Where both operands of a product lie in registers, and of float32, more than 32 columns would not fit there.
+# State columns per program of the second step, at most and at least. A sequence has v_heads * v_dim / columns programs. Fewer
+# columns mean more parallelism, but every program reads all queries and keys.
+# More than 32 columns would not fit in registers for float32, or on GPUs whose MMA reads both operands from registers.
 _COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
-# Of a program: a block's tile is small, and within one warp nothing waits at barriers. On an H200 198 us for 8192 tokens of kimi
-# linear, and 220 with two warps. Blackwell's products leave a chunk fewer registers.
+# Warps per program. A block's tile is small, and a single warp needs no barriers: 8192 tokens of kimi linear take 198 us on an
+# H200, and 220 us with two warps. On Blackwell, MMAs leave a chunk's program fewer registers.
 _WARPS, _BLOCK_WARPS, _CHUNK_WARPS = 4, 1, {"sm_100": 8, "sm_103": 8, "any": 4}
-# Stages of the loop over channels, with gates of channels: on an H200 293 us for 8192 tokens of kimi linear rather than 340.
+# Pipeline stages of the chunk kernel's loop over channels, with per-channel gates. On an H200 this saves 47 of 340 us for 8192
+# tokens of kimi linear.
 _CHUNK_STAGES = {"sm_90": 3, "any": 1}
-# Registers of a thread that computes in half precision. A chunk's matrices with gates of heads: three programs fit where two would
-# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled. With
-# gates of channels, a block's: 12 programs rather than 10, 179 us rather than 198 for kimi linear; with 128 registers 209.
+# Registers per thread of the first step's kernels for 16-bit operands. With one gate per token and head, three programs fit on an
+# SM instead of the two that fit with the 190 registers of an unlimited build: on an H200, 8192 tokens of qwen3-next take 144 us
+# rather than 155, although some registers spill. With per-channel gates, 12 programs of the block kernel fit rather than 10: 8192
+# tokens of kimi linear take 179 us rather than 198, and 209 us with 128 registers.
 _REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
-# The registers of four warps would not do, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are
-# computed with it.
+# With more columns than this, four warps of an NVIDIA GPU have too few registers for the state and the four tiles that are computed
+# with it in the second step.
 _FEW, _WARPS_OF_MORE = 32, {"nvidia": 8, "any": 4}
-# Chunks whose operands lie in shared memory at once: where each multiprocessor has one program at most, and where it has more, of
-# which two fit with two stages each. On an H200 qwen3-next walks through 8192 tokens in 257 us with 4 stages and in 276 with 3, and
-# through 8 x 1024 in 196; with 64 columns, 8 warps and 3 stages in 229.
+# Pipeline stages of the loop over chunks: with at most one program per SM/CU, and with more. With two stages, two programs fit on
+# an SM of Hopper. On an H200, the second step of qwen3-next takes 257 us for 8192 tokens with 4 stages and 276 us with 3. For 8 x
+# 1024 tokens it takes 196 us, and 229 us with 64 columns, 8 warps and 3 stages.
 _STAGES = {"sm_90": (4, 2), "sm_100": (3, 3), "sm_80": (2, 2), "gfx950": (2, 2), "any": (1, 1)}
-# Bytes that these operands may take. Layouts are converted in the rest.
+# Bytes of shared memory for these stages. The rest is for layout conversions.
 _SHARED = {"sm_90": 208 << 10, "sm_100": 208 << 10, "any": 128 << 10}
-# Rows of keys and queries begin at multiples of so many channels: Triton copies them to shared memory asynchronously then, as the
-# walk over chunks wants it. It is no matter of speed alone: with keys of 32 or 64 channels that are loaded to registers first,
-# ptxas of CUDA 12.8, which Triton 3.6 has, computes descriptors of shared memory from a register that nothing wrote, and products
-# take all but the first 16 rows of their right operand from anywhere. `ci/compile_triton.py` looks for such machine code.
+# Rows of keys and queries start at multiples of this many channels, so that Triton copies them to shared memory asynchronously.
+# This is also a matter of correctness. If keys of 32 or 64 channels pass through registers instead, ptxas of CUDA 12.8 (in Triton
+# 3.6) computes shared-memory descriptors from an uninitialised register. The MMAs then read all but the first 16 rows of their
+# right operand from arbitrary addresses. `ci/compile_triton.py` looks for such machine code.
 _ALIGNMENT = 16
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The rows ``[tokens, heads, channels]`` as they are if they are aligned, otherwise a copy with zeros behind their channels."""
+    """Returns rows ``[tokens, heads, channels]`` unchanged if they are aligned, else a copy with channels padded with zeros."""
     if x.shape[-1] % _ALIGNMENT == x.data_ptr() % 16 == x.stride(0) % _ALIGNMENT == x.stride(1) % _ALIGNMENT == 0:
         return x
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNMENT)).contiguous()
 
 
 @functools.cache
-def columns_for(v_dim: int, most: int, walks: int, multiprocessors: int) -> int:
-    """The columns of a state that a program takes through a sequence, at most ``most``, for so many walks."""
+def columns_for(v_dim: int, most: int, sequence_heads: int, multiprocessors: int) -> int:
+    """Returns the state columns per program, at most ``most``. ``sequence_heads``: sequences times value heads."""
     columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
-    while columns > _FEWEST_COLUMNS and 2 * walks * cdiv(v_dim, columns) <= multiprocessors:
+    while columns > _FEWEST_COLUMNS and 2 * sequence_heads * cdiv(v_dim, columns) <= multiprocessors:
         columns //= 2
     return columns
 
@@ -198,13 +201,13 @@ def gated_delta_rule_prefill(
             L2NORM_EPS,
             has_initial_state is not None,
         )
-        # Interpreted products of bfloat16 are wrong.
+        # The Triton interpreter computes wrong dot products of bfloat16.
         dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
         levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
         if per_channel and k_dim > _WIDEST:
             levels -= 1
         chunk = 1 << levels
-        units = multiprocessors(v.device)
+        sm_count = multiprocessors(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
         tile = Tile(
             chunk,
@@ -212,7 +215,7 @@ def gated_delta_rule_prefill(
             1 << _BLOCK_LEVELS,
             _BLOCK_LEVELS,
             max(16, next_power_of_2(k_dim)),
-            columns_for(v_dim, columns, batch * v_heads, units),
+            columns_for(v_dim, columns, batch * v_heads, sm_count),
             min(1024, max(16, next_power_of_2(batch))),
             common_device.DTYPES[dtype],
             for_architecture(_PRECISION, q.device),
@@ -229,7 +232,7 @@ def gated_delta_rule_prefill(
         keys_in, queries_in, keys_out = k, q, k
         if per_channel:
             blocks = chunk >> _BLOCK_LEVELS
-            # What block and chunk programs have in common: sums of log decays, and inverses of blocks.
+            # Passed from the block kernel to the chunk kernel: running sums of log2 decays, and inverses of diagonal blocks.
             sums = torch.empty(tokens, v_heads, k_dim, dtype=torch.float32, device=q.device)
             totals = torch.empty(chunks * blocks, v_heads, k_dim, dtype=torch.float32, device=q.device)
             inverses = torch.empty(tokens, v_heads, 1 << _BLOCK_LEVELS, dtype=torch.float32, device=q.device)
@@ -255,7 +258,7 @@ def gated_delta_rule_prefill(
             )  # fmt: skip
         programs = cdiv(v_dim, tile.v) * v_heads * batch
         operands = chunk * ((3 if per_channel else 2) * tile.k + 2 * chunk + tile.v) * dtype.itemsize
-        stages = for_architecture(_STAGES, q.device)[programs > units]
+        stages = for_architecture(_STAGES, q.device)[programs > sm_count]
         device_code.chunk_states_kernel[(programs,)](
             keys_in,
             queries_in,

@@ -1,4 +1,4 @@
-"""Device code of `gated_delta_rule_prefill`: states and outputs, chunk after chunk, from what `_chunks_device` has computed."""
+"""Device code of the second step of `gated_delta_rule_prefill`: states and outputs, chunk after chunk."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def chunk_states_kernel(
     """A program updates some columns of a value head's state, chunk after chunk of one sequence, and computes their outputs.
 
     Args:
-        keys_in, queries_in: what the state in front of a chunk is multiplied with, but for factors of rows.
-        keys_out: what values are written to the state by, but for factors of rows.
-        solve, scores: a row of its chunk's matrices for each token: which values are written, and what they add to outputs.
-        factors: of rows of the three operands, in this order.
-        decays: of the whole chunk, one for each channel or for all.
+        keys_in, queries_in: the operands of the MMAs with the state in front of a chunk, without their row factors.
+        keys_out: the keys of the state update, without their row factors.
+        solve, scores: per token, its row of the chunk's matrices ``(I + A)^-1 * beta`` and ``scale * P``; see `_chunks_device`.
+        factors: float32 row factors of keys_in, queries_in and keys_out, in this order.
+        decays: the decay of the state over a whole chunk, one per channel or one for all channels.
     """
     PARTS: tl.constexpr = (SHAPE.v_dim + TILE.v - 1) // TILE.v
     v_heads: tl.constexpr = SHAPE.v_heads

@@ -1,7 +1,7 @@
-"""Root-mean-square normalisation of rows, with an optional residual add in front of it: one program a tile of rows.
+"""RMSNorm of rows with an optional preceding residual add: one program per tile of rows.
 
-A row is read once, kept in registers between its sum of squares and its scaling, and written once. Only rows too long for that
-are read twice.
+A row is read once, kept in registers between the sum of squares and the scaling, and written once. Only rows that do not fit in
+registers are read twice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tile(NamedTuple):
-    """What one program works on.
+    """A program's tile.
 
     Attributes:
-        rows: rows that it normalises together.
-        block: columns held at once, a power of two; fewer than the row has means two passes.
-        warps: of the program.
+        rows: rows per program.
+        block: columns held at once, a power of two; a row with more columns takes two passes.
+        warps: warps per program.
     """
 
     rows: int
@@ -36,20 +36,20 @@ class Tile(NamedTuple):
     warps: int
 
 
-# H200, 16384 rows of 2880, bf16: 32 elements a thread (4 warps) move 95% of what a copy does, 16 elements 89%, 8 elements 73%;
-# with a residual all of them 96%. 64 such rows take 1.8 us with any of them. Rows of 128 to 8192 move 89 to 98% like this.
+# H200, 16384 rows of 2880, bf16: 32 elements per thread (4 warps) reach 95% of a copy's bandwidth, 16 elements 89%, 8 elements 73%;
+# with a residual all of them reach 96%. 64 such rows take 1.8 us with each. Rows of 128 to 8192 reach 89 to 98% with 32 elements.
 _ELEMENTS_A_WARP = 1024
-# From 8192 on, more elements a thread are better: rows of 12288 move 90% with 8 warps, 85% with 16, 60% with 32.
+# From 8192 on, more elements per thread are better: rows of 12288 reach 90% with 8 warps, 85% with 16, 60% with 32.
 _WARPS = 8
-# More than 64 elements a thread would spill.
+# More than 64 elements per thread would spill.
 _MOST_ELEMENTS_A_WARP = 2048
-# Longer rows take two passes, in steps of this many columns.
+# Rows longer than LONGEST_ROW take two passes, in steps of _STEP columns.
 LONGEST_ROW, _STEP = 32768, 8192
 
 
 @functools.cache
 def tile_for(hidden: int) -> Tile:
-    """The tile for rows of this length."""
+    """Returns the tile for rows of this length."""
     if hidden > LONGEST_ROW:
         return Tile(1, _STEP, _WARPS)
     block = next_power_of_2(hidden)

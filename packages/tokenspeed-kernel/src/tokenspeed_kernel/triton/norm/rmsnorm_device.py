@@ -11,19 +11,19 @@ from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 @triton.jit
 def inverse_root(squares, hidden, eps):
-    """1 / sqrt(mean + eps) from sums of squares."""
+    """Returns 1 / sqrt(squares / hidden + eps), given sums of squares."""
     return tl.rsqrt(squares / hidden + eps)
 
 
 @triton.jit
 def inverse_rms(x, hidden, eps):
-    """1 / sqrt(mean(x^2) + eps) of every row of a float32 tile ``[ROWS, BLOCK]``, 0 beyond ``hidden``: ``[ROWS, 1]``."""
+    """Returns 1 / sqrt(mean(x^2) + eps) per row, ``[ROWS, 1]``, of a float32 tile ``[ROWS, BLOCK]`` that is 0 beyond ``hidden``."""
     return inverse_root(tl.sum(x * x, axis=1, keep_dims=True), hidden, eps)
 
 
 @triton.jit
 def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
-    """x, or x plus the residual rounded to the residual's dtype; 0 outside."""
+    """Loads x, or x plus the residual, rounded to the residual's dtype; 0 outside."""
     loaded = tl.load(x + offsets, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + residual_offsets, mask=inside, other=0.0)
@@ -49,8 +49,10 @@ def normalise_rows(
     HAS_RESIDUAL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Whole rows normalised, float32 ``[ROWS, BLOCK]``, 0 outside, for int64 rows ``[ROWS, 1]`` and columns ``[1, BLOCK]``. Writes
-    the sum with the residual where there is one."""
+    """Normalises whole rows, and stores the sum with the residual if there is one.
+
+    Takes int64 rows ``[ROWS, 1]`` and columns ``[1, BLOCK]``. Returns float32 ``[ROWS, BLOCK]``, 0 outside.
+    """
     inside = (row < rows) & (column < hidden)
     at, residual_at = row * x_stride + column, row * residual_stride + column
     total = _load_sum(x, residual, at, residual_at, inside, HAS_RESIDUAL, INTERPRETED)
@@ -106,7 +108,7 @@ def rmsnorm_kernel(
             wide = total.to(tl.float32)
             squares += wide * wide
         inverse = inverse_root(tl.sum(squares, axis=1, keep_dims=True), hidden, eps)
-        # The sum is read back from where it was written: x and the residual may be overwritten by then.
+        # The second pass reads the sum from residual_out, because the first pass may have overwritten x and the residual.
         tl.debug_barrier()
         source = residual_out if HAS_RESIDUAL else x
         source_stride = residual_out_stride if HAS_RESIDUAL else x_stride

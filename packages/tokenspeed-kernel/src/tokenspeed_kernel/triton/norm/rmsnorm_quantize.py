@@ -1,6 +1,6 @@
-"""Root-mean-square normalisation of rows, with an optional residual add in front of it, and their quantisation, in one launch.
+"""RMSNorm of rows with an optional preceding residual add, fused with quantisation.
 
-A program takes `rmsnorm`'s tile of whole rows, rounds what it has normalised to x's dtype, and quantises that in registers.
+A program normalises `rmsnorm`'s tile of whole rows, rounds the result to x's dtype, and quantises it in registers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def _launch(
     scale_out: Tensor | None,
     residual_out: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Codes, scales where they are made, and the sum with the residual where there is one. ``dtype``: of the codes."""
+    """Returns the quantised values, the scales if they are computed, and the sum with the residual if there is one.
+
+    ``dtype``: dtype of the quantised values.
+    """
     hidden = x.shape[-1]
     stored = stored_for(x, x.shape, form, dtype, out, scale_out)
     total = None

@@ -1,8 +1,8 @@
-"""Device code that turns float32 values into narrow formats and back, bit for bit like ``ops/quantization/encodings.py``.
+"""Conversions between float32 and narrow formats, bit-identical to ``ops/quantization/encodings.py``.
 
-8-bit floats and e2m1 codes are uint8 here, so that no kernel needs the compiler to know the format. Where the hardware converts
-as the formats are specified (NVIDIA from sm_89 on, e4m3fn and e5m2: to nearest even, saturating, NaN to ``0x7f``) it does so;
-elsewhere integer arithmetic does. Which of the two is decided on the host (`abilities`).
+8-bit floats and e2m1 values are uint8 here, so that no kernel depends on the compiler's support for a format. Kernels use hardware
+conversions where these follow the specification: e4m3fn and e5m2 on NVIDIA from sm_89 on (round to nearest even, saturating, NaN to
+``0x7f``). Elsewhere they use integer arithmetic. The host decides which (`abilities`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.flo
 
 
 class Abilities(NamedTuple):
-    """What a device does by itself.
+    """Capabilities of a device.
 
     Attributes:
-        native: float32 to and from e4m3fn and e5m2, as specified.
-        bfloat16_pairs: arithmetic on two bfloat16 in a register, `pack_scaled_e2m1`.
-        interpreted: Triton's interpreter stands in for the device. It rounds twice in ``tl.fma``, and does not round to bfloat16.
+        native: converts float32 to and from e4m3fn and e5m2 in hardware, as specified.
+        bfloat16_pairs: has packed bf16x2 arithmetic, for `pack_scaled_e2m1`.
+        interpreted: kernels run in Triton's interpreter, which rounds twice in ``tl.fma`` and does not round to bfloat16.
     """
 
     native: bool
@@ -47,11 +47,11 @@ def abilities(device: torch.device) -> Abilities:
 
 
 def division_steps(dtype: torch.dtype) -> int:
-    """Corrections that `divide` needs for values of this dtype.
+    """Returns the number of corrections that `divide` needs for values of this dtype.
 
-    One correction leaves the quotient within 2^-23 units of the true one before it is rounded, which is not enough if the true
-    one is as near to the middle of two float32 numbers beside a boundary of the narrow format. With at most 11 bits in x no such
-    divisor exists (a test samples them); float32 values get a second correction, after which the quotient is the
-    correctly rounded one (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
+    One correction leaves the quotient within 2^-23 ulp of the exact one before rounding. This is not enough if the exact quotient
+    is that close to the midpoint of two float32 values next to a rounding boundary of the narrow format. If x has at most 11
+    significant bits, no such divisor exists (a test samples them). float32 values get a second correction, after which the quotient
+    is correctly rounded (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
     """
     return 2 if dtype == torch.float32 else 1

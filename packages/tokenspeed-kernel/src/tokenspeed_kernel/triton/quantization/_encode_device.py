@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 to the bits of an 8-bit float: to nearest, ties to even, saturating; one NaN."""
+    """Encodes float32 as the bits of an 8-bit float: round to nearest even, saturating; all NaNs become one NaN."""
     if NATIVE and FORMAT == "e4m3fn":
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     if NATIVE and FORMAT == "e5m2":
@@ -21,7 +21,7 @@ def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     NAN_CODE: tl.constexpr = 0x80 if FORMAT == "e4m3fnuz" else 0x7F
     DROPPED: tl.constexpr = 23 - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    # Its unit in the last place is that of the format's subnormal numbers: adding it rounds to a multiple of that.
+    # A float32 whose ulp is the spacing of the format's subnormals: adding it rounds to a multiple of this spacing.
     ALIGNED: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     magnitude = tl.minimum(tl.abs(x), LARGEST)
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -29,19 +29,19 @@ def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     subnormal = (magnitude + ALIGNED).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal - ((127 - BIAS) << MANTISSA))
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    if FORMAT == "e4m3fnuz":  # has no -0
+    if FORMAT == "e4m3fnuz":  # this format has no -0
         sign = tl.where(code == 0, 0, sign)
     return tl.where(x != x, NAN_CODE, code | sign).to(tl.uint8)
 
 
 @triton.jit
 def decode_fp8(code, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """The bits of an 8-bit float to float32, exactly."""
+    """Decodes the bits of an 8-bit float to float32, exactly."""
     if NATIVE and FORMAT == "e4m3fn":
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     if FORMAT == "e5m2":  # the upper half of a float16
         return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    # As the bits of a float32 the value is too small by a power of two, subnormal numbers too.
+    # Exponent and mantissa, moved to their positions in a float32, give the value divided by a power of two, subnormals included.
     MISSING: tl.constexpr = 2.0**119 if FORMAT == "e4m3fnuz" else 2.0**120
     wide = code.to(tl.int32)
     value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * MISSING
@@ -52,7 +52,7 @@ def decode_fp8(code, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """float32 to a wider format than those above, to nearest even."""
+    """Rounds float32 to a 16-bit float (or float32) to nearest even."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x != x, bits, bits + 0x7FFF + ((bits >> 16) & 1))
@@ -65,10 +65,10 @@ def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def encode_e2m1(x, sign_of):
-    """float32 to e2m1 codes (int32, 0 to 15), ties to even, saturating. The sign is that of ``sign_of``, float32 too."""
+    """Encodes float32 as e2m1 (int32, 0 to 15): round to nearest even, saturating. The sign comes from ``sign_of``, float32."""
     magnitude = tl.minimum(tl.abs(x), 6.0)
-    # Adding a constant of the right size rounds to a multiple of its unit in the last place, to nearest even, and leaves the
-    # multiple in the low bits: multiples of 0.5 below 2 (codes 0 to 4), of 1 from there (4 to 6), of 2 from 4 on (6 and 7).
+    # Adding a large constant rounds to a multiple of the constant's ulp, to nearest even, and leaves the multiple in the low bits:
+    # multiples of 0.5 below 2 (codes 0 to 4), of 1 from 2 to 4 (codes 4 to 6), and of 2 from 4 on (codes 6 and 7).
     aligned = tl.where(magnitude < 2.0, 4194304.0, tl.where(magnitude < 4.0, 8388610.0, 16777224.0))
     code = (magnitude + aligned).to(tl.int32, bitcast=True) & 7
     return code | ((sign_of.to(tl.int32, bitcast=True) >> 28) & 8)
@@ -76,19 +76,20 @@ def encode_e2m1(x, sign_of):
 
 @triton.jit
 def pack_e2m1(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """int32 codes ``[ROWS, COLUMNS]`` to bytes (int32) ``[ROWS, COLUMNS / 2]``, the lower index in the lower nibble."""
+    """Packs e2m1 values, int32 ``[ROWS, COLUMNS]``, into bytes (int32) ``[ROWS, COLUMNS / 2]``, the lower index in the lower
+    nibble."""
     low, high = tl.split(codes.reshape(ROWS, COLUMNS // 2, 2))
     return low | (high << 4)
 
 
 @triton.jit
 def pack_scaled_e2m1(pairs, factors):
-    """Two bfloat16 in an int32 each, times a power of two (twice in an int32), to two e2m1 codes in a byte (int32, more above it).
+    """Multiplies bf16x2 pairs (int32) by powers of two (bf16x2 in int32), and encodes each as two e2m1 values in a byte.
 
-    For sm_90.
+    The result is int32, with undefined bits above the byte. For sm_90 and later.
 
-    `encode_e2m1` and `pack_e2m1` with half the instructions: bfloat16 counts in halves from 64 on, in ones from 128 on, in twos
-    from 256 on, and the products are exact.
+    This replaces `encode_e2m1` and `pack_e2m1` with half the instructions. The ulp of bfloat16 is 0.5 from 64 on, 1 from 128 on,
+    and 2 from 256 on, so adding such constants rounds to e2m1. The scaled values are exact.
     """
     return tl.inline_asm_elementwise(
         """
@@ -126,21 +127,21 @@ def pack_scaled_e2m1(pairs, factors):
 
 @triton.jit
 def unpack_e2m1(packed):
-    """uint8 ``[R, C / 2]`` to codes, int32 ``[R, C]``, with bits above the fourth left in."""
+    """Unpacks uint8 ``[R, C / 2]`` into e2m1 values, int32 ``[R, C]``; bits above the fourth are not cleared."""
     wide = packed.to(tl.int32)
     return tl.interleave(wide, wide >> 4)
 
 
 @triton.jit
 def decode_e2m1(code):
-    """int32 codes, whose bits above the fourth do not matter, to float32, exactly."""
+    """Decodes e2m1 values (int32, bits above the fourth ignored) to float32, exactly."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * (2.0**126)
 
 
 @triton.jit
 def decode_e8m0(byte):
-    """uint8 to float32: 2^(byte - 127), NaN for 255."""
+    """Decodes e8m0 (uint8) to float32: 2^(byte - 127), NaN for 255."""
     exponent = byte.to(tl.int32)
     bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
@@ -148,13 +149,13 @@ def decode_e8m0(byte):
 
 @triton.jit
 def swizzled_in_tile(row, column):
-    """Where in its tile of 128x4, 512 bytes, the scale of a row and a column of scales lies."""
+    """Returns the byte offset of the scale at (row, column) within its 512-byte tile of 128x4 scales."""
     return row % 32 * 16 + row // 32 % 4 * 4 + column % 4
 
 
 @triton.jit
 def row_and_column_of(at, tiles_across):
-    """The scale that lies at byte ``at`` of tiles of 128x4: the reverse of `swizzled_in_tile`, with the tile's number."""
+    """Returns the row and column of the scale at byte ``at`` of the 128x4 tiles: inverts `swizzled_in_tile` and the tile order."""
     tile = at // 512
     row = tile // tiles_across * 128 + at % 16 // 4 * 32 + at % 512 // 16
     return row, tile % tiles_across * 4 + at % 4
@@ -172,10 +173,12 @@ def blocks_of_program(
     UNIT: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The blocks of a program, see `_rows.blocks_of`; ``LENGTH`` elements each, of which ``UNIT`` are loaded as one.
+    """Locates the blocks of a program, see `_rows.blocks_of`. A block has ``LENGTH`` elements, ``UNIT`` of which are loaded as one.
 
-    Returns the first element of x and each block's distance from there in units; the first block's number and each one's distance
-    from it; the first scale's place, from which on they lie beside each other; whether a block exists, and whether its scale does.
+    Returns:
+        The program's first element of x, and each block's offset from it in ``UNIT`` elements; the number of the program's first
+        block, and each block's offset from it; the index of the first scale (the others follow contiguously); a mask of the blocks
+        that exist, and a mask of the scales to store.
     """
     programs = tl.cdiv(count, BLOCKS)
     outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
@@ -205,22 +208,22 @@ def _larger(a, b):
 
 @triton.jit
 def largest(x, axis: tl.constexpr):
-    """The largest magnitude along an axis; NaN if one of them is NaN."""
+    """Returns the amax along an axis; NaN if any element is NaN."""
     return tl.reduce(tl.abs(x), axis, _larger)
 
 
 @triton.jit
 def larger(a, b):
-    """The larger of two; NaN if one of them is NaN."""
+    """Returns the larger of two values; NaN if either is NaN."""
     return _larger(a, b)
 
 
 @triton.jit
 def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
-    """What `divide` wants to know of a divisor: a power of two, the divisor times that, the negative reciprocal of the product.
+    """Prepares a divisor for `divide`: returns a signed power of two, the divisor scaled by it, and minus the reciprocal of that.
 
-    The power of two has the divisor's sign, so that the product is positive, and keeps that within 2^-85 and 2^64, where remainders
-    are not subnormal. An infinite divisor becomes 0, with a reciprocal of 0.
+    The power of two has the divisor's sign, so that the scaled divisor is positive. It keeps the scaled divisor within 2^-85 and
+    2^64, where remainders are not subnormal. An infinite divisor becomes 0, with a reciprocal of 0.
     """
     if not INTERPRETED:
         magnitude = tl.abs(divisor)
@@ -235,10 +238,10 @@ def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def divide(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """``x / divisor`` for a prepared divisor, as far as rounding to a narrow format can tell: see `division_steps`.
+    """Computes ``x / divisor`` for a prepared divisor, accurately enough for rounding to a narrow format: see `division_steps`.
 
-    A product with the reciprocal, corrected by its remainder: a third of the instructions of a division. Quotients that overflow
-    are NaN or infinite. Zeros keep their sign.
+    It multiplies by the reciprocal, then corrects the quotient by its remainder, in a third of the instructions of a division.
+    Quotients that overflow are NaN or infinite. Zeros keep their sign.
     """
     if not INTERPRETED:
         negative = x * -factor
@@ -252,7 +255,8 @@ def divide(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, S
 
 @triton.jit
 def divide_any(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """`divide` for quotients of any size: those beyond 2^20, which saturate in every narrow format, are not corrected."""
+    """Like `divide`, for quotients of any size. Quotients beyond 2^20 are not corrected, as they saturate in every narrow
+    format."""
     quotient = divide(x, factor, divisor, negative_reciprocal, INTERPRETED, STEPS)
     if not INTERPRETED:
         rough = (x * -factor) * negative_reciprocal

@@ -1,4 +1,4 @@
-"""How kernels that quantise rows which they have just computed store them, for every kernel that does."""
+"""Quantised output of fused kernels: formats, tiles and memory for rows that a kernel computes and then quantises."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
 ROW, GIVEN = 0, -1
-"""Values of `Form.group`: a row has one scale; the scale is known beforehand."""
+"""Special values of `Form.group`: one scale per row; a scale that the caller passes."""
 
 GROUPS = frozenset({8, 16, 32, 64, 128, 256, 512, 1024})
-"""Elements of blocks in 8 bits that tiles are cut into: powers of two, as tiles have."""
+"""Supported block sizes of fp8, in elements: powers of two, because tiles are powers of two."""
 
 _STORED = {"linear": "rows", "128x4": "tiles"}
 
@@ -30,7 +30,7 @@ DECLARED: dict[str, Any] = {
     "signatures": format_signatures("x", "dense", FLOATS),
     "priority": Priority.PORTABLE,
 }
-"""What the declarations of these kernels have in common."""
+"""Arguments of `register_kernel` common to these kernels."""
 
 
 FP8_TRAITS: dict[str, Any] = {
@@ -39,20 +39,20 @@ FP8_TRAITS: dict[str, Any] = {
     "scales_e8m0": any,
     "scales_packed": any,
 }
-"""Those of kernels that make scales of 8-bit floats."""
+"""Traits of kernels that compute fp8 scales."""
 
 
 class Form(NamedTuple):
-    """What rows are quantised to.
+    """The quantised format of rows.
 
     Attributes:
         name: "fp8", "mxfp8" or "nvfp4".
-        scales: how they are stored: "rows"; "packed", four e8m0 of a row in a number; or "tiles" of 128x4.
-        e8m0: whether scales of fp8 are.
-        format: the 8-bit float, of fp8.
-        limit: its largest finite value.
+        scales: the layout of scales: "rows"; "packed", four e8m0 scales of a row in an int32; or "tiles" of 128x4.
+        e8m0: whether fp8's scales are e8m0 rather than float32.
+        format: the 8-bit float of fp8.
+        limit: the largest finite value of that 8-bit float.
         group: consecutive elements that share a scale; or `ROW`, or `GIVEN`.
-        up: whether e8m0 scales are rounded up.
+        up: whether mxfp8's e8m0 scales are rounded up.
         native, interpreted: see `abilities` of the encoder.
         steps: see `division_steps` of the encoder.
     """
@@ -78,13 +78,13 @@ def form_of(
     scales: str = "rows",
     e8m0: bool = False,
 ) -> Form:
-    """The form of what is computed from x, and rounded to its dtype before it is quantised."""
+    """Returns the form for results that are computed from x, and rounded to x's dtype before they are quantised."""
     able, steps = abilities(x.device), division_steps(x.dtype)
     return Form(name, scales, e8m0, FP8_NAMES[dtype], FP8_MAX[dtype], group, up, able.native, able.interpreted, steps)
 
 
 def fp8_form(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Form:
-    """The form for granularity ``"token"`` or ``"block"``."""
+    """Returns the form for granularity ``"token"`` or ``"block"``."""
     group, scales = ROW if granularity == "token" else block_size, "packed" if scale_dtype == torch.int32 else "rows"
     return form_of(x, "fp8", group, dtype, scales=scales, e8m0=scale_dtype != torch.float32)
 
@@ -102,17 +102,17 @@ def nvfp4_form(x: Tensor, scale_layout: str) -> Form:
 
 
 def least_columns(form: Form) -> int:
-    """Columns that a tile must have: whole groups; four of them where four scales of a row lie together, which it completes."""
+    """Returns the fewest columns of a tile: one group, or four groups where four scales of a row are stored together."""
     return form.group if form.scales == "rows" else 4 * form.group
 
 
 class Rows(NamedTuple):
-    """How programs share rows.
+    """The distribution of rows over programs.
 
     Attributes:
-        per_matrix: rows of a matrix: all, but where scales lie in tiles, which no two matrices share.
-        programs: for each matrix.
-        matrices: how many there are.
+        per_matrix: rows per matrix. All rows are one matrix, unless scales are in tiles, which matrices do not share.
+        programs: programs per matrix.
+        matrices: number of matrices.
     """
 
     per_matrix: int
@@ -121,7 +121,7 @@ class Rows(NamedTuple):
 
 
 def rows_for(x: Tensor, rows: int, form: Form, per_program: int) -> Rows:
-    """The rows of x, ``rows`` in all, of which a program takes ``per_program``."""
+    """Distributes ``rows`` rows of x over programs, ``per_program`` each."""
     if form.scales != "tiles":
         return Rows(rows, cdiv(rows, per_program), 1)
     count = x.shape[-2]
@@ -129,18 +129,18 @@ def rows_for(x: Tensor, rows: int, form: Form, per_program: int) -> Rows:
 
 
 class Stored(NamedTuple):
-    """Where quantised rows go, and what was given as their outputs.
+    """The output tensors of a kernel.
 
     Attributes:
-        codes: contiguous ``[..., columns]``, packed for fp4.
-        scales: contiguous; the codes where scales are given.
+        codes: the quantised values, contiguous ``[..., columns]``, packed for fp4.
+        scales: contiguous; the same tensor as codes if the caller passes the scale.
     """
 
     codes: Tensor
     scales: Tensor
 
     def finish(self, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, ...]:
-        """Codes, and scales where they are made, in what the caller provided."""
+        """Returns the quantised values, and the scales if they were computed, in the caller's tensors where provided."""
         codes = finish(self.codes, out)
         return (codes,) if self.scales is self.codes else (codes, finish(self.scales, scale_out))
 
@@ -148,7 +148,7 @@ class Stored(NamedTuple):
 def stored_for(
     x: Tensor, shape: Sequence[int], form: Form, dtype: torch.dtype, out: Tensor | None, scale_out: Tensor | None = None
 ) -> Stored:
-    """Memory for rows of ``shape``, where possible what the caller provided. ``dtype``: of the codes."""
+    """Returns output tensors for rows of ``shape``: the caller's where contiguous, else new ones. ``dtype``: of the values."""
     *lead, columns = shape
     codes = (*lead, columns // 2) if form.name == "nvfp4" else tuple(shape)
     made = out if out is not None and out.is_contiguous() else x.new_empty(codes, dtype=dtype)
@@ -165,11 +165,11 @@ def stored_for(
 
 
 def as_bytes(scales: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every device can store, and packed scales too; float32 as it is."""
+    """Views 8-bit floats and packed scales as bytes, which every device can store; returns float32 unchanged."""
     return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 
 def nothing_to(scales: Tensor) -> None:
-    """Fills the scales of rows without elements."""
+    """Fills the float32 scales of rows without elements with the smallest normal value."""
     if scales.dtype == torch.float32:
         scales.fill_(SMALLEST_NORMAL)

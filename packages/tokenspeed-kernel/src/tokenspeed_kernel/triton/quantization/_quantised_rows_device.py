@@ -20,7 +20,7 @@ from tokenspeed_kernel.triton.quantization.quantize_nvfp4_device import nvfp4_of
 
 @triton.jit
 def rows_of_program(program, programs, rows, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """The first row of a program in its matrix, and the first row of that (int64) among all; see `Rows`."""
+    """Returns a program's first row within its matrix, and the matrix's first row (int64) among all rows; see `Rows`."""
     if FORM.scales == "tiles":
         return program % programs * ROWS, (program // programs).to(tl.int64) * rows
     return program * ROWS, tl.zeros((), tl.int64)
@@ -28,7 +28,7 @@ def rows_of_program(program, programs, rows, ROWS: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
-    """Where codes and scales of a matrix lie, which has ``before`` rows in front of it."""
+    """Returns pointers to the quantised values and scales of the matrix that starts at row ``before``."""
     if FORM.scales == "tiles":
         across = tl.cdiv(tl.cdiv(columns, FORM.group), 4)
         scales += before // rows * tl.cdiv(rows, 128) * across * 512
@@ -37,8 +37,10 @@ def of_matrix(codes, scales, before, rows, columns, FORM: tl.constexpr):
 
 @triton.jit
 def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """Writes zeros behind the rows that programs have, if these do not fill the tiles of 128x4; the programs of these tiles share
-    the work. ``first``: the first of the ``TILES`` tiles, of ``across`` beside each other, that hold this program's scales."""
+    """Zero-fills the rows of 128x4 tiles that no program covers. The programs of a tile row divide the tiles among themselves.
+
+    ``first``: the first of the ``TILES`` tiles that hold this program's scales. ``across``: tiles per row of tiles.
+    """
     top = row // 128
     programs = tl.cdiv(rows - top * 128, ROWS)
     if programs * ROWS < 128:
@@ -51,12 +53,14 @@ def _complete_tiles(scales, row, rows, first, across, ROWS: tl.constexpr, TILES:
 
 @triton.jit
 def store_quantised(values, row, first, rows, columns, codes, scales, given, FORM: tl.constexpr):
-    """Quantises a tile and writes codes and scales.
+    """Quantises a tile, and stores the quantised values and the scales.
+
+    With one scale per row, the tile must hold whole rows. If scales are packed or in tiles of 128x4, its columns must be a multiple
+    of four groups, and positions without a scale are zero-filled.
 
     ``values``: float32 ``[ROWS, COLUMNS]``, rounded to the dtype that is quantised, 0 outside. ``row``, ``first``: the tile's first
-    row and column, the latter a multiple of a group, of ``rows`` and ``columns``. ``given``: the scale of all elements where it is
-    known, and the global scale of nvfp4. Where a row has one scale, the tile holds whole rows. Where scales lie in tiles of 128x4
-    or in packed numbers, it has a multiple of four groups, and zeros are written where these hold no scale.
+    row and column within ``rows`` and ``columns``; ``first`` is a multiple of a group. ``given``: the scale that the caller passes,
+    or the global scale of nvfp4.
     """
     ROWS: tl.constexpr = values.shape[0]
     COLUMNS: tl.constexpr = values.shape[1]
@@ -107,7 +111,8 @@ def store_quantised(values, row, first, rows, columns, codes, scales, given, FOR
 
 @triton.jit
 def store_fp8_with(values, scale, row, first, rows, columns, codes, FORM: tl.constexpr):
-    """Writes the 8-bit codes of a tile as `store_quantised` has it, for the scale of its only row."""
+    """Quantises a tile of one row to fp8 with a known scale, and stores the values; the arguments are those of
+    `store_quantised`."""
     at_row = (row + tl.arange(0, values.shape[0])[:, None]).to(tl.int64)
     column = first + tl.arange(0, values.shape[1])[None, :]
     FORMAT: tl.constexpr = FORM.format

@@ -1,4 +1,4 @@
-"""How the launchers of this family cut tensors into equal groups that lie at equal distances, and choose tiles."""
+"""Splits tensors into equally strided groups, and chooses tiles, for all quantisation launchers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tokenspeed_kernel_base.ops.quantization.formats import swizzled_shape
 
 
 class Config(NamedTuple):
-    """Elements of a program's tile, and its warps.
+    """Elements per tile, and warps per program.
 
-    With 8 warps and 4096 elements a thread has two loads of 16 bytes of half-precision values in flight, and eight such programs
-    fill a multiprocessor. Where that would leave multiprocessors idle, tiles are smaller.
+    With 4 warps and 4096 elements, a thread has four 16-byte loads of 16-bit values in flight. Tiles are smaller where SMs would
+    otherwise idle.
     """
 
     tile: int
@@ -36,11 +36,11 @@ class Groups:
     """The groups of a tensor's rows.
 
     Attributes:
-        outer, count: there are ``count`` groups in each of ``outer`` outer rows, which are the tensor's rows unless these lie so
-            that more of them make one.
-        length: elements of a group.
-        limit: elements of an outer row, beyond which the last group of one does not reach.
-        stride, outer_stride: elements of the tensor from one group, one outer row, to the next.
+        outer, count: number of outer rows, and groups per outer row. An outer row is one row of the tensor, or several rows that
+            are equally strided.
+        length: elements per group.
+        limit: elements per outer row; its last group ends there.
+        stride, outer_stride: elements from one group, or one outer row, to the next.
     """
 
     outer: int
@@ -56,7 +56,7 @@ class Groups:
 
 
 def groups_of(x: Tensor, length: int) -> Groups:
-    """The groups of ``length`` consecutive elements of the last axis of ``x`` (two axes, the last of unit stride)."""
+    """Returns the groups of ``length`` consecutive elements of the last axis of ``x`` (two axes, the last with stride 1)."""
     rows, k = x.shape
     if length >= k:  # a group is a row
         return Groups(1, rows, k, rows * k, x.stride(0), 0)
@@ -66,7 +66,7 @@ def groups_of(x: Tensor, length: int) -> Groups:
 
 
 def packed_groups_of(x: Tensor, length: int) -> Groups:
-    """`groups_of`, with as many empty groups behind each row as make their number a multiple of four."""
+    """Like `groups_of`, with empty groups appended to each row up to a multiple of four."""
     rows, k = x.shape
     if cdiv(k, length) % 4 == 0:
         return groups_of(x, length)
@@ -78,9 +78,9 @@ def grid(groups: Groups, per_program: int) -> tuple[int]:
 
 
 def blocks_of(x: Tensor, rows: Tensor, length: int, per_program: int, tiles: bool) -> tuple[tuple[int], tuple[int, ...]]:
-    """The grid and the numbers that `blocks_of_program` takes, for blocks of ``length`` elements of x, whose rows are ``rows``.
+    """Returns the grid and the arguments of `blocks_of_program`, for blocks of ``length`` elements of x. ``rows``: x as a matrix.
 
-    With ``tiles`` programs follow the scales' tiles of 128x4, so that what completes these is written too.
+    With ``tiles``, programs follow the 128x4 tiles of the scales, so that the padding of the tiles is written, too.
     """
     if not tiles:
         groups = groups_of(rows, length)
@@ -91,21 +91,21 @@ def blocks_of(x: Tensor, rows: Tensor, length: int, per_program: int, tiles: boo
 
 
 def made_or(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """``out`` where it is contiguous, else a new tensor, to be copied to ``out`` by `finish`."""
+    """Returns ``out`` if it is contiguous, else a new tensor, which `finish` copies to ``out``."""
     if out is not None and out.is_contiguous():
         return out
     return like.new_empty(shape, dtype=dtype)
 
 
 def finish(made: Tensor, out: Tensor | None) -> Tensor:
-    """``made``, or ``out`` with what was made in it."""
+    """Returns ``made``, or ``out`` after copying ``made`` into it."""
     if out is None or out is made:
         return made
     return out.copy_(made)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """`as_rows`, 8-bit floats as uint8."""
+    """Like `as_rows`, with 8-bit floats viewed as uint8."""
     return as_rows(x.view(torch.uint8) if x.element_size() == 1 else x)
 
 
@@ -116,13 +116,13 @@ class MatrixTile(NamedTuple):
 
 
 def as_matrix(x: Tensor, whole: bool = False) -> Tensor:
-    """``[..., k]`` as ``[rows, k]``, the last axis of unit stride; with ``whole`` as ``[1, elements]`` where that is a view."""
+    """Reshapes ``[..., k]`` to ``[rows, k]`` with a last stride of 1; with ``whole`` to ``[1, elements]`` if that is a view."""
     x = x.view(torch.uint8) if x.element_size() == 1 else x
     return x.reshape(1, -1) if whole and x.is_contiguous() else as_rows(x)
 
 
 def matrix_tile(matrix: Tensor, most_columns: int | None = None) -> MatrixTile:
-    """A tile for element-wise work. ``most_columns`` limits its columns where it is a power of two from 32 on."""
+    """Returns a tile for elementwise kernels. ``most_columns`` limits its columns if it is a power of two of at least 32."""
     config = config_for(matrix.numel())
     columns = min(next_power_of_2(matrix.shape[1]), config.tile)
     if most_columns is not None and most_columns >= 32 and most_columns & (most_columns - 1) == 0:

@@ -1,4 +1,4 @@
-"""dequantize_fp8, dequantize_mxfp8, dequantize_mxfp4, dequantize_nvfp4: decode, times a scale, rounded once."""
+"""dequantize_fp8, dequantize_mxfp8, dequantize_mxfp4, dequantize_nvfp4: decode, multiply by the scale, and round once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size:
         tiled = layout == "block2d"
         scale = scale.contiguous()
         e8m0 = scale.dtype != torch.float32
-        if e8m0:  # of packed ones, the bytes in the order of the blocks
+        if e8m0:  # the bytes of packed scales are in the order of the blocks
             scale = scale.view(torch.uint8)
         scale_columns = scale.shape[-1] if scale.ndim else 1
         device_code.dequantize_fp8_kernel[(cdiv(rows, tile.rows) * cdiv(columns, tile.columns),)](
@@ -117,14 +117,14 @@ def dequantize_nvfp4(q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype: 
 def decode_blocks(
     q: Tensor, scale: Tensor, global_scale: Tensor | None, block: int, out_dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """Decodes e2m1 codes or 8-bit floats ``[..., k]``, of which ``block`` elements share a scale of one byte.
+    """Dequantises e2m1 values or 8-bit floats ``[..., k]`` with one 1-byte scale per ``block`` elements.
 
     Args:
-        q: uint8 (two codes a byte) or an 8-bit float.
-        scale: e8m0, or e4m3 where blocks are of 16; ``[..., k / block]``, or of two axes of q in tiles of 128x4.
+        q: uint8 (two e2m1 values per byte) or an 8-bit float.
+        scale: e8m0, or e4m3 for blocks of 16; ``[..., k / block]``, or in 128x4 tiles over the last two axes of q.
         global_scale: float32, one element, a factor of all scales, or None.
         block: elements that share a scale.
-        out_dtype: of the result.
+        out_dtype: dtype of the result.
         out: receives the result.
 
     Returns:

@@ -38,7 +38,7 @@ def dequantize_fp8_kernel(
     LAYOUT: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
-    """Rows of matrices of ``matrix_rows`` rows each; ``block_rows`` by ``block_columns`` elements share a scale."""
+    """Dequantises one tile. Matrices have ``matrix_rows`` rows each; ``block_rows`` by ``block_columns`` elements share a scale."""
     across = tl.cdiv(columns, COLUMNS)
     index = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS))[:, None]
     row = index.to(tl.int64)
@@ -55,7 +55,7 @@ def dequantize_fp8_kernel(
         matrix = index // matrix_rows
         block = (index - matrix * matrix_rows) // block_rows
         at = matrix.to(tl.int64) * scale_matrix_stride + block.to(tl.int64) * scale_row_stride
-        if ONE_BLOCK:  # all columns of the tile
+        if ONE_BLOCK:  # all columns of the tile lie in one block
             first = tl.program_id(0) % across * COLUMNS // block_columns
             scale = tl.load(scale_ptr + at + first * scale_column_stride, mask=row < rows)
         else:
@@ -83,9 +83,9 @@ def dequantize_blocks_kernel(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row; the scales and the result are contiguous. FORMAT: e2m1, or that of an 8-bit float.
+    """Dequantises ``BLOCKS`` blocks of one outer row. Scales and result are contiguous. FORMAT: e2m1 or an 8-bit float's name.
 
-    ``SWIZZLED``: scales are those of one matrix, which has ``columns`` of them in a row, in tiles of 128x4.
+    ``SWIZZLED``: the scales belong to one matrix with ``columns`` scales per row, in tiles of 128x4.
     """
     programs = tl.cdiv(count, BLOCKS)
     outer = (tl.program_id(0) // programs).to(tl.int64)

@@ -1,9 +1,9 @@
-"""quantize_fp8: 8-bit floats with scales made from the largest magnitudes of tensors, rows, blocks or tiles.
+"""quantize_fp8: 8-bit floats with scales from the amax of tensors, rows, blocks or 2D tiles.
 
-Rows and blocks are groups of consecutive elements: a program holds a tile of whole groups in registers, so that x is read once.
-Groups and tiles too large for that are read twice, in chunks, by one program. The scale of a whole tensor takes two launches:
-partial maxima, then the conversion, whose programs each reduce the partial maxima first; they go backwards, to find what the
-first launch left in the cache.
+Rows and blocks are groups of consecutive elements. A program holds a tile of whole groups in registers, so that x is read once. One
+program reads larger groups and 2D tiles twice, in chunks. The scale of a whole tensor takes two launches: the first computes
+partial maxima, and the second quantises, after each of its programs has reduced the partial maxima. The second launch walks
+backwards, to hit the data that the first launch left in the cache.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# One H200, 8192 x 8192 bfloat16, where a copy reaches 4.07 TB/s. Elements of a group that a program holds in registers at most,
-# and of a region (where the device converts to 8 bits): what is larger is read twice. Tiles of 128 x 128: 3.44 TB/s held, 2.95 read
-# twice.
+# All figures: one H200, 8192 x 8192 bfloat16, for which a copy reaches 4.07 TB/s.
+# The most elements of a group, and of a region (with hardware conversion to fp8), that a program holds in registers. Larger ones
+# are read twice. Tiles of 128 x 128 reach 3.44 TB/s when held, and 2.95 TB/s when read twice.
 _HELD, _REGION_HELD = 16384, 16384
 _REGION_WARPS = 16
-# Elements of a chunk of what is read twice, and warps.
+# Elements per chunk of data that is read twice, and warps.
 _CHUNK, _CHUNK_WARPS = 4096, 8
-# Elements a thread of a group that takes a program's whole tile: rows 3.93 TB/s, with 16 elements 3.38.
+# Elements per thread if one group fills a program's tile: rows reach 3.93 TB/s, and 3.38 TB/s with 16 elements.
 _EACH = 32
-# A whole tensor: every program reduces the partial maxima, so the tiles of large ones are larger (2.39 TB/s; else 2.21).
+# For one scale per tensor, every program reduces the partial maxima, so large tensors get larger tiles (2.39 rather than 2.21
+# TB/s).
 _WHOLE_LARGE, _WHOLE_SMALL = Config(8192, 8), Config(2048, 4)
-# Programs a multiprocessor that find partial maxima, and the most partial maxima there are: a program reduces them all.
+# Programs per SM/CU of the launch for partial maxima, and the most partial maxima, all of which every later program reduces.
 _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
 
 
@@ -126,7 +127,7 @@ def _tiles(x: Tensor, q: Tensor, scale: Tensor, block_size: int) -> None:
 
 
 def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> None:
-    """Regions of x ``[batch, m, k]``, the last axis of unit stride."""
+    """Quantises regions of ``rows`` by ``columns`` elements of x ``[batch, m, k]``, whose last stride is 1, with one scale each."""
     batch, m, k = x.shape
     packed = scale.dtype == torch.int32
     rows, columns = min(rows, m), min(columns, k)

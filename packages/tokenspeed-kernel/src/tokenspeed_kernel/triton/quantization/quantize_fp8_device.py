@@ -14,14 +14,14 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 @triton.jit
 def scale_of(amax, LIMIT: tl.constexpr):
-    """The scale of a group from its largest magnitude. LIMIT: the largest finite value of the 8-bit format."""
+    """Returns the scale of a group, given its amax. LIMIT: the largest finite value of the 8-bit format."""
     scale = tl.div_rn(amax, LIMIT)
     return tl.maximum(scale, _SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _stored_and_prepared(amax, FORMAT: tl.constexpr, LIMIT: tl.constexpr, INTERPRETED: tl.constexpr, E8M0: tl.constexpr):
-    """The scales of groups from their largest magnitudes, as they are stored, and three numbers of each that `_encoded` takes."""
+    """Returns the scales of groups in their stored form, given the amax, and the three values per group that `_encoded` needs."""
     if E8M0:
         exponent, bits, divisor = scale_of_blocks(amax, FORMAT, True)
         scale, factor, reciprocal = exponent.to(tl.uint8), bits.to(tl.float32, bitcast=True), divisor
@@ -43,8 +43,8 @@ def _encoded(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """float32 over the scales that the numbers of `_stored_and_prepared` stand for, in 8 bits."""
-    if E8M0:  # the factor is the reciprocal of a power of two, the divisor a mask for codes
+    """Divides float32 by the scales prepared by `_stored_and_prepared`, and encodes the quotients as fp8."""
+    if E8M0:  # factor is the scale's reciprocal, a power of two, and divisor is a mask for the encoded values
         code = (encode_fp8(x * factor, FORMAT, NATIVE) & divisor).to(tl.uint8)
     else:
         code = encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
@@ -61,7 +61,7 @@ def fp8_of_groups(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """Groups, float32 ``[GROUPS, LENGTH]``, in 8 bits, and their scales ``[GROUPS]``: float32, or uint8 with ``E8M0``."""
+    """Quantises groups, float32 ``[GROUPS, LENGTH]``, to fp8. Also returns scales ``[GROUPS]``: float32, or uint8 with ``E8M0``."""
     scale, factor, divisor, reciprocal = _stored_and_prepared(largest(x, 1), FORMAT, LIMIT, INTERPRETED, E8M0)
     code = _encoded(x, factor[:, None], divisor[:, None], reciprocal[:, None], FORMAT, NATIVE, INTERPRETED, STEPS, E8M0)
     return code, scale
@@ -69,7 +69,7 @@ def fp8_of_groups(
 
 @triton.jit
 def _store_scale_of_region(scale_ptr, scale, region, regions_k, PACKED: tl.constexpr):
-    """Writes the scale of a region. ``PACKED``: as a byte of a number; who comes last in a row writes the zeros behind it too."""
+    """Stores the scale of a region. ``PACKED``: as a byte of an int32; a row's last region also stores the padding zeros."""
     if PACKED:
         pitch = tl.cdiv(regions_k, 4) * 4
         column = region % regions_k
@@ -102,8 +102,8 @@ def quantize_groups_kernel(
     STEPS: tl.constexpr,
     E8M0: tl.constexpr,
 ):
-    """``GROUPS`` groups of one outer row; q and the scales are contiguous. Groups that lie behind the row complete packed numbers:
-    their scale is 0."""
+    """Quantises ``GROUPS`` groups of one outer row. q and the scales are contiguous. Padding groups of packed scales get scale
+    0."""
     programs = tl.cdiv(count, GROUPS)
     outer = (tl.program_id(0) // programs).to(tl.int64)
     group = (tl.program_id(0) % programs) * GROUPS + tl.arange(0, GROUPS)
@@ -145,7 +145,10 @@ def quantize_regions_kernel(
     ONCE: tl.constexpr,
     EVEN_ROWS: tl.constexpr,
 ):
-    """One region of ``rows`` by ``columns`` of a matrix ``[m, k]``, held (``ONCE``) or read twice in chunks; q is contiguous."""
+    """Quantises one region of ``rows`` by ``columns`` of a matrix ``[m, k]``. q is contiguous.
+
+    With ``ONCE`` the region is held in registers; otherwise it is read twice, in chunks.
+    """
     region = tl.program_id(0)
     batch = (region // (regions_m * regions_k)).to(tl.int64)
     top = (region // regions_k) % regions_m * rows
@@ -155,7 +158,7 @@ def quantize_regions_kernel(
     q_ptr += batch * m * k
     if ONCE:
         row, column = top + tl.arange(0, ROWS)[:, None], left + tl.arange(0, COLUMNS)[None, :]
-        # Without a mask that is different for every element, registers suffice for all of them.
+        # A mask per element would take too many registers to hold all elements.
         inside = (column < right) if EVEN_ROWS else (row < bottom) & (column < right)
         x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
         amax = largest(largest(x, 1), 0)

@@ -1,4 +1,4 @@
-"""quantize_fp8_with_scale: 8-bit floats with scales that are known beforehand, of the tensor, its rows or its columns."""
+"""quantize_fp8_with_scale: 8-bit floats with given scales, per tensor, per row or per column."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.spec import Priority
 device_code = DeviceModule(__name__ + "_device")
 
 
-# Columns of a tile with a scale each.
+# Columns per tile with one scale per column.
 _CHANNELS = 256
 
 
@@ -36,7 +36,7 @@ def quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: T
         matrix = as_matrix(x, whole=one_scale)
         rows, columns = matrix.shape
         per_token = scale.ndim > 0 and tuple(scale.shape) == (*x.shape[:-1], 1)
-        # A divisor is prepared once for all rows of a tile.
+        # Limit the columns with one scale per column, so that a divisor is prepared once for several rows of a tile.
         tile = matrix_tile(matrix, most_columns=None if one_scale or per_token else _CHANNELS)
         scales = scale.reshape(-1)
         able = abilities(x.device)

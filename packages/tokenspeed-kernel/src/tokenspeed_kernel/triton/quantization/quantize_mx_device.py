@@ -21,25 +21,28 @@ _BLOCK = tl.constexpr(BLOCK_MX)
 
 @triton.jit
 def scale_of_blocks(amax, FORMAT: tl.constexpr, UP: tl.constexpr):
-    """e8m0 scales (int32) of blocks from their largest magnitudes, bits of the reciprocals, and a mask for codes: 0 where a block
-    is not finite, all of whose codes are those of +0. ``FORMAT``: e4m3fn, e5m2 or e2m1; ``UP``: scales of the first two are rounded
-    up."""
-    # The exponent of the largest power of two that elements have.
+    """Computes the e8m0 scales of blocks, given their amax.
+
+    Returns the scales (int32), the bits of their reciprocals, and a mask for the encoded values. The mask is 0 for a block that is
+    not finite; all values of such a block are encoded as +0. ``FORMAT``: e4m3fn, e5m2 or e2m1. ``UP``: round up the scales of
+    e4m3fn and e5m2.
+    """
+    # The exponent of the format's largest power of two.
     EMAX: tl.constexpr = 2 if FORMAT == "e2m1" else (15 if FORMAT == "e5m2" else 8)
-    # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
+    # A float32's exponent field is floor(log2) + 127. It is 0 for subnormals, which get the smallest scale either way.
     bits = amax.to(tl.int32, bitcast=True)
     field = bits >> 23
     finite = field != 255
-    if UP:  # magnitudes beyond 448 (of e5m2 57344), whose mantissa is 1.75, carry into the next power of two
+    if UP:  # an amax above 1.75 * 2^n carries into the next power of two: 448 (e5m2: 57344) has a mantissa of 1.75
         field = (bits + (0x7FFFFF - 0x600000)) >> 23
     scale = tl.where(finite, tl.maximum(field - EMAX, 0), 255)
-    # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks.
+    # The reciprocal, 2^(127 - byte), is a normal float32 for every finite block.
     return scale, (254 - scale) << 23, tl.where(finite, 255, 0)
 
 
 @triton.jit
 def mxfp8_of_blocks(x, UP: tl.constexpr, NATIVE: tl.constexpr):
-    """Blocks, float32 ``[BLOCKS, 32]``, as e4m3 (uint8), and their scales ``[BLOCKS]``."""
+    """Quantises blocks, float32 ``[BLOCKS, 32]``, to e4m3 (uint8). Also returns their e8m0 scales ``[BLOCKS]``."""
     scale, reciprocal, kept = scale_of_blocks(largest(x, 1), "e4m3fn", UP)
     code = encode_fp8(x * reciprocal[:, None].to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
     return (code & kept[:, None]).to(tl.uint8), scale.to(tl.uint8)
@@ -62,8 +65,10 @@ def quantize_mx_kernel(
     NATIVE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix; q and the scales are contiguous. ``UP``: scales of e4m3
-    are rounded up."""
+    """Quantises ``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix. q and the scales are contiguous.
+
+    ``UP``: round up the scales of e4m3.
+    """
     UNIT: tl.constexpr = 2 if PAIRS else 1
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
         count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, UNIT, TILES
@@ -80,7 +85,7 @@ def quantize_mx_kernel(
         x = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)
         if FP4:
             amax = largest(x, 1)
-    # Where there is no block, its largest magnitude is 0, and so is the scale.
+    # A missing block has an amax of 0, and so a scale of 0.
     if FP4:
         scale, reciprocal, kept = scale_of_blocks(amax, "e2m1", UP)
         tl.store(scale_ptr + first_scale + tl.arange(0, BLOCKS), scale.to(tl.uint8), mask=stored)

@@ -26,7 +26,8 @@ _SIXTH = tl.constexpr(1 / 6)
 
 @triton.jit
 def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Blocks, float32 ``[BLOCKS, 16]``, as bytes of two e2m1 codes ``[BLOCKS, 8]``, and their e4m3 scales ``[BLOCKS]``: uint8."""
+    """Quantises blocks, float32 ``[BLOCKS, 16]``, to packed e2m1 ``[BLOCKS, 8]``; also returns e4m3 scales ``[BLOCKS]``. Both
+    uint8."""
     scale, step = _scale_of_blocks(largest(x, 1), global_scale, NATIVE, INTERPRETED, STEPS)
     code = _codes(x, prepare_divisor(step, INTERPRETED), INTERPRETED, STEPS)
     return (code & _kept(step)).to(tl.uint8), scale
@@ -34,35 +35,36 @@ def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.const
 
 @triton.jit
 def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """The e4m3 scales (uint8) of blocks from their largest magnitudes, and what a scale stands for times the global scale."""
+    """Returns the e4m3 scales (uint8) of blocks, given their amax, and the steps: the decoded scales times the global scale."""
     if INTERPRETED or STEPS > 1:
         sixth = tl.div_rn(amax, 6.0)
         wanted = tl.div_rn(sixth, global_scale)
     else:
-        # A sixth of a number of at most 11 bits is nowhere near the middle of two float32: one correction gives the nearest.
+        # A sixth of a value with at most 11 significant bits is never close to the midpoint of two float32 values, so one
+        # correction gives the nearest.
         sixth = amax * _SIXTH
         sixth = tl.fma(tl.fma(sixth, 6.0, -amax), -_SIXTH, sixth)
         factor, divisor, reciprocal = prepare_divisor(global_scale, INTERPRETED)
         wanted = divide_any(sixth, factor, divisor, reciprocal, INTERPRETED, 2)
-    # A block of zeros is 0 / 0 where the global scale is 0.
+    # A block of zeros gives 0 / 0 if the global scale is 0.
     wanted = tl.where(sixth == 0.0, 0.0, wanted)
-    # Neither NaN nor infinite: all comparisons with NaN are false.
+    # The comparison is false for NaN as well as for infinity.
     scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
     return scale, decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
 
 
 @triton.jit
 def _codes(x, prepared, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Pairs of e2m1 codes, int32, of whole blocks or equal parts of them; ``prepared``: of their steps, by `prepare_divisor`."""
+    """Encodes whole blocks or halves of them as pairs of e2m1 values, int32. ``prepared``: `prepare_divisor` of their steps."""
     factor, divisor, reciprocal = prepared
-    # Where the quotient overflows it may be NaN, which saturates like infinity. Blocks without a step become zeros, see `_kept`.
+    # A quotient that overflows may be NaN, which saturates like infinity. Blocks with step 0 become zeros, see `_kept`.
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
     return pack_e2m1(encode_e2m1(quotient, x), x.shape[0], x.shape[1])
 
 
 @triton.jit
 def _kept(step):
-    """A mask for the codes of blocks: 0 where a block has no step."""
+    """Returns a mask for the encoded blocks: 0 for a block whose step is 0 or NaN."""
     return tl.where(step > 0, 255, 0)[:, None]
 
 
@@ -83,11 +85,11 @@ def quantize_nvfp4_kernel(
     STEPS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix; q and the scales are contiguous."""
+    """Quantises ``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix. q and the scales are contiguous."""
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
         count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, 1, TILES
     )
-    # In halves, as much as a thread loads at once: so all of a block is in one thread, and its scale is computed once.
+    # Load a block in two halves of one thread's load each, so that a whole block is in one thread and its scale is computed once.
     x_ptr += first_x
     at = tl.arange(0, _HALF)[None, :]
     low = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""swizzle_scales, unswizzle_scales: a program holds whole tiles, as they lie in the result or the argument."""
+"""swizzle_scales, unswizzle_scales: a program moves whole 128x4 tiles of scales."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Where rows are whole words of four scales: tiles that a program moves, which hold 128 bytes of each row, and its warps.
+# If rows consist of whole words of four scales: tiles per program, which hold 128 bytes of each row, and warps.
 _ACROSS, _WARPS = 32, 4
-# Else bytes of a program: eight tiles beside each other hold 32 bytes of each row, the least that memory transfers.
+# Otherwise bytes per program: eight neighbouring tiles hold 32 bytes of each row, one memory sector.
 _BYTES = 4096
 
 
@@ -54,7 +54,7 @@ def unswizzle_scales(scale: Tensor, rows: int, columns: int, out: Tensor | None)
 
 
 def _launch(linear: Tensor, tiles: Tensor, to_tiles: bool) -> None:
-    """``[..., rows, columns]`` to the tiles, which are contiguous, or the other way round; what is written is contiguous."""
+    """Converts ``[..., rows, columns]`` to tiles or back. The tiles and the destination are contiguous."""
     if not linear.numel():
         return
     matrices = linear.view(torch.uint8)
@@ -88,6 +88,6 @@ def _launch(linear: Tensor, tiles: Tensor, to_tiles: bool) -> None:
 
 
 def _in_words(x: Tensor) -> bool:
-    """Whether four scales of a row can be moved at a time."""
+    """Whether four scales of a row can be moved as one 32-bit word."""
     whole = x.shape[2] % 4 == 0 and x.stride(2) == 1 and x.storage_offset() % 4 == 0 and x.data_ptr() % 4 == 0
     return whole and x.stride(0) % 4 == 0 and x.stride(1) % 4 == 0

@@ -21,7 +21,7 @@ def swizzle_kernel(
     BYTES: tl.constexpr,
     TO_TILES: tl.constexpr,
 ):
-    """``BYTES`` of one matrix's tiles, which take ``size`` bytes."""
+    """Moves ``BYTES`` bytes of one matrix's tiles, which take ``size`` bytes in all."""
     programs = tl.cdiv(size, BYTES)
     batch = (tl.program_id(0) // programs).to(tl.int64)
     at = tl.program_id(0) % programs * BYTES + tl.arange(0, BYTES)
@@ -46,16 +46,16 @@ def swizzle_words_kernel(
     ACROSS: tl.constexpr,
     TO_TILES: tl.constexpr,
 ):
-    """``ACROSS`` tiles beside each other, by words of four scales (int32), of which a row has ``columns``.
+    """Moves ``ACROSS`` neighbouring tiles, in words of four scales (int32). A row has ``columns`` words.
 
-    In a tile, word ``4 * r + q`` is that of row ``r + 32 * q``.
+    Within a tile, word ``4 * r + q`` belongs to row ``r + 32 * q``.
     """
     down, across = tl.cdiv(rows, 128), tl.cdiv(columns, ACROSS)
     batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)
     first = index // across
     place = tl.arange(0, 128)
     column = index % across * ACROSS + tl.arange(0, ACROSS)
-    # Rows in the order of memory, so that loads of neighbouring threads are of neighbouring words on either side.
+    # Rows are in memory order, so that accesses on both sides are coalesced.
     row = first * 128 + place
     linear = linear_ptr + batch * stride_batch + row.to(tl.int64)[:, None] * stride_row + column[None, :]
     held = (row < rows)[:, None] & (column < columns)[None, :]

@@ -32,8 +32,10 @@ def best_of_spans_kernel(
     BLOCK: tl.constexpr,
     FINAL: tl.constexpr,
 ):
-    """best: int64 [rows, spans], the largest logit of each span with its token, `packed`. With FINAL a row is one span, and its
-    result goes to tokens and values."""
+    """Finds the largest logit of each span and its token.
+
+    best: int64 [rows, spans], receives them `packed`. With FINAL a row is one span, and its result goes to tokens and values.
+    """
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     end = tl.minimum(vocab, (span + 1) * length)
@@ -47,7 +49,7 @@ def best_of_spans_kernel(
         better = key > best_key
         best_key = tl.where(better, key, best_key)
         best_id = tl.where(better, ids, best_id)
-    # Beyond the end -inf stands with a higher id than any real one, so that it never wins.
+    # Positions beyond the end hold -inf with ids above all real ones, so they never win.
     found = tl.max(packed(best_key, best_id), axis=0)
     if FINAL:
         _store_best(found, row, first_token, tokens, tokens_stride, values, values_stride)

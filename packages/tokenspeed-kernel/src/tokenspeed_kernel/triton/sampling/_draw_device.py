@@ -1,4 +1,4 @@
-"""Drawing from tokens that are listed, and drawing from a whole row."""
+"""Draws a token from a list of a row's largest tokens, or from a whole row."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from tokenspeed_kernel.triton.sampling._weights_device import limit_of, target_o
 _NO_PAIR = tl.constexpr(-0x8000000000000000)
 _LARGEST_PAIR = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-# Of a listed token that may be drawn: the token above its weight, which has at most 41 bits; a vocabulary has at most 2^22 tokens.
+# A drawable token packs its id above its weight, which has at most 41 bits. A vocabulary has at most 2^22 tokens.
 _WEIGHT_BITS = tl.constexpr(41)
 _WEIGHT_MASK = tl.constexpr((1 << 41) - 1)
 
 
 @triton.jit
 def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, floor, TOKENS: tl.constexpr, PAIRED: tl.constexpr):
-    """Draws from a row's listed tokens. Returns the token, int64; whether they decide it; the last token kept, `packed`; and the
-    weight of all tokens kept, int64.
+    """Draws from a row's listed tokens.
 
-    They do if the last token kept is the same whatever the tokens that are not listed weigh. Tokens are compared pair by pair, for
-    each one's rank and the weight of those before it: no sorting, and few steps that wait for each other.
+    The list decides the row if the cutoff token is the same for every possible weight of the unlisted tokens. All pairs of tokens
+    are compared, which gives each token's rank and the weight of those before it without sorting and in few dependent steps.
 
     Args:
-        listed: pointer to int64 ``packed`` tokens: all from the largest logit down to some logit, in any order.
-        drawable: pointer to int64 [TOKENS], is written to.
-        number: how many are listed, at most TOKENS.
-        least: the most that a token weighs that is not listed.
-        keeps: how many tokens top-k keeps, at most the vocabulary; int64.
-        p, u: top-p, and the random number; without one no token is drawn.
+        listed: pointer to int64 ``packed`` tokens: all tokens with logits at or above some logit, in any order.
+        drawable: pointer to int64 [TOKENS], scratch memory.
+        number: number of listed tokens, at most TOKENS.
+        least: an upper bound of the weight of an unlisted token.
+        keeps: number of tokens that top-k keeps, at most the vocabulary; int64.
+        p, u: top-p, and the random number; if u is None no token is drawn.
         largest, scale, floor: see `token_weights`.
-        PAIRED: how many tokens all the others are compared to at a time.
+        PAIRED: tokens that all listed tokens are compared with in one step.
+
+    Returns:
+        The token, int64; whether the list decides the row; the cutoff token, `packed`; and the weight of all tokens kept, int64.
     """
     own = tl.arange(0, TOKENS)
     live = own < number
@@ -51,7 +53,7 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
     before = (before & WEIGHT_MASK).to(tl.float64)
     known = tl.sum(tl.where(kept, weight, 0), axis=0)
     most = known + tl.maximum(keeps - number, 0) * least
-    # Top-p's limit lies between these two.
+    # Bounds of top-p's limit.
     least_limit = tl.where(p >= 1.0, float("inf"), limit_of(p, known))
     most_limit = tl.where(p >= 1.0, float("inf"), limit_of(p, most))
     reached = kept & (before < least_limit)
@@ -66,7 +68,7 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
     if u is not None:
         token = token_of(pair).to(tl.int64)
         tl.store(drawable + own, (token << _WEIGHT_BITS) | weight, mask=live)
-        tl.debug_barrier()  # all threads read what these have stored
+        tl.debug_barrier()  # the stores must be visible to all threads of the program
         sums = tl.zeros([TOKENS, PAIRED], tl.int64)
         for begin in range(0, number, PAIRED):
             other = begin + tl.arange(0, PAIRED)
@@ -78,16 +80,16 @@ def draw_listed(listed, drawable, number, least, keeps, p, u, largest, scale, fl
 
 
 @triton.jit
-def kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cut_key, cut_token):
-    """Returns the int64 weights of a row's tokens; 0 of those beyond the cut, which is the last token kept, and beyond the row."""
+def kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff_key, cutoff_token):
+    """Returns the int64 weights of a row's tokens: 0 for tokens after the cutoff token and for positions beyond the row."""
     x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    return tl.where(is_kept(sort_key(x), ids, cut_key, cut_token) & (ids < vocab), token_weights(x, largest, scale, floor), 0)
+    return tl.where(is_kept(sort_key(x), ids, cutoff_key, cutoff_token) & (ids < vocab), token_weights(x, largest, scale, floor), 0)
 
 
 @triton.jit
-def is_kept(key, token, cut_key, cut_token):
-    """Whether tokens come no later than the last one kept."""
-    return (key > cut_key) | ((key == cut_key) & (token <= cut_token))
+def is_kept(key, token, cutoff_key, cutoff_token):
+    """Whether tokens are kept: at or before the cutoff token in order of descending logit and ascending id."""
+    return (key > cutoff_key) | ((key == cutoff_key) & (token <= cutoff_token))
 
 
 @triton.jit
@@ -96,23 +98,26 @@ def draw_from_row(
     vocab_stride,
     vocab,
     totals,
-    units,
+    chunks,
     u,
     largest,
     scale,
     floor,
-    cut_key,
-    cut_token,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
+    cutoff_key,
+    cutoff_token,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Returns the token, int64. totals: int64 [units], what the kept tokens of each UNIT tokens weigh."""
-    unit = tl.arange(0, UNITS)
-    weights = tl.load(totals + unit, mask=unit < units, other=0)
+    """Draws a token from a whole row, int64. totals: int64 [chunks], the weight of the kept tokens in each chunk of CHUNK
+    tokens."""
+    chunk = tl.arange(0, CHUNKS)
+    weights = tl.load(totals + chunk, mask=chunk < chunks, other=0)
     after = tl.cumsum(weights, axis=0)
     target = target_of(u, tl.sum(weights, axis=0))
     chosen = tl.sum((after <= target).to(tl.int32), axis=0)
-    before = tl.sum(tl.where(unit == chosen, after - weights, 0), axis=0)
-    first = chosen * UNIT
-    weights = kept_weights(logits, vocab_stride, vocab, first + tl.arange(0, UNIT), largest, scale, floor, cut_key, cut_token)
+    before = tl.sum(tl.where(chunk == chosen, after - weights, 0), axis=0)
+    first = chosen * CHUNK
+    weights = kept_weights(
+        logits, vocab_stride, vocab, first + tl.arange(0, CHUNK), largest, scale, floor, cutoff_key, cutoff_token
+    )
     return (first + tl.sum((before + tl.cumsum(weights, axis=0) <= target).to(tl.int32), axis=0)).to(tl.int64)

@@ -1,9 +1,9 @@
-"""How a row's tokens are distributed, in bins of octaves (powers of 2 below the largest weight), and what range of logits holds the
-last token kept.
+"""Estimates the distribution of a row's tokens, and from it the range of logits that holds the cutoff token.
 
-The largest logit of every group of a row is known, so that bins hold at least so many tokens: where that alone tells that enough
-tokens are in a range, the range is certain. Where it does not, a sample of whole groups tells how many others there are. Then the
-range is a guess, at four standard errors; that it was wrong is noticed, costs time and changes no result.
+The histogram has bins of octaves: a token's octaves are the log2 of the largest weight over its own. The maximum of every group of
+a row is known, which gives a lower bound of each bin's count. If the lower bounds alone put enough tokens into a range, the range
+is certain. Otherwise a sample of whole groups estimates the number of other tokens, and the range is a guess at four standard
+errors. A wrong guess is detected and repaired: it costs time, but changes no result.
 """
 
 from __future__ import annotations
@@ -16,41 +16,42 @@ from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, floor_
 
 _NO_KEY = tl.constexpr(-0x80000000)
 BINS = tl.constexpr(256)
-# The last bin holds the tokens that weigh nothing.
+# The last bin holds the tokens of weight 0.
 _LAST = tl.constexpr(255)
 _WIDTH = tl.constexpr(WEIGHTLESS.value / 255)
-# Bin n reaches from n - 1/2 to n + 1/2 widths, so that the largest token is in the middle of its bin. Ends are moved down by a
-# thousandth, so that no rounding of octaves takes a token out of its bin.
+# Bin n spans n - 1/2 to n + 1/2 widths, so that the largest token is in the middle of its bin. Range ends are moved down by a
+# thousandth of a width, so that rounding of octaves moves no token out of the range.
 _HALF = tl.constexpr(0.5)
 _MARGIN = tl.constexpr(1e-3)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
-# Standard errors that a guessed range reaches to either side.
+# Half the width of a guessed range, in standard errors; and the multiplier of the error term for few large tokens.
 _ERRORS = tl.constexpr(4.0)
 _ERRORS_OF_FEW = tl.constexpr(2.0)
-# What taking a token to be in the middle of its bin makes of its weight, as a standard error; what the same does to the sums on
-# either side of the cut, where it does not average out; and what sums of float32 round.
+# Weights are taken from the middle of a token's bin. _ERROR_OF_BIN is the relative standard error of a weight that results, and
+# _BIAS_OF_BINS its part that does not average out in sums on either side of the cutoff. _ROUNDED is the relative rounding error of
+# the float32 sums.
 _ERROR_OF_BIN = tl.constexpr(0.04)
 _BIAS_OF_BINS = tl.constexpr(4e-3)
 _ROUNDED = tl.constexpr(2e-5)
-# How many parts of the groups' largest logits there are, the first of which are few.
+# The largest 1/_FEW of the group maxima count as few: hardly any other token is among them.
 _FEW = tl.constexpr(16)
-# Of groups / 16 tokens that lie as they come, groups / 512 are hidden behind larger ones of their groups; of these so many may be
-# read: one of twelve is, of a row of 200 000.
+# Among the largest groups / 16 tokens at random positions, groups / 512 are expected not to be their group's maximum. If the sample
+# has more than _OTHERS_AMONG_FEW of these, the positions are not random. The sample reads one of 25 tokens of a row of 200,000.
 _OTHERS_AMONG_FEW = tl.constexpr(8.0)
-# How many times what one token stands for may be missing of those that weigh no less than the last one kept.
+# Bounds the tokens above the cutoff that the sample has missed, in multiples of the tokens that one sampled token represents.
 _UNSEEN = tl.constexpr(2.0)
 
 
 @triton.jit
 def bins_of(key, live, largest, scale):
-    """int32, the bins of tokens by their sort keys."""
+    """Returns the int32 bins of tokens, given their sort keys."""
     octaves = (largest - from_sort_key(tl.where(live, key, sort_key(largest)))) * scale
     return tl.where(live & (octaves < WEIGHTLESS), octaves * (1.0 / _WIDTH) + _HALF, _LAST).to(tl.int32)
 
 
 @triton.jit
 def weights_of_bins(floor):
-    """float32 [BINS], what a token in the middle of each bin weighs; the largest weighs 1."""
+    """Returns float32 [BINS]: the weight of a token in the middle of each bin, relative to the largest token."""
     middle = tl.arange(0, BINS).to(tl.float32) * _WIDTH
     reach = WEIGHTLESS + 0.0
     if floor is not None:
@@ -60,7 +61,7 @@ def weights_of_bins(floor):
 
 @triton.jit
 def end_of(bins, largest, scale):
-    """int64, the sort key down to which tokens are in the first so many bins; it is finite."""
+    """Returns the int64 sort key of the lower end of the first ``bins`` bins; it is a finite logit's."""
     octaves = (bins.to(tl.float64) - _HALF + _MARGIN) * _WIDTH
     x = tl.maximum(largest.to(tl.float64) - octaves / scale.to(tl.float64), _LEAST_LOGIT)
     return sort_key(x.to(tl.float32)).to(tl.int64)
@@ -68,15 +69,18 @@ def end_of(bins, largest, scale):
 
 @triton.jit
 def group_counts(maxima, largest, scale):
-    """int32 [BINS], how many groups have their largest logit in each bin. maxima: int32, sort keys; the least stand for none."""
+    """Returns int32 [BINS]: the histogram of the group maxima. maxima: int32 sort keys; _NO_KEY marks padding."""
     live = maxima != _NO_KEY
     return tl.histogram(bins_of(maxima, live, largest, scale), BINS, mask=live)
 
 
 @triton.jit
 def bins_to_list(counts, vocab, most, negligible, floor):
-    """Returns the number of bins whose tokens outweigh all others by far, so that they are likely to decide the row, and whether
-    there are few enough of them: at most so many groups have any."""
+    """Returns how many bins, from the first on, to list so that their tokens are likely to decide the row.
+
+    The listed bins outweigh an upper bound of all other tokens: the bound is at most ``negligible`` times their weight. Also
+    returns whether at most ``most`` groups have tokens in these bins.
+    """
     weights = weights_of_bins(floor)
     sums = tl.cumsum(counts.to(tl.float32) * weights, axis=0)
     end = (tl.arange(0, BINS).to(tl.float32) + _HALF) * _WIDTH
@@ -90,7 +94,7 @@ def bins_to_list(counts, vocab, most, negligible, floor):
 
 @triton.jit
 def ids_of_groups(index, group, length, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, RUN: tl.constexpr):
-    """int32, the tokens of groups: the index-th of all, where `group` is the group that holds it."""
+    """Returns int32 token ids: the ``index``-th token when groups are concatenated. ``group``: the group that holds it."""
     member = index % (BLOCKS * RUN)
     RUNS: tl.constexpr = BLOCK // RUN
     return (group // RUNS) * length + (member // RUN) * BLOCK + (group % RUNS) * RUN + member % RUN
@@ -113,7 +117,7 @@ def _count_sample(
     SAMPLE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """int32 [BINS], how many tokens each bin has of every step-th group, without one that is the largest of its group."""
+    """Returns int32 [BINS]: the histogram of the tokens of every step-th group, without each group's maximum."""
     SIZE: tl.constexpr = BLOCKS * RUN
     counts = tl.zeros([BINS], tl.int32)
     for begin in range(0, SAMPLE, LANES):
@@ -123,7 +127,7 @@ def _count_sample(
         live = (read < groups) & (ids < vocab)
         x = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
         counts += tl.histogram(bins_of(sort_key(x), live, largest, scale), BINS, mask=live)
-    # One for each thread.
+    # Subtract the maxima of the sampled groups; the tile is padded to at least one element per thread.
     READ: tl.constexpr = SAMPLE // SIZE if SAMPLE > 512 * SIZE else 512
     read = tl.arange(0, READ) * step
     live = (tl.arange(0, READ) * SIZE < SAMPLE) & (read < groups)
@@ -133,7 +137,7 @@ def _count_sample(
 
 
 @triton.jit
-def range_of_cut(
+def range_of_cutoff(
     logits,
     vocab_stride,
     vocab,
@@ -154,24 +158,25 @@ def range_of_cut(
     SAMPLE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Returns the first and the last sort key, int64, between which the last token kept is.
+    """Returns the smallest and the largest sort key, int64, of the range that should hold the cutoff token.
 
-    With both top-k and top-p the range reaches up to the largest logit: top-p needs the weight of all that top-k keeps.
+    With both top-k and top-p the range extends up to the largest logit, because top-p needs the weight of all tokens that top-k
+    keeps.
 
     Args:
-        maxima: int32 [groups], the sort keys of the groups' largest logits.
-        counts: their `group_counts`.
-        groups, length: how many groups there are, and tokens of a span.
-        restricted: whether top-k keeps less than all tokens; k of them.
+        maxima: int32 [groups], the sort keys of the group maxima.
+        counts: `group_counts` of maxima.
+        groups, length: number of groups, and tokens per span.
+        restricted, k: whether top-k keeps fewer than all tokens, and top-k.
         p: top-p.
-        rank: up to how many groups' largest logits are looked at from the first on, where top-p's last token is likely to be there.
+        rank: for top-p alone, the range starts at the largest logit if the cutoff is likely within this many group maxima.
         largest_key, scale, floor: of the row.
-        SAMPLE: how many tokens to read; LANES: at a time.
+        SAMPLE, LANES: tokens to sample, and tokens per loop step.
     """
     bin = tl.arange(0, BINS)
     largest = from_sort_key(largest_key)
     reaching = tl.cumsum(counts, axis=0)
-    # So many bins hold at least k, or rank, tokens.
+    # The number of bins that certainly hold k (or rank) tokens.
     certain = tl.sum((reaching < tl.where(restricted, k, rank)).to(tl.int32), axis=0) + 1
     certain = tl.minimum(certain, _LAST)
     low_bins = certain
@@ -183,34 +188,33 @@ def range_of_cut(
         others = _count_sample(
             logits, vocab_stride, vocab, maxima, groups, length, largest, scale, step, BLOCK, BLOCKS, RUN, SAMPLE, LANES
         ).to(tl.float32)  # fmt: skip
-        # Where the groups' largest are so few that hardly any other token is among them, one that was read stands for itself.
+        # Among the largest few group maxima there is hardly any other token, so a sampled one represents only itself.
         among_few = tl.sum(tl.where(reaching <= groups // _FEW, others, 0.0), axis=0)
-        # That does not hold for rows whose large logits are neighbours.
+        # This does not hold for rows whose large logits are neighbours.
         few = reaching <= tl.where(among_few <= _OTHERS_AMONG_FEW, groups // _FEW, 0)
         weight = tl.where(restricted, (bin < _LAST).to(tl.float32), weights_of_bins(floor))
         sums = tl.cumsum(weight * (counts.to(tl.float32) + tl.where(few, 1.0, share) * others), axis=0)
         total = tl.max(sums, axis=0)
         part = tl.where(restricted | (~(p > 0.0)), 0.0, tl.minimum(p, 1.0))
         wanted = tl.where(restricted, k.to(tl.float32), part * total)
-        cut = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
-        # The sum down to the cut, less p times the sum of all: each token that was read adds its own variance.
-        side = tl.where(bin <= cut, 1.0 - part, part)
+        cutoff = tl.minimum(tl.sum((sums < wanted).to(tl.int32), axis=0), _LAST - 1)
+        # The error of (weight down to the cutoff) - p * (total weight): every sampled token adds its own variance.
+        side = tl.where(bin <= cutoff, 1.0 - part, part)
         deviation = tl.where(few, 0.0, share * weight * side)
         variance = tl.sum(others * deviation * deviation, axis=0) * (1.0 - 1.0 / share)
         deviation = tl.where(restricted, 0.0, _ERROR_OF_BIN * weight * side)
         variance += tl.sum(counts.to(tl.float32) * deviation * deviation, axis=0)
         error = _ERRORS * tl.sqrt(variance) + (_BIAS_OF_BINS * part * (1.0 - part) + _ROUNDED) * total
-        # Of few tokens that are above the cut but not their groups' largest the sample has none. About so many are to be expected:
-        above = at_index(reaching, cut).to(tl.float32)
+        # The sample may miss tokens above the cutoff that are not their group's maximum. The expected number of these is `hidden`.
+        above = at_index(reaching, cutoff).to(tl.float32)
         hidden = above * above / (2.0 * groups)
         hidden = tl.minimum(hidden + _ERRORS * tl.sqrt(hidden), _UNSEEN * (share - 1.0))
-        error += hidden * at_index(weight, cut)
-        # The i-th largest token is hidden behind a larger one of its group with a probability of i to the number of groups, and
-        # there are no more than sum / weight of at least some weight: that bounds the variance of what is hidden where tokens are
-        # few.
+        error += hidden * at_index(weight, cutoff)
+        # The i-th largest token shares its group with a larger token with probability i / groups, and at most sum / w tokens weigh
+        # w or more. Together these bound the variance of the hidden weight among the few largest tokens.
         few_weight = tl.sum(tl.where(few, counts.to(tl.float32) * weight * side, 0.0), axis=0)
         error += tl.where(share > 1.0, _ERRORS_OF_FEW, 0.0) * few_weight / tl.sqrt(groups.to(tl.float32))
-        # The last bin of what is more by the error, and the first of what is less by it.
+        # Widen the target by the error: the last bin for the target plus the error, the first bin for the target minus the error.
         low_bins = tl.minimum(tl.sum((sums < wanted + error).to(tl.int32), axis=0) + 1, _LAST)
         high_bins = tl.minimum(tl.sum((sums < wanted - error).to(tl.int32), axis=0), _LAST - 1)
         if (~restricted) & (low_bins <= certain):

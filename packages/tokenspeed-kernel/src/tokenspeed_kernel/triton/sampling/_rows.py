@@ -1,6 +1,6 @@
-"""What the sampling kernels share: rows cut into spans of tokens, and spans into groups.
+"""Splits rows into spans of tokens, and spans into groups, for all sampling kernels.
 
-A program works on one span of one row, so that few long rows fill a device too.
+A program processes one span of one row, so that a few long rows also fill the device.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, multiprocessors, next_power_of_2
 
-# Programs a multiprocessor: enough that loads are in flight while others compute, and that the last ones to end are few.
+# Programs per SM/CU: enough to overlap loads with computation and to keep the tail of the launch short.
 _PROGRAMS_PER_MULTIPROCESSOR = 16
 _SHORTEST_SPAN, _LONGEST_SPAN = 2048, 16384
-# Spans begin at multiples of it, so that loads are wide.
-_SPAN_UNIT = 512
+# Spans start at multiples of this many tokens, so that loads are vectorised.
+_SPAN_MULTIPLE = 512
 
 
 @dataclass(frozen=True)
 class Spans:
-    """How rows are cut.
+    """The split of rows into spans.
 
     Attributes:
-        count: spans a row.
-        length: tokens a span; the last one of a row may be shorter.
+        count: spans per row.
+        length: tokens per span; a row's last span may be shorter.
     """
 
     count: int
@@ -32,38 +32,39 @@ class Spans:
 
     @property
     def block(self) -> int:
-        """`count` as a power of two."""
+        """`count` rounded up to a power of two."""
         return int(next_power_of_2(self.count))
 
 
 def spans_of(logits: Tensor) -> Spans:
-    """The cut for logits ``[rows, vocab]``."""
+    """Returns the spans for logits ``[rows, vocab]``."""
     rows, vocab = logits.shape
     wanted = next_power_of_2(multiprocessors(logits.device) * _PROGRAMS_PER_MULTIPROCESSOR // rows // 2 + 1)
     length = min(max(cdiv(vocab, wanted), _SHORTEST_SPAN), _LONGEST_SPAN)
-    length = cdiv(length, _SPAN_UNIT) * _SPAN_UNIT
+    length = cdiv(length, _SPAN_MULTIPLE) * _SPAN_MULTIPLE
     return Spans(cdiv(vocab, length), length)
 
 
-# Bytes that a program that finds groups' maxima takes of a row at a time, and programs a multiprocessor below which spans are cut
-# shorter.
+# For the kernel that finds group maxima: bytes of a row per block, and programs per SM/CU below which spans get shorter.
 _BLOCK_BYTES = 4096
 _PROGRAMS = 8
 _SPAN_OF_GROUPS = 8192
-# Tokens of a group where that makes at most _MOST_GROUPS of a row.
+# Tokens per group, as long as a row has at most _MOST_GROUPS groups.
 _GROUP = 32
 _MOST_GROUPS = 8192
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How a row is cut into groups, whose largest logits tell which of them to read again.
+    """The split of a row into groups. The group maxima tell which groups must be read again.
+
+    A group consists of one run of neighbouring tokens in every block of its span.
 
     Attributes:
-        spans: programs a row.
-        block: tokens that a program takes at a time.
-        blocks: that a program takes, a power of two.
-        run: neighbouring tokens of a block that a group has, a power of two; it has a run of every block of its span.
+        spans: spans (programs) per row.
+        block: tokens per block, which a program loads at once.
+        blocks: blocks per span, a power of two.
+        run: tokens per run, a power of two.
     """
 
     spans: int
@@ -73,22 +74,22 @@ class Groups:
 
     @property
     def length(self) -> int:
-        """Tokens a span."""
+        """Tokens per span."""
         return self.block * self.blocks
 
     @property
     def size(self) -> int:
-        """Tokens a group."""
+        """Tokens per group."""
         return self.blocks * self.run
 
     @property
     def count(self) -> int:
-        """Groups of a row."""
+        """Groups per row."""
         return self.spans * (self.block // self.run)
 
 
 def groups_of(logits: Tensor) -> Groups:
-    """The cut for logits ``[rows, vocab]``."""
+    """Returns the groups for logits ``[rows, vocab]``."""
     rows, vocab = logits.shape
     block = _BLOCK_BYTES // logits.element_size()
     blocks = _SPAN_OF_GROUPS // block

@@ -1,4 +1,4 @@
-"""Device code of `_rows`."""
+"""Sort keys, packed (key, token) pairs, and threshold searches for all sampling kernels."""
 
 from __future__ import annotations
 
@@ -8,55 +8,58 @@ import triton.language as tl
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 PARTS = tl.constexpr(16)
-"""Into how many parts a range of keys is divided at once, to find the one that holds a key."""
+"""Parts that a threshold search splits a range of keys into per step."""
 
-_TAKEN = tl.constexpr(-(2**63))  # below any pair
+_REMOVED = tl.constexpr(-(2**63))  # below any pair
 
 
 @triton.jit
 def sort_key(x):
-    """int32 that sort like float32 x: NaN above all numbers, and both zeros equal."""
+    """Maps float32 to int32 keys that sort in the same order: NaN is the largest, and both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def from_sort_key(key):
-    """float32 of a key; not of NaN's."""
+    """Inverts `sort_key`. The key of NaN yields some NaN."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def packed(key, token):
-    """int64 that sort by key, and of equal keys the first token as the greatest: the key above 2^31 - 1 - token."""
+    """Packs (key, token) pairs into int64 that sort by key, then by descending token id: the first of tied tokens is the largest.
+
+    The upper half is the key, the lower half is 2^31 - 1 - token.
+    """
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
 def token_of(pair):
-    """int64 token of what is `packed`."""
+    """Returns the int64 token id of a `packed` pair."""
     return 0x7FFFFFFF - (pair & 0x7FFFFFFF)
 
 
 @triton.jit
 def largest_pairs(pairs, K: tl.constexpr):
-    """The K largest of `packed` pairs ``[N]``, largest first. K and N are powers of two, K at least 2: Triton 3.6 cannot do 1."""
-    if _INTERPRETED:  # which takes seconds for a sorting network
+    """Returns the K largest of `packed` pairs ``[N]``, largest first. K and N are powers of two; K >= 2, as Triton 3.6 requires."""
+    if _INTERPRETED:  # the interpreter takes seconds for a sorting network
         at = tl.arange(0, pairs.shape[0])
-        place = tl.arange(0, K)
+        position = tl.arange(0, K)
         largest = tl.zeros([K], pairs.dtype)
         for i in tl.static_range(K):
             pair = tl.max(pairs, axis=0)
-            largest = tl.where(place == i, pair, largest)
+            largest = tl.where(position == i, pair, largest)
             first = tl.min(tl.where(pairs == pair, at, pairs.shape[0]), axis=0)
-            pairs = tl.where(at == first, _TAKEN, pairs)
+            pairs = tl.where(at == first, _REMOVED, pairs)
         return largest
     return tl.topk(pairs, K)
 
 
 @triton.jit
 def larger_pairs(one, other):
-    """The largest of two results of `largest_pairs`, as many as each has and as it gives them."""
+    """Merges two results of `largest_pairs` of equal length into the largest pairs of both, of the same length and order."""
     return largest_pairs(tl.reshape(tl.join(one, other), [2 * one.shape[0]]), one.shape[0])
 
 
@@ -67,31 +70,31 @@ def _larger(a, b):
 
 @triton.jit
 def largest_key(x):
-    """int32 ``[N]``: `sort_key` of the largest of each row of float32 ``[N, M]``, NaN above all numbers."""
-    if _INTERPRETED:  # which takes seconds for a function of its own
+    """Returns int32 ``[N]``: `sort_key` of the maximum of each row of float32 ``[N, M]``, where NaN is the largest."""
+    if _INTERPRETED:  # the interpreter takes seconds for a reduction with a custom combine function
         return tl.max(sort_key(x), axis=1)
-    # Of the largest alone, as a key takes several instructions.
+    # Reduce first, then convert only the maxima: a key takes several instructions.
     return sort_key(tl.reduce(x, 1, _larger))
 
 
 @triton.jit
 def at_index(values, index):
-    """The element of a one-dimensional tensor at an index that is not known when compiling."""
+    """Returns the element of a one-dimensional tensor at a runtime index."""
     return tl.sum(tl.where(tl.arange(0, values.shape[0]) == index, values, 0), axis=0)
 
 
 @triton.jit
 def part_that_holds(low, high, reaching, wanted):
-    """The part of the keys from low to high that holds the largest one which ``wanted`` keys reach.
+    """One step of a threshold search: selects the part of [low, high] that holds the largest threshold with ``wanted`` keys >= it.
 
     Args:
-        low, high: int64; ``wanted`` keys reach low.
-        reaching: int32 ``[PARTS]``, how many keys reach the beginning of each part, ``low + i * stride`` with
+        low, high: int64; at least ``wanted`` keys are >= low.
+        reaching: int32 ``[PARTS]``, the number of keys >= the start of each part, ``low + i * stride`` with
             ``stride = ((high - low) // PARTS) + 1``.
         wanted: at least 1.
 
     Returns:
-        The part's least and greatest key, int64, and how many keys reach the least, int32.
+        The part's smallest and largest key, int64, and the number of keys >= the smallest, int32.
     """
     part = tl.arange(0, PARTS)
     stride = ((high - low) // PARTS) + 1
@@ -102,8 +105,14 @@ def part_that_holds(low, high, reaching, wanted):
 
 @triton.jit
 def threshold_of(keys, live, wanted, spare):
-    """The largest key that at least ``wanted`` of the live keys reach, or a lower one that up to ``spare`` more reach; the least
-    key where there are fewer. Returns it, int64, and how many reach it, int32. Keys that are not live are less than all others."""
+    """Finds a threshold that at least ``wanted`` and, if possible, at most ``wanted + spare`` live keys are >= to.
+
+    With fewer than ``wanted`` live keys it is the smallest live key. With ties it is the largest threshold that ``wanted`` keys
+    reach. Keys that are not live must be smaller than all live keys.
+
+    Returns:
+        The threshold, int64, and the number of keys >= it, int32.
+    """
     largest = tl.max(keys, axis=0)
     low = tl.min(tl.where(live, keys, largest), axis=0).to(tl.int64)
     high = largest.to(tl.int64)

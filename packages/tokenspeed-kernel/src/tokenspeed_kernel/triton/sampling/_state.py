@@ -1,7 +1,7 @@
-"""Sizes of what the sampling kernels keep for each row."""
+"""Sizes of the per-row state of the sampling kernels."""
 
 STATE = 8
-"""int64 numbers of a row's state; `_state_device` names them."""
+"""int64 fields of a row's state; `_state_device` names them."""
 
 FEW = 128
-"""Keys that are compared pair by pair at the end of the search for the last token kept."""
+"""The most keys that the cutoff search compares pairwise in its last step."""

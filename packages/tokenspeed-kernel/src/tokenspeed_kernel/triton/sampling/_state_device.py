@@ -1,4 +1,4 @@
-"""A row's state between the kernels of sampling: int64 ``[rows, STATE]``, these fields."""
+"""A row's state, passed from one sampling kernel to the next: int64 ``[rows, STATE]`` with these fields."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import triton.language as tl
 from tokenspeed_kernel.triton.sampling import _state
 
 LARGEST = tl.constexpr(0)  # sort key of the largest logit
-DECIDED = tl.constexpr(1)  # 1 if the row has its token
-LOW = tl.constexpr(2)  # the last token kept is expected at a sort key from here
-HIGH = tl.constexpr(3)  # up to here; less than LOW where nothing is expected
-COPIED = tl.constexpr(4)  # how many tokens have such keys
-LAST = tl.constexpr(5)  # the last token kept, `packed`; written where no token is drawn, and so is the next
-KEPT = tl.constexpr(6)  # what all tokens kept weigh together; 0 of a greedy row
+DECIDED = tl.constexpr(1)  # 1 if the row needs no further kernel
+LOW = tl.constexpr(2)  # the smallest sort key that the cutoff token is expected to have
+HIGH = tl.constexpr(3)  # the largest such key; less than LOW if there is no expectation
+COPIED = tl.constexpr(4)  # the number of tokens with keys in [LOW, HIGH]
+LAST = tl.constexpr(5)  # the cutoff token, `packed`; LAST and KEPT are written only if no token is drawn
+KEPT = tl.constexpr(6)  # the total weight of all tokens kept; 0 for a greedy row
 STATE = tl.constexpr(_state.STATE)
 
-# Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below:
-# so many tokens may be summed.
+# A count and a weight are summed in one int64, with the count above COUNT_SHIFT bits. A weight has 41 bits, so sums of up to 2^10
+# weights fit below the count.
 COUNT_SHIFT = tl.constexpr(51)
 ONE_TOKEN = tl.constexpr(1 << 51)
 WEIGHT_MASK = tl.constexpr((1 << 51) - 1)

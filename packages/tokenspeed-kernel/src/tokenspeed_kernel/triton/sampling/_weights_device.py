@@ -1,6 +1,6 @@
-"""Device code of what `tokenspeed_kernel_base.ops.sampling` defines: weights, random numbers, and the request of a row.
+"""Device code for the definitions of `tokenspeed_kernel_base.ops.sampling`: weights, random numbers, and a row's parameters.
 
-Kernels that weigh tokens are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
+Kernels that compute weights are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS_OF_TWO = tl.constexpr(definition.BITS_OF_TWO)
 _FRACTION_BITS = tl.constexpr(definition.FRACTION_BITS)
 _WEIGHT_BITS = tl.constexpr(definition.WEIGHT_BITS)
 _WEIGHT_OF_LARGEST = tl.constexpr(2.0**definition.WEIGHT_BITS)
-# A token that is this far, as a power of 2, below the largest weighs nothing, whatever was rounded.
+# A token whose weight is below the largest by this power of 2 has weight 0, regardless of rounding.
 WEIGHTLESS = tl.constexpr(2.0 - definition.LEAST_EXPONENT)
 _LEAST_LOGIT = tl.constexpr(-3.0e38)
 _INFINITE_KEY = tl.constexpr(0x7F800000)
@@ -31,8 +31,10 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def token_weights(x, largest, scale, floor):
-    """int64 weights of float32 logits, bit for bit those of the definition; 0 for those below floor, which may be None. largest,
-    scale: float32."""
+    """Returns the int64 weights of float32 logits, bit-identical to the definition; 0 for weights below floor, which may be None.
+
+    largest, scale: float32.
+    """
     y = tl.maximum((x - largest) * scale, _LEAST_EXPONENT)
     shifted = y + _ROUNDER
     n = shifted.to(tl.int32, bitcast=True) - _BITS_OF_ROUNDER
@@ -49,13 +51,16 @@ def token_weights(x, largest, scale, floor):
 
 @triton.jit
 def lowest_of(largest, scale):
-    """float64, a finite logit below which tokens weigh nothing, so that it does not matter which of them are kept."""
+    """Returns a finite logit, float64, below which tokens have weight 0, so that it does not matter which of them are kept."""
     return tl.maximum(largest.to(tl.float64) - WEIGHTLESS / scale.to(tl.float64), _LEAST_LOGIT)
 
 
 @triton.jit
 def most_below(key, largest, scale, floor):
-    """int64, at least what any token weighs whose sort key is less: rounding may give a lower logit a somewhat greater weight."""
+    """Returns an int64 upper bound of the weight of any token with a smaller sort key.
+
+    The bound has a margin, because rounding may give a lower logit a slightly larger weight.
+    """
     weight = token_weights(from_sort_key(key), largest, scale, None)
     weight += (weight >> 18) + 2
     if floor is not None:
@@ -65,7 +70,7 @@ def most_below(key, largest, scale, floor):
 
 @triton.jit
 def floor_of(min_p, row):
-    """int64, the least weight that min-p keeps, no more than the largest logit's weight; None where min_p, a pointer, is None."""
+    """Returns the smallest int64 weight that min-p keeps, at most the largest logit's weight; None if the pointer min_p is None."""
     floor = None
     if min_p is not None:
         p = tl.load(min_p + row).to(tl.float64)
@@ -77,14 +82,14 @@ def floor_of(min_p, row):
 
 @triton.jit
 def floor_octaves(floor):
-    """float32, how many powers of 2 a floor is below the largest weight; `WEIGHTLESS` for none."""
+    """Returns how many powers of 2 a floor is below the largest weight, float32; `WEIGHTLESS` for a floor of 0."""
     octaves = _WEIGHT_BITS - tl.log2(tl.maximum(floor, 1).to(tl.float32))
     return tl.where(floor > 0, octaves, WEIGHTLESS)
 
 
 @triton.jit
 def uniform(seed, offset):
-    """`tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
+    """Computes `tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
     zero = (offset * 0).to(tl.uint32)
     word, _, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero)
     return (word >> 8).to(tl.int32).to(tl.float64) * (1.0 / 16777216.0)
@@ -92,7 +97,7 @@ def uniform(seed, offset):
 
 @triton.jit
 def is_drawn(temperature, largest_key):
-    """Whether a row is drawn from, rather than given its largest logit's token."""
+    """Whether a row is sampled rather than greedy."""
     warmth = temperature.to(tl.float64)
     warm = (warmth > 0.0) & (warmth < float("inf"))
     return warm & (largest_key < _INFINITE_KEY) & (largest_key > _KEY_OF_MINUS_INFINITY)
@@ -100,19 +105,19 @@ def is_drawn(temperature, largest_key):
 
 @triton.jit
 def scale_of(temperature):
-    """float32, what differences of logits are multiplied by to be powers of 2."""
+    """Returns the float32 factor that turns a difference of logits into a base-2 exponent: log2(e) / temperature, limited."""
     scale = _LOG2_E / temperature.to(tl.float64)
     return tl.where(scale < _LARGEST_SCALE, scale, _LARGEST_SCALE).to(tl.float32)
 
 
 @triton.jit
 def limit_of(top_p, weight):
-    """float64, the weight that top-p must reach, at least 1: the first token reaches that, whatever top-p is."""
+    """Returns the weight that top-p must reach, float64, at least 1, so that the first token is always kept."""
     p = top_p.to(tl.float64)
     return tl.maximum(tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64), 1.0)
 
 
 @triton.jit
 def target_of(number, weight):
-    """The weight that the drawn token is the first to exceed."""
+    """Returns the target of the draw: the drawn token is the first whose running sum of weights exceeds it."""
     return (number * weight.to(tl.float64)).to(tl.int64)

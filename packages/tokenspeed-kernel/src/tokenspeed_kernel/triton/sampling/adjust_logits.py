@@ -1,4 +1,4 @@
-"""Penalties and biases: listed logits are read and written, and others only where the result is another tensor."""
+"""Penalties and biases: only listed logits are read and written, unless the result goes to another tensor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adjust_logits(
     presence_penalty: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """`tokenspeed_kernel.adjust_logits`: one launch; a copy before it where ``out`` is not logits."""
+    """See `tokenspeed_kernel.adjust_logits`. One launch, preceded by a copy if ``out`` is not logits."""
     rows, listed = tokens.shape
     vocab = logits.shape[1]
     if out is None:

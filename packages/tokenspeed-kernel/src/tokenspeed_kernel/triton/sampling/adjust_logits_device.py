@@ -27,7 +27,7 @@ def adjust_logits_kernel(
     INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Changes the logits of one block of a row's listed tokens. Biases, counts and penalties may be None."""
+    """Adjusts the logits of one block of a row's listed tokens. Biases, counts and penalties may be None."""
     start(EARLY)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     entry = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -35,8 +35,8 @@ def adjust_logits_kernel(
     entries = row * listed + entry
     token = tl.load(tokens + entries, mask=within, other=-1)
     within = within & (token >= 0) & (token < vocab)
-    place = logits + row * row_stride + token.to(tl.int64) * vocab_stride
-    x = tl.load(place, mask=within, other=0.0).to(tl.float64)
+    position = logits + row * row_stride + token.to(tl.int64) * vocab_stride
+    x = tl.load(position, mask=within, other=0.0).to(tl.float64)
     if logit_bias is not None:
         x += tl.load(logit_bias + entries, mask=within, other=0.0).to(tl.float64)
     if counts is not None:
@@ -49,4 +49,4 @@ def adjust_logits_kernel(
             x = tl.where(count >= 0, x - penalty * count.to(tl.float64), x)
         if presence_penalty is not None:
             x = tl.where(count > 0, x - tl.load(presence_penalty + row).to(tl.float64), x)
-    tl.store(place, round_to(x.to(tl.float32), logits.dtype.element_ty, INTERPRETED), mask=within)
+    tl.store(position, round_to(x.to(tl.float32), logits.dtype.element_ty, INTERPRETED), mask=within)

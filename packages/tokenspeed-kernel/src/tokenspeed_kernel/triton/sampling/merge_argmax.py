@@ -1,4 +1,4 @@
-"""The best of several parts' best tokens: a thread a row."""
+"""Merges the best tokens of vocabulary shards, with one thread per row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK = 64
     tags={"determinism"},
 )
 def merge_argmax(values: Tensor, tokens: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """`tokenspeed_kernel.merge_argmax`."""
+    """See `tokenspeed_kernel.merge_argmax`."""
     parts, rows = values.shape
     if out is None:
         out = torch.empty(rows, dtype=out_dtype, device=values.device)

@@ -1,4 +1,4 @@
-"""Log-probabilities from those of parts of a vocabulary: a program a row."""
+"""Merges the log-probabilities of vocabulary shards, with one program per row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Entries change places within a warp without a barrier; a thread holds a few. On an H200, 256 rows of 1024 entries, of which 64 are
-# wanted, take 14.3 us with 128 entries a warp, 21.0 us with 256 and 23.8 us with 512.
+# Within a warp, sorting exchanges entries without barriers; a thread holds a few entries. On an H200, 256 rows with the top 64 of
+# 1024 entries take 14.3 us with 128 entries per warp, 21.0 us with 256, and 23.8 us with 512.
 _ENTRIES_A_WARP, _MOST_WARPS = 128, 8
 
 
@@ -25,7 +25,7 @@ _ENTRIES_A_WARP, _MOST_WARPS = 128, 8
     solution="triton",
     capability=TRITON,
     signatures=format_signatures("token_logits", "dense", (torch.float32,)),
-    # All of a row's entries are sorted in registers.
+    # A program sorts all of a row's entries in registers.
     traits={"entries": at_most(4096)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
@@ -40,7 +40,7 @@ def merge_token_logprobs(
     top_tokens_out: Tensor | None,
     lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`tokenspeed_kernel.merge_token_logprobs`."""
+    """See `tokenspeed_kernel.merge_token_logprobs`."""
     parts, rows, top_k = top_logits.shape
     device = lse.device
     if token_out is None:

@@ -25,11 +25,11 @@ def merge_token_logprobs_kernel(
     top_logits,
     top_logits_part_stride,
     top_logits_row_stride,
-    top_logits_place_stride,
+    top_logits_k_stride,
     top_tokens,
     top_tokens_part_stride,
     top_tokens_row_stride,
-    top_tokens_place_stride,
+    top_tokens_k_stride,
     lse,
     lse_part_stride,
     lse_row_stride,
@@ -37,10 +37,10 @@ def merge_token_logprobs_kernel(
     token_out_stride,
     top_out,
     top_out_row_stride,
-    top_out_place_stride,
+    top_out_k_stride,
     top_tokens_out,
     top_tokens_out_row_stride,
-    top_tokens_out_place_stride,
+    top_tokens_out_k_stride,
     lse_out,
     lse_out_stride,
     parts,
@@ -54,7 +54,7 @@ def merge_token_logprobs_kernel(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS).to(tl.int64)
     own = tl.load(lse + part * lse_part_stride + row * lse_row_stride, mask=part < parts, other=float("-inf"))
-    # By keys, as NaN must come out.
+    # Take the maximum of sort keys, so that NaN propagates.
     largest = from_sort_key(tl.max(sort_key(own), axis=0))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = shift + tl.log2(tl.sum(tl.exp2((own - shift) * LOG2_E), axis=0)) * LN_2
@@ -70,15 +70,15 @@ def merge_token_logprobs_kernel(
         top_tokens += row * top_tokens_row_stride
         entry = tl.arange(0, ENTRIES)
         held = entry < parts * top_k
-        of_part, of_place = (entry // top_k).to(tl.int64), entry % top_k
-        x = tl.load(top_logits + of_part * top_logits_part_stride + of_place * top_logits_place_stride, mask=held, other=0.0)
-        token = tl.load(top_tokens + of_part * top_tokens_part_stride + of_place * top_tokens_place_stride, mask=held, other=0)
+        of_part, of_position = (entry // top_k).to(tl.int64), entry % top_k
+        x = tl.load(top_logits + of_part * top_logits_part_stride + of_position * top_logits_k_stride, mask=held, other=0.0)
+        token = tl.load(top_tokens + of_part * top_tokens_part_stride + of_position * top_tokens_k_stride, mask=held, other=0)
         pair = tl.where(held, packed(sort_key(x), token), _NO_PAIR)
-        # Sorted only as far as it is wanted. No two pairs are equal but those of entries that are not there, which come last.
+        # Select only the top entries instead of sorting all. Only padding pairs are equal to one another, and they come last.
         pair = largest_pairs(pair, TOP_K_PADDED)
-        place = tl.arange(0, TOP_K_PADDED)
-        wanted = place < top_k
+        position = tl.arange(0, TOP_K_PADDED)
+        wanted = position < top_k
         best = _less(from_sort_key((pair >> 32).to(tl.int32)), total)
-        tl.store(top_out + row * top_out_row_stride + place * top_out_place_stride, best, mask=wanted)
-        at = top_tokens_out + row * top_tokens_out_row_stride + place * top_tokens_out_place_stride
+        tl.store(top_out + row * top_out_row_stride + position * top_out_k_stride, best, mask=wanted)
+        at = top_tokens_out + row * top_tokens_out_row_stride + position * top_tokens_out_k_stride
         tl.store(at, token_of(pair).to(tl.int32), mask=wanted)

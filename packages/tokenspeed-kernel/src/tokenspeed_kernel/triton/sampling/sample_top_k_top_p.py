@@ -1,20 +1,21 @@
-"""Sampling without sorting rows: the largest logits decide nearly always, and else those around the last token kept.
+"""Sampling without sorting rows. Mostly the largest logits decide a row; otherwise the logits around the cutoff token do.
 
-A row keeps the tokens down to some last one, which top-k and top-p determine, and one of these is drawn by running sums of weights
-in the order of tokens. Sums of integers are exact in any order of addition.
+Top-k and top-p keep the tokens down to the cutoff token, in order of descending logit. One of the kept tokens is drawn by running
+sums of integer weights in the order of token ids. Integer sums are exact in any order of addition.
 
-1. `group_maxima_kernel` cuts a row into groups and takes the largest logit of each.
-2. `decide_kernel` reads the groups whose largest logits reach a threshold, and compares their tokens pair by pair: those of the k
-   largest groups, or so many that all others weigh next to nothing. They decide greedy rows, rows restricted to some hundred
-   tokens, and rows whose other tokens weigh too little to matter, after reading the logits once. Of other rows that are restricted
-   it tells between which two logits the last token kept lies: for certain where the groups' largest logits show that enough tokens
-   are above, else by a sample of whole groups, to within four standard errors.
-3. `weigh_kernel` reads the rows that are left. It sums the weights of each unit, and copies the tokens between the two logits.
-4. `finish_kernel` finds the last token kept among them, or in the whole row if it is not there, which is rare. It sums what is kept
-   of each unit, finds the unit that holds the token to be drawn, and in it the token.
+1. `group_maxima_kernel` splits a row into groups and finds the largest logit of each.
+2. `decide_kernel` lists the tokens of the groups whose maxima reach a threshold, and compares them pairwise. The threshold selects
+   about k groups, or enough groups that all other tokens have negligible weight. The list decides greedy rows, rows with top-k up
+   to some hundred tokens, and rows whose other tokens weigh too little to matter, after the logits were read once. For the
+   remaining rows with top-k or top-p, the kernel finds a range of logits that holds the cutoff token. The range is certain if the
+   group maxima show that enough tokens are above it. Otherwise a sample of whole groups gives it to within four standard errors.
+3. `weigh_kernel` reads the undecided rows. It sums the weights of each chunk of `Tiles.chunk` tokens, and copies the tokens in the
+   range.
+4. `finish_kernel` finds the cutoff token among the copied tokens, or, rarely, in the whole row. It sums the kept weight of each
+   chunk, finds the chunk that holds the token to be drawn, and then the token.
 
-64 rows of 201088 float32 on an H200 with cold caches: top-k 40 and top-p 0.95 take 39 us, rows without limits 40; top-p 0.9 takes
-109 at temperature 1 and 143 at temperature 2. With a sample of twice as many tokens these two took 121 and 149.
+64 rows of 201088 float32 on an H200 with a cold L2: top-k 40 with top-p 0.95 takes 39 us, and rows without limits take 40 us. Top-p
+0.9 takes 109 us at temperature 1 and 143 us at temperature 2. With twice as many sampled tokens these two took 121 and 149 us.
 """
 
 from __future__ import annotations
@@ -46,21 +47,22 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tiles(NamedTuple):
-    """Sizes of blocks.
+    """Tile sizes and warps.
 
     Attributes:
-        group_warps: of `group_maxima_kernel`.
-        lanes, decide_warps: of `decide_kernel`: into how many the groups' maxima are merged before the search; threads.
-        few, tokens: powers of two: how many tokens it compares faster, and how many it can list at most.
-        pairs: of tokens that it compares at a time.
-        rank: how many groups' largest logits it takes for a range that is certain, where top-p's last token is likely to be there.
-        sample, read: how many tokens it reads to guess where the last token kept is, and at a time.
-        unit: tokens of a unit, which `weigh_kernel` takes at a time.
-        weigh_warps, weigh_programs: its threads, and its programs a multiprocessor.
-        finish_warps: of `finish_kernel`.
-        cut_lanes: tokens that it sums at a time.
-        short: how many keys it copies to narrow a range of them further.
-        some, slots: units, and copied tokens of each, that it sums at a time.
+        group_warps: warps of `group_maxima_kernel`.
+        lanes: keys that `decide_kernel` folds the group maxima into before the threshold search.
+        decide_warps: warps of `decide_kernel`.
+        few, tokens: powers of two: the list lengths of the faster comparison and of the longest list in `decide_kernel`.
+        pairs: pairs of tokens that `decide_kernel` compares per step.
+        rank: group maxima that bound a certain range for top-p, if the cutoff token is likely among them.
+        sample, read: tokens that `decide_kernel` samples to guess the range of the cutoff token, and tokens per step.
+        chunk: tokens per chunk, for which `weigh_kernel` sums weights.
+        weigh_warps, weigh_programs: warps of `weigh_kernel`, and its programs per SM/CU.
+        finish_warps: warps of `finish_kernel`.
+        cutoff_lanes: tokens per step of the cutoff search in `finish_kernel`.
+        short: the most keys that the cutoff search copies to a short list.
+        some, slots: chunks, and copied tokens of each chunk, that `finish_kernel` sums per step.
     """
 
     group_warps: int = 8
@@ -72,24 +74,24 @@ class Tiles(NamedTuple):
     rank: int = 1280
     sample: int = 8192
     read: int = 4096
-    unit: int = 2048
+    chunk: int = 2048
     weigh_warps: int = 4
     weigh_programs: int = 5
     finish_warps: int = 8
-    cut_lanes: int = 1024
+    cutoff_lanes: int = 1024
     short: int = 4096
     some: int = 64
     slots: int = 64
 
 
 _TILES = {
-    # Interpreted: few and large operations, and short lists, so that small cases have rows that no list decides.
+    # For the interpreter: few large operations. Lists are short, so that small test cases also have rows that no list decides.
     "cpu": Tiles(few=32, tokens=64, rank=96, sample=512, read=512, short=256),
-    # At most 1024 threads, of which a warp has 64.
+    # A program has at most 1024 threads, and a wave has 64.
     "amd": Tiles(decide_warps=8),
     "any": Tiles(),
 }
-# Units that a program of `weigh_kernel` takes.
+# The most chunks per program of `weigh_kernel`.
 _MOST_TOGETHER = 20
 
 
@@ -113,7 +115,7 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """`tokenspeed_kernel.sample_top_k_top_p`: four launches, the last two of which have nothing to do for most rows."""
+    """See `tokenspeed_kernel.sample_top_k_top_p`. Four launches; the last two skip rows that are decided, which most rows are."""
     if out is None:
         out = torch.empty(len(logits), dtype=out_dtype, device=logits.device)
     if len(logits):
@@ -122,7 +124,7 @@ def sample_top_k_top_p(
 
 
 class Drawing(NamedTuple):
-    """What tokens are drawn with, and where they go."""
+    """The inputs and the output of drawing tokens: the random generator's seed and offset, and the tokens."""
 
     seed: Tensor
     offset: Tensor
@@ -132,7 +134,7 @@ class Drawing(NamedTuple):
 def decide_rows(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, drawing: Drawing | None = None
 ) -> Tensor:
-    """Draws a token of each row. Without ``drawing``, finds which tokens are kept and what they weigh together.
+    """Draws a token of each row. Without ``drawing``, finds the cutoff token and the total weight of the kept tokens.
 
     Args:
         logits: at least one row.
@@ -140,7 +142,7 @@ def decide_rows(
         drawing: see `Drawing`.
 
     Returns:
-        int64 ``[rows, STATE]``, what `_state_device` names: the last token kept and the weight of all, if none was drawn.
+        int64 ``[rows, STATE]`` with the fields of `_state_device`. LAST and KEPT are set if no token was drawn.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -149,16 +151,16 @@ def decide_rows(
     seed, offset, out = drawing or (None, None, None)
     out_stride = 0 if out is None else out.stride(0)
     groups, tiles = groups_of(logits), for_architecture(_TILES, device)
-    most_groups, units = next_power_of_2(groups.count), cdiv(vocab, tiles.unit)
+    most_groups, chunks = next_power_of_2(groups.count), cdiv(vocab, tiles.chunk)
     maxima, state, scratch, totals, above, segments, pairs, short = (
         torch.empty(rows, *shape, dtype=dtype, device=device)
         for dtype, shape in (
             (torch.int32, (groups.count,)),
             (torch.int64, (STATE,)),
             (torch.int64, (tiles.tokens + max(tiles.tokens, most_groups),)),
-            (torch.int64, (units,)),
-            (torch.int64, (units,)),
-            (torch.int32, (units, 3)),
+            (torch.int64, (chunks,)),
+            (torch.int64, (chunks,)),
+            (torch.int32, (chunks, 3)),
             (torch.int64, (vocab,)),
             (torch.int32, (tiles.short + FEW,)),
         )
@@ -168,7 +170,7 @@ def decide_rows(
     copied = (state, totals, above, segments, pairs)
     early = may_overlap(device)
     options = {"EARLY": early, **launch_options(early)}
-    # Fused multiply-add would round other than the definition of weights does.
+    # The definition of weights rounds after every multiplication, so fused multiply-adds would give other weights.
     exact = {"enable_fp_fusion": False, **options}
 
     grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
@@ -197,19 +199,19 @@ def decide_rows(
         **grouping,
         **exact,
     )
-    # As many programs as run at once, for each has to learn of its row first; more of them where rows are many, so that the last
-    # ones to end have little left to do.
-    together = min(cdiv(units, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
-    programs = cdiv(units, together)
+    # Launch about one wave of programs, because each program first loads its row's state. With many rows launch more, with at most
+    # _MOST_TOGETHER chunks each, to keep the tail short.
+    together = min(cdiv(chunks, max(multiprocessors(device) * tiles.weigh_programs // rows, 1)), _MOST_TOGETHER)
+    programs = cdiv(chunks, together)
     device_code.weigh_kernel[(rows * programs,)](
         *row,
         temperature,
         min_p,
         *copied,
-        units,
+        chunks,
         together,
         programs,
-        UNIT=tiles.unit,
+        CHUNK=tiles.chunk,
         ALIGNED=vocab % 16 == 0,
         num_warps=tiles.weigh_warps,
         **exact,
@@ -221,10 +223,10 @@ def decide_rows(
         short,
         out,
         out_stride,
-        units,
-        UNIT=tiles.unit,
-        UNITS=next_power_of_2(units),
-        LANES=tiles.cut_lanes,
+        chunks,
+        CHUNK=tiles.chunk,
+        CHUNKS=next_power_of_2(chunks),
+        LANES=tiles.cutoff_lanes,
         SHORT=tiles.short,
         SOME=tiles.some,
         SLOTS=tiles.slots,

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.sampling._cut_device import FEW, copied, find_cut, logit_of, number_of
+from tokenspeed_kernel.triton.sampling._cutoff_device import FEW, copied, find_cutoff, logit_of, number_of
 from tokenspeed_kernel.triton.sampling._draw_device import draw_from_row, draw_listed, is_kept, kept_weights
-from tokenspeed_kernel.triton.sampling._guess_device import BINS, bins_to_list, end_of, group_counts, ids_of_groups, range_of_cut
+from tokenspeed_kernel.triton.sampling._guess_device import BINS, bins_to_list, end_of, group_counts, ids_of_groups, range_of_cutoff
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of
 from tokenspeed_kernel.triton.sampling._state_device import COPIED, DECIDED, HIGH, KEPT, LARGEST, LAST, LOW, STATE
 from tokenspeed_kernel.triton.sampling._weights_device import (
@@ -21,13 +21,13 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
     uniform,
 )
 
-# The threshold is good enough if 2^-this too many maxima reach it.
+# The threshold search stops once at most k / 2^_SLACK surplus maxima reach the threshold.
 _SLACK = tl.constexpr(3)
-# A row is expected to be decided by tokens that outweigh all others so far.
+# Tokens are listed until an upper bound of all other tokens' weight is this fraction of theirs; see `bins_to_list`.
 _NEGLIGIBLE = tl.constexpr(2e-3)
-# The part that such tokens have of all weight at least, with room for what bins round.
+# The smallest fraction of the total weight that such a list has, with a margin for the rounding to bins.
 _OUTWEIGHING = tl.constexpr(0.99)
-# Where two counts are summed in one int32, one stands above this many bits.
+# Two counts are summed in one int32; one of them is above this many bits.
 _UPPER_BITS = tl.constexpr(16)
 _UPPER = tl.constexpr(1 << 16)
 _NO_KEY = tl.constexpr(-0x80000000)
@@ -48,12 +48,15 @@ def group_maxima_kernel(
     RUN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """maxima: int32 [rows, spans, BLOCK // RUN], sort keys. A group consists of one run of RUN tokens in each block of a span."""
+    """Finds each group's largest logit. A group consists of one run of RUN tokens in each block of a span.
+
+    maxima: int32 [rows, spans, BLOCK // RUN], receives sort keys.
+    """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     best = tl.full([BLOCK], _NO_KEY, tl.int32)
-    # Unrolled, so that all loads are in flight at once.
+    # Unrolled, so that all loads are in flight together.
     for block in tl.static_range(BLOCKS):
         ids = span * length + block * BLOCK + tl.arange(0, BLOCK)
         live = ids < vocab
@@ -96,14 +99,14 @@ def decide_kernel(
     READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sets up a row's state, and writes the token of a row that is greedy or whose largest logits decide it; without ``out``, which
-    tokens are kept.
+    """Initialises a row's state and decides rows that are greedy or that their largest logits decide.
 
-    Only groups whose largest logit reaches the threshold are read. `range_of_cut` tells where the last token kept is of a row that
-    is restricted and not decided.
+    For a decided row it writes the token, or without ``out`` the cutoff token and the kept weight. It reads only the groups whose
+    maximum reaches the threshold. For an undecided row with top-k or top-p, `range_of_cutoff` estimates the range of the cutoff
+    token.
 
-    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: tokens, then the groups, or what may be drawn. PAIRS: of tokens that are
-    compared at a time.
+    scratch: int64 [rows, TOKENS + max(TOKENS, GROUPS)]: listed tokens, then the groups or the drawable tokens. PAIRS: pairs of
+    tokens compared per step.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -112,7 +115,7 @@ def decide_kernel(
     group = tl.arange(0, GROUPS)
     largest_of_group = maxima + row * groups
     maxima = tl.load(largest_of_group + group, mask=group < groups, other=_NO_KEY)
-    # Fewer keys to search: the largest of several groups.
+    # Fold several groups into one key, to shorten the search.
     keys = tl.max(tl.reshape(maxima, [GROUPS // LANES, LANES]), axis=0)
     largest_key = tl.max(keys, axis=0)
     largest = from_sort_key(largest_key)
@@ -122,13 +125,13 @@ def decide_kernel(
     draws = is_drawn(warmth, largest_key)
     restricted = (k > 0) & (k < vocab)
     floor = floor_of(min_p, row)
-    cuts = restricted | (~(p >= 1.0))
-    # Of so many tokens the groups' largest logits alone tell enough.
+    limited = restricted | (~(p >= 1.0))
+    # For small k the group maxima alone give a threshold.
     small = restricted & (k <= TOKENS // 2)
-    lists = cuts
+    lists = limited
     if min_p is not None:
         lists |= floor > 0
-    # Of a greedy row the threshold is the largest logit itself.
+    # The threshold of a greedy row is the largest logit itself.
     threshold = largest_key.to(tl.int64)
     scale = scale_of(warmth)
     counts = tl.zeros([BINS], tl.int32)
@@ -150,7 +153,7 @@ def decide_kernel(
         reaches = (maxima >= threshold) & (group < groups)
         tl.store(scratch + TOKENS + tl.cumsum(reaches.to(tl.int32), axis=0) - 1, group.to(tl.int64), mask=reaches)
         reaching = tl.sum(reaches.to(tl.int32), axis=0)
-        tl.debug_barrier()  # other threads read what these have stored
+        tl.debug_barrier()  # the stores must be visible to the program's other threads
 
         SIZE: tl.constexpr = BLOCKS * RUN
         lane = tl.arange(0, LANES)
@@ -165,8 +168,8 @@ def decide_kernel(
             key = sort_key(x)
             found = live & (key >= threshold)
             if draws:
-                place = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
-                tl.store(scratch + place, packed(key, ids), mask=found & (place < TOKENS))
+                position = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
+                tl.store(scratch + position, packed(key, ids), mask=found & (position < TOKENS))
                 count += tl.sum(found.to(tl.int32), axis=0)
             else:
                 first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
@@ -192,14 +195,14 @@ def decide_kernel(
         else:
             token = tl.min(first, axis=0).to(tl.int64)
             last = packed(largest_key, tl.min(first, axis=0))
-    if (decided == 0) & cuts:
-        # What outweighs all other tokens holds top-p's last token, even where they move it.
+    if (decided == 0) & limited:
+        # The listed tokens outweigh the others so far that they contain top-p's cutoff token, whatever the others weigh.
         if small | (lists & (~restricted) & (p <= _OUTWEIGHING)):
-            # Tokens that weigh nothing are left out: many may be -inf, and so is what is read beyond the end of a row.
+            # Exclude tokens of weight 0: many may be -inf, and reads beyond the end of a row yield -inf as well.
             low = tl.maximum(threshold, sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64))
             high = largest_key.to(tl.int64)
         else:
-            low, high = range_of_cut(
+            low, high = range_of_cutoff(
                 logits, vocab_stride, vocab, largest_of_group, counts, groups, length, restricted, k, p, rank, largest_key, scale,
                 floor, BLOCK, BLOCKS, RUN, SAMPLE, READ,
             )  # fmt: skip
@@ -215,8 +218,8 @@ def decide_kernel(
     tl.store(state + row * STATE + field, initial)
 
 
-# A vocabulary of one token would become a constant, for which Triton 3.9 makes code that the gfx950 emulator refuses: it writes
-# registers before the result of an atomic operation has come into them.
+# Not specialised: for a constant vocabulary of 1, Triton 3.9 generates code that overwrites registers before an atomic's result has
+# arrived in them. The gfx950 emulator rejects this code.
 @triton.jit(do_not_specialize=["vocab", "together"])
 def weigh_kernel(
     logits,
@@ -230,19 +233,21 @@ def weigh_kernel(
     above,
     segments,
     pairs,
-    units,
+    chunks,
     together,
     programs,
-    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
     ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sums the weights of each unit of a row, and copies the tokens among which the last one kept is expected. Decided rows take no
-    part. One of a row's programs does so many units together.
+    """Sums the weights of each chunk of CHUNK tokens, and copies the tokens in the expected range of the cutoff token.
 
-    totals: int64 [rows, units]. above: int64 [rows, units], weights of the tokens above those that are copied. segments: int32
-    [rows, units, 3]: where a unit's copied tokens begin, how many there are, and how many are above. pairs: int64 [rows, vocab],
-    the tokens that are `copied`. ALIGNED: whether rows begin and end at multiples of 16 tokens.
+    Decided rows are skipped. A program processes ``together`` consecutive chunks of a row.
+
+    totals: int64 [rows, chunks], the weight of each chunk. above: int64 [rows, chunks], the weight of a chunk's tokens above the
+    range.
+    segments: int32 [rows, chunks, 3]: the start of a chunk's copied tokens, their number, and the number of tokens above the range.
+    pairs: int64 [rows, vocab], the `copied` tokens. ALIGNED: whether rows begin and end at multiples of 16 tokens.
     """
     start(EARLY)
     row = (tl.program_id(0) // programs).to(tl.int64)
@@ -256,24 +261,24 @@ def weigh_kernel(
         floor = floor_of(min_p, row)
         logits += row * row_stride
         if ALIGNED:
-            # No change, but the compiler sees that masks are the same for neighbours, and loads are wide.
+            # This changes nothing, but tells the compiler that masks are uniform across neighbours, so that it vectorises loads.
             vocab = vocab // 16 * 16
-        # A thread's neighbouring tokens in a row of a tile: they are counted without other threads.
+        # Each row of the tile is one thread's WIDE neighbouring tokens, so that counting within a row needs no other thread.
         WIDE: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth
-        lane = tl.arange(0, UNIT // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        # Beyond the end are weights of -inf, which are 0.
-        ids = begin * UNIT + lane
+        lane = tl.arange(0, CHUNK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+        # Positions beyond the end hold -inf, whose weight is 0.
+        ids = begin * CHUNK + lane
         following = tl.load(logits + ids.to(tl.int64) * vocab_stride, mask=ids < vocab, other=float("-inf"))
-        for unit in range(begin, tl.minimum(begin + together, units)):
+        for chunk in range(begin, tl.minimum(begin + together, chunks)):
             x = following.to(tl.float32)
-            ids = unit * UNIT + lane
-            # The next unit's are on their way while this one's are weighed.
-            after = ids + UNIT
+            ids = chunk * CHUNK + lane
+            # Prefetch the next chunk while this one is weighed.
+            after = ids + CHUNK
             following = tl.load(logits + after.to(tl.int64) * vocab_stride, mask=after < vocab, other=float("-inf"))
             weight = token_weights(x, largest, scale, floor)
-            tl.store(totals + row * units + unit, tl.sum(tl.sum(weight, axis=1), axis=0))
+            tl.store(totals + row * chunks + chunk, tl.sum(tl.sum(weight, axis=1), axis=0))
             if low <= high:
-                # Logits sort like their keys, for a row that has a NaN is decided. The range has finite ends.
+                # Logits can be compared directly: a row with NaN has been decided already, and the range has finite ends.
                 upper = x > from_sort_key(high)
                 found = (x >= from_sort_key(low)) & (~upper)
                 counted = tl.where(found, 1, tl.where(upper, _UPPER, 0))
@@ -281,18 +286,18 @@ def weigh_kernel(
                 counts = tl.sum(of_thread, axis=0)
                 number = counts & (_UPPER - 1)
                 first = tl.atomic_add(state + COPIED, number.to(tl.int64), sem="relaxed").to(tl.int32)
-                segment = segments + (row * units + unit) * 3
+                segment = segments + (row * chunks + chunk) * 3
                 tl.store(segment, first)
                 tl.store(segment + 1, number)
                 tl.store(segment + 2, counts >> _UPPER_BITS)
-                tl.store(above + row * units + unit, tl.sum(tl.sum(tl.where(upper, weight, 0), axis=1), axis=0))
+                tl.store(above + row * chunks + chunk, tl.sum(tl.sum(tl.where(upper, weight, 0), axis=1), axis=0))
                 before = tl.cumsum(of_thread, axis=0) - of_thread
-                place = ((before[:, None] + tl.cumsum(counted, axis=1)) & (_UPPER - 1)) - 1
-                tl.store(pairs + row * vocab + first + place, copied(x, ids), mask=found)
+                position = ((before[:, None] + tl.cumsum(counted, axis=1)) & (_UPPER - 1)) - 1
+                tl.store(pairs + row * vocab + first + position, copied(x, ids), mask=found)
 
 
-# What differs from row length to row length is no constant: fewer configurations to compile.
-@triton.jit(do_not_specialize=["vocab", "units"])
+# Values that depend on the row length are not specialised, so that fewer variants are compiled.
+@triton.jit(do_not_specialize=["vocab", "chunks"])
 def finish_kernel(
     logits,
     row_stride,
@@ -312,28 +317,29 @@ def finish_kernel(
     short,
     out,
     out_stride,
-    units,
-    UNIT: tl.constexpr,
-    UNITS: tl.constexpr,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     SHORT: tl.constexpr,
     SOME: tl.constexpr,
     SLOTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Writes the tokens of the rows that are not decided yet; without ``out``, which tokens are kept.
+    """Finishes undecided rows: writes the drawn token, or without ``out`` the cutoff token and the kept weight.
 
-    The last token kept of restricted rows is among the copied tokens; if it is not there (the guess was wrong) it is looked for in
-    the whole row. Then what is kept of each unit is summed, and the token drawn.
+    With top-k or top-p, the cutoff token is searched among the copied tokens. If it is not there, because the guess was wrong, the
+    whole row is searched. Then the kept weight of each chunk of CHUNK tokens is summed, and the token is drawn.
 
-    short: int32 [rows, SHORT + FEW]. SOME, SLOTS: units whose copied tokens are summed together, and how many of each.
+    short: int32 [rows, SHORT + FEW], scratch of `find_cutoff`. SOME, SLOTS: chunks whose copied tokens are summed together, and
+    copied tokens of each chunk per step.
     """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     state += row * STATE
     if tl.load(state + DECIDED) == 0:
         logits += row * row_stride
-        totals += row * units
+        totals += row * chunks
         k = tl.load(top_k + row)
         p = tl.load(top_p + row)
         restricted = (k > 0) & (k < vocab)
@@ -341,32 +347,32 @@ def finish_kernel(
         largest = from_sort_key(largest_key)
         scale = scale_of(tl.load(temperature + row))
         floor = floor_of(min_p, row)
-        cut_key = tl.full([], _NO_KEY, tl.int32)
-        cut_token = tl.zeros([], tl.int32)
+        cutoff_key = tl.full([], _NO_KEY, tl.int32)
+        cutoff_token = tl.zeros([], tl.int32)
         if restricted | (~(p >= 1.0)):
             low = tl.load(state + LOW)
             high = tl.load(state + HIGH)
-            unit = tl.arange(0, UNITS)
-            live = unit < units
-            total = tl.sum(tl.load(totals + unit, mask=live, other=0), axis=0)
+            chunk = tl.arange(0, CHUNKS)
+            live = chunk < chunks
+            total = tl.sum(tl.load(totals + chunk, mask=live, other=0), axis=0)
             number = tl.load(state + COPIED).to(tl.int32)
             short += row * (SHORT + FEW)
             lowest_key = sort_key(lowest_of(largest, scale).to(tl.float32)).to(tl.int64)
-            above += row * units
-            segments += row * units * 3
+            above += row * chunks
+            segments += row * chunks * 3
             pairs += row * vocab
             right = tl.zeros([], tl.int32)
             if low <= high:
-                base_weight = tl.sum(tl.load(above + unit, mask=live, other=0), axis=0)
-                base_count = tl.sum(tl.load(segments + unit * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
-                cut_key, cut_token, right = find_cut(
+                base_weight = tl.sum(tl.load(above + chunk, mask=live, other=0), axis=0)
+                base_count = tl.sum(tl.load(segments + chunk * 3 + 2, mask=live, other=0).to(tl.int64), axis=0)
+                cutoff_key, cutoff_token, right = find_cutoff(
                     pairs, 1, vocab, short, number, low, high, base_count, base_weight, total, restricted, k, p, largest,
                     scale, floor, low <= lowest_key, LANES, SHORT,
                 )  # fmt: skip
             if right != 0:
-                for begin in range(0, units, SOME):
+                for begin in range(0, chunks, SOME):
                     some = begin + tl.arange(0, SOME)
-                    inside = some < units
+                    inside = some < chunks
                     first = tl.load(segments + some * 3, mask=inside, other=0)
                     copies = tl.load(segments + some * 3 + 1, mask=inside, other=0)
                     kept = tl.load(above + some, mask=inside, other=0)
@@ -378,28 +384,28 @@ def finish_kernel(
                         x = logit_of(pair)
                         weight = token_weights(x, largest, scale, floor)
                         kept += tl.sum(
-                            tl.where(mine & is_kept(sort_key(x), number_of(pair), cut_key, cut_token), weight, 0), axis=1
+                            tl.where(mine & is_kept(sort_key(x), number_of(pair), cutoff_key, cutoff_token), weight, 0), axis=1
                         )
                     tl.store(totals + some, kept, mask=inside)
             else:
                 none = total * 0
                 whole = tl.zeros([], tl.int32) + vocab
-                cut_key, cut_token, right = find_cut(
+                cutoff_key, cutoff_token, right = find_cutoff(
                     logits, vocab_stride, vocab, short, whole, lowest_key, largest_key.to(tl.int64), none, none, total,
                     restricted, k, p, largest, scale, floor, restricted | True, LANES, SHORT,
                 )  # fmt: skip
-                for one in range(units):
-                    ids = one * UNIT + tl.arange(0, UNIT)
-                    weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cut_key, cut_token)
+                for one in range(chunks):
+                    ids = one * CHUNK + tl.arange(0, CHUNK)
+                    weight = kept_weights(logits, vocab_stride, vocab, ids, largest, scale, floor, cutoff_key, cutoff_token)
                     tl.store(totals + one, tl.sum(weight, axis=0))
-            tl.debug_barrier()  # all threads read what these have stored
+            tl.debug_barrier()  # the stores must be visible to all threads of the program
         if out is not None:
             u = uniform(tl.load(seed + row), tl.load(offset + row))
             token = draw_from_row(
-                logits, vocab_stride, vocab, totals, units, u, largest, scale, floor, cut_key, cut_token, UNIT, UNITS
+                logits, vocab_stride, vocab, totals, chunks, u, largest, scale, floor, cutoff_key, cutoff_token, CHUNK, CHUNKS
             )
             tl.store(out + row * out_stride, token)
         else:
-            each = tl.arange(0, UNITS)
-            tl.store(state + LAST, packed(cut_key, cut_token))
-            tl.store(state + KEPT, tl.sum(tl.load(totals + each, mask=each < units, other=0), axis=0))
+            each = tl.arange(0, CHUNKS)
+            tl.store(state + LAST, packed(cutoff_key, cutoff_token))
+            tl.store(state + KEPT, tl.sum(tl.load(totals + each, mask=each < chunks, other=0), axis=0))

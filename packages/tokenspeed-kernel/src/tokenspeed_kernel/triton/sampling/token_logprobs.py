@@ -1,5 +1,8 @@
-"""Log-probabilities after one reading of the logits: every span gives the sum of its exponentials and the largest logits of its
-groups, then a program a row adds up, and looks for the most probable tokens in the few groups that can hold them."""
+"""Log-probabilities in one pass over the logits.
+
+The first kernel computes the sum of exponentials of each span and the largest logit of each group. In the second, one program per
+row adds up the spans, and searches for the most probable tokens in the few groups that can hold them.
+"""
 
 from __future__ import annotations
 
@@ -26,42 +29,42 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Groups' maxima are merged into so many before the search for the largest, and into more where that is less than four times top_k.
-# As many of these as are wanted reach the search's result, which bounds how many groups a row may have to list.
+# Keys that the group maxima are folded into before the threshold search; at least four times top_k. Fewer than top_k of these keys
+# exceed the threshold, which bounds the number of groups that a row lists.
 _LANES = 256
-# Groups that are looked at at once; at least four times the largest top_k.
+# Groups per loop step; at least four times the largest top_k.
 _CHUNK = 2048
-# On an H200, 1024 rows of 128256 bfloat16 logits with 5 top tokens take 113.3 us with 4 warps a span, and 122.9 us with 8; with 8
-# of these, 130.4 us with 8 warps a row.
+# Warps per program of the first and the second kernel. On an H200, 1024 rows of 128256 bfloat16 logits with 5 top tokens take
+# 113.3 us with 4 and 4 warps, 122.9 us with 8 and 4, and 130.4 us with 8 and 8.
 _SPAN_WARPS, _ROW_WARPS = 4, 4
-# Tokens of the listed groups that are sorted at once.
+# Tokens of the listed groups that are sorted per step.
 _TILE = 1024
-# Tokens a program takes of a row, and programs a multiprocessor below which it takes fewer.
+# Tokens per span, and programs per SM/CU below which spans get shorter.
 _LONGEST_SPAN, _SHORTEST_SPAN = 8192, 2048
 _PROGRAMS = 8
-# Tokens of a group where that makes at most _MOST_GROUPS of a row.
+# Tokens per group, as long as a row has at most _MOST_GROUPS groups.
 _GROUP, _MOST_GROUPS = 32, 8192
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How rows are cut.
+class Split:
+    """The split of rows.
 
     Attributes:
-        span: tokens that a program takes; the last ones of a row may be fewer.
-        group: neighbouring tokens of a span whose largest logit tells whether they are looked at again.
+        span: tokens per program; a row's last span may be shorter.
+        group: neighbouring tokens of a span, whose maximum tells whether they are read again.
     """
 
     span: int
     group: int
 
 
-def cut_of(rows: int, vocab: int, programs: int) -> Cut:
-    """The cut for logits ``[rows, vocab]`` where so many programs fill the device. Spans and groups are powers of two."""
+def split_of(rows: int, vocab: int, programs: int) -> Split:
+    """Returns the split for logits ``[rows, vocab]``. ``programs``: programs that fill the device. Sizes are powers of two."""
     span = _LONGEST_SPAN
     while span > _SHORTEST_SPAN and rows * cdiv(vocab, span) < programs:
         span //= 2
-    return Cut(span, min(span, _GROUP * next_power_of_2(cdiv(vocab, _GROUP * _MOST_GROUPS))))
+    return Split(span, min(span, _GROUP * next_power_of_2(cdiv(vocab, _GROUP * _MOST_GROUPS))))
 
 
 @register_kernel(
@@ -86,7 +89,7 @@ def token_logprobs(
     top_tokens_out: Tensor | None,
     lse_out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`tokenspeed_kernel.token_logprobs`: two launches."""
+    """See `tokenspeed_kernel.token_logprobs`. Two launches."""
     rows, vocab = logits.shape
     device = logits.device
     if token_out is None:
@@ -99,17 +102,17 @@ def token_logprobs(
         lse_out = torch.empty(rows, dtype=torch.float32, device=device)
     if rows == 0:
         return token_out, top_out, top_tokens_out, lse_out
-    cut = cut_of(rows, vocab, _PROGRAMS * multiprocessors(device))
-    spans, groups = cdiv(vocab, cut.span), cdiv(vocab, cut.group)
+    split = split_of(rows, vocab, _PROGRAMS * multiprocessors(device))
+    spans, groups = cdiv(vocab, split.span), cdiv(vocab, split.group)
     temperature = dense(temperature)
     parts = torch.empty(rows, spans, 2, dtype=torch.float32, device=device)
-    maxima = torch.empty(rows, spans, cut.span // cut.group, dtype=torch.int32, device=device) if top_k else None
+    maxima = torch.empty(rows, spans, split.span // split.group, dtype=torch.int32, device=device) if top_k else None
     lanes = max(_LANES, 4 * next_power_of_2(top_k))
     most_groups = min(groups, top_k * cdiv(groups, lanes))
     scratch = torch.empty(rows, most_groups + top_k, dtype=torch.int32, device=device) if top_k else None
     row = (logits, *logits.stride(), vocab)
     early = may_overlap(device)
-    shared = {"SPAN": cut.span, "GROUP": cut.group, "TOP": top_k > 0, "EARLY": early, **launch_options(early)}
+    shared = {"SPAN": split.span, "GROUP": split.group, "TOP": top_k > 0, "EARLY": early, **launch_options(early)}
     device_code.logit_parts_kernel[(rows * spans,)](*row, temperature, parts, maxima, spans, num_warps=_SPAN_WARPS, **shared)
     device_code.token_logprobs_kernel[(rows,)](
         *row,
@@ -136,7 +139,7 @@ def token_logprobs(
         SPANS=next_power_of_2(spans),
         LANES=lanes,
         CHUNK=_CHUNK,
-        TILE=min(_TILE, max(next_power_of_2(top_k), 2) * cut.group),
+        TILE=min(_TILE, max(next_power_of_2(top_k), 2) * split.group),
         K=max(next_power_of_2(top_k), 2),
         num_warps=_ROW_WARPS if top_k else 1,
         **shared,

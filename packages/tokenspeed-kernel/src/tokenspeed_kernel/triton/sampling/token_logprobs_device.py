@@ -25,7 +25,7 @@ _LARGEST_SCALE = tl.constexpr(3.0e38)
 
 @triton.jit
 def _inverse_of(temperature, row):
-    """1 / temperature, and 1 where there is none or it cannot be one."""
+    """Returns 1 / temperature; 1 if there is no temperature, or if it is not positive and finite."""
     inverse = tl.full([], 1.0, tl.float32)
     if temperature is not None:
         warmth = tl.load(temperature + row)
@@ -36,7 +36,7 @@ def _inverse_of(temperature, row):
 
 @triton.jit
 def _scale_of(inverse):
-    """What differences of logits are multiplied by to be powers of 2; finite, so that a difference of 0 stays 0."""
+    """Returns the factor that turns a difference of logits into a base-2 exponent; finite, so that a difference of 0 stays 0."""
     return tl.minimum(inverse * LOG2_E, _LARGEST_SCALE)
 
 
@@ -55,9 +55,10 @@ def logit_parts_kernel(
     TOP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of a span the largest logit and the sum of exponentials of what the others are less than it, and the largest of its groups.
+    """Computes a span's largest logit, its sum of exponentials relative to that logit, and the maxima of its groups.
 
-    parts: float32 [rows, spans, 2]. maxima: int32 [rows, spans, SPAN // GROUP], `sort_key`; a group is GROUP neighbouring tokens.
+    parts: float32 [rows, spans, 2]: largest logit and sum. maxima: int32 [rows, spans, SPAN // GROUP], as `sort_key`; a group is
+    GROUP neighbouring tokens.
     """
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
@@ -76,10 +77,10 @@ def logit_parts_kernel(
 
 @triton.jit
 def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
-    """What is given for logits x."""
+    """Returns the output for logits x: scaled by the inverse temperature, and with NORMALIZE as log-probabilities."""
     given = x * inverse
     if NORMALIZE:
-        # Not less lse: that would round large logits.
+        # Subtract the largest logit first: for large logits, lse has lost precision to rounding.
         known = (x - largest) * inverse - log_total
         given = tl.where(x == float("-inf"), x, tl.where(lse == lse, known, float("nan")))
     return given
@@ -87,13 +88,14 @@ def _given(x, largest, inverse, lse, log_total, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.constexpr):
-    """Lists the groups above a threshold, and the first top_k of those at it. Returns how many they are."""
+    """Lists the groups above a threshold, and the first top_k groups equal to it. Returns the number above, and the number
+    equal."""
     above, tied = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for begin in range(0, count, CHUNK):
         group = begin + tl.arange(0, CHUNK)
         key = tl.load(maxima + group, mask=group < count, other=_NO_KEY)
         is_above, is_tied = key > threshold, (key == threshold) & (group < count)
-        # Both are counted at once: at most CHUNK of each.
+        # Count both in one int32: each count is at most CHUNK.
         ones = is_above.to(tl.int32) + (is_tied.to(tl.int32) << 16)
         ends = tl.cumsum(ones, axis=0) - ones
         tl.store(listed + above + (ends & 0xFFFF), group, mask=is_above)
@@ -109,7 +111,7 @@ def _groups_reaching(maxima, count, threshold, listed, ties, top_k, CHUNK: tl.co
 def _best_of_groups(
     logits, vocab_stride, vocab, listed, ties, above, reaching, begin, GROUP: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
 ):
-    """The best K of TILE tokens of the listed groups, `packed`, best first; the least pairs where there are fewer."""
+    """Returns the best K of TILE tokens of the listed groups, `packed`, best first; padded with the smallest pair."""
     index = begin + tl.arange(0, TILE)
     entry = index // GROUP
     group = tl.load(listed + entry, mask=entry < above, other=0)
@@ -137,10 +139,10 @@ def token_logprobs_kernel(
     token_stride,
     top_out,
     top_row_stride,
-    top_place_stride,
+    top_k_stride,
     top_tokens_out,
     top_tokens_row_stride,
-    top_tokens_place_stride,
+    top_tokens_k_stride,
     lse_out,
     lse_stride,
     top_k,
@@ -158,7 +160,10 @@ def token_logprobs_kernel(
     K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """``count``: groups of a row. scratch: int32 [rows, most_groups + top_k]: groups above the threshold, and those at it."""
+    """Merges the spans of a row, and finds its most probable tokens.
+
+    ``count``: groups per row. scratch: int32 [rows, most_groups + top_k]: groups above the threshold, then groups equal to it.
+    """
     start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -166,10 +171,10 @@ def token_logprobs_kernel(
     span = tl.arange(0, SPANS)
     own_largest = tl.load(parts + (row * spans + span) * 2, mask=span < spans, other=float("-inf"))
     totals = tl.load(parts + (row * spans + span) * 2 + 1, mask=span < spans, other=0.0)
-    # By keys, as NaN must come out.
+    # Take the maximum of sort keys, so that NaN propagates.
     largest = from_sort_key(tl.max(sort_key(own_largest), axis=0))
     shift = tl.where(largest == float("-inf"), 0.0, largest)
-    # A span of -inf has nothing to add, whatever the scale.
+    # A span of -inf adds nothing, whatever the scale.
     nearness = tl.where(own_largest == float("-inf"), 0.0, tl.exp2((own_largest - shift) * _scale_of(inverse)))
     log_total = tl.log2(tl.sum(totals * nearness, axis=0)) * LN_2
     lse = shift * inverse + log_total
@@ -186,25 +191,25 @@ def token_logprobs_kernel(
         maxima += row * spans * (SPAN // GROUP)
         listed = scratch + row * (most_groups + top_k)
         ties = listed + most_groups
-        # Every so many groups share a lane, so that there is less to search. As many lanes as are wanted reach the threshold, so as
-        # many groups do, too.
+        # Fold the group maxima into LANES keys, to shorten the search. At least top_k keys reach the threshold, so at least top_k
+        # groups do.
         fold = tl.arange(0, CHUNK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
         keys = tl.full([LANES], _NO_KEY, tl.int32)
         for begin in range(0, count, CHUNK):
             keys = tl.maximum(keys, tl.max(tl.load(maxima + begin + fold, mask=begin + fold < count, other=_NO_KEY), axis=0))
         threshold, _ = threshold_of(keys, keys != _NO_KEY, top_k, 0)
         above, tied = _groups_reaching(maxima, count, threshold.to(tl.int32), listed, ties, top_k, CHUNK)
-        # Each of those at the threshold holds a token that is worth it, and the first ones hold the first of these.
+        # Each group equal to the threshold holds a token with exactly this logit. The first such groups hold the first such tokens.
         reaching = above + tl.minimum(tied, tl.maximum(top_k - above, 0))
-        tl.debug_barrier()  # other threads read what these have stored
+        tl.debug_barrier()  # the stores must be visible to the program's other threads
 
         best = _best_of_groups(logits, vocab_stride, vocab, listed, ties, above, reaching, 0, GROUP, TILE, K)
         for begin in range(TILE, reaching * GROUP, TILE):
             more = _best_of_groups(logits, vocab_stride, vocab, listed, ties, above, reaching, begin, GROUP, TILE, K)
             best = larger_pairs(best, more)
-        place = tl.arange(0, K)
-        wanted = place < top_k
+        position = tl.arange(0, K)
+        wanted = position < top_k
         top = _given(from_sort_key((best >> 32).to(tl.int32)), largest, inverse, lse, log_total, NORMALIZE)
-        tl.store(top_out + row * top_row_stride + place * top_place_stride, top, mask=wanted)
+        tl.store(top_out + row * top_row_stride + position * top_k_stride, top, mask=wanted)
         top_token = (token_of(best) + first_token).to(tl.int32)
-        tl.store(top_tokens_out + row * top_tokens_row_stride + place * top_tokens_place_stride, top_token, mask=wanted)
+        tl.store(top_tokens_out + row * top_tokens_row_stride + position * top_tokens_k_stride, top_token, mask=wanted)

@@ -1,4 +1,5 @@
-"""The distribution that sampling draws from: sampling's launches find which tokens are kept, one more writes probabilities."""
+"""The distribution that sampling draws from: the sampling kernels find the kept tokens, and one more launch writes
+probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Tokens at a time. The interpreter takes about as long for few as for many.
+# Tokens per loop step. The interpreter takes about as long for few tokens as for many.
 _BLOCKS = {"cpu": 16384, "any": 1024}
 _WARPS = 4
 
@@ -32,7 +33,7 @@ _WARPS = 4
 def top_k_top_p_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """`tokenspeed_kernel.top_k_top_p_probs`: five launches."""
+    """See `tokenspeed_kernel.top_k_top_p_probs`. Five launches."""
     rows, vocab = logits.shape
     if out is None:
         out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
@@ -55,7 +56,7 @@ def top_k_top_p_probs(
         BLOCK=for_architecture(_BLOCKS, logits.device),
         EARLY=early,
         num_warps=_WARPS,
-        # Fused multiply-add would round other than the definition of weights does.
+        # The definition of weights rounds after every multiplication, so fused multiply-adds would give other weights.
         enable_fp_fusion=False,
         **launch_options(early),
     )

@@ -28,7 +28,7 @@ def write_probs_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The probabilities of one span of a row."""
+    """Writes the probabilities of one span of a row."""
     start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
@@ -42,9 +42,9 @@ def write_probs_kernel(
     end = tl.minimum(vocab, (span + 1) * length)
     for begin in range(span * length, end, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
-        place = ids.to(tl.int64)
-        x = tl.load(logits + row * row_stride + place * vocab_stride, mask=ids < end, other=float("-inf")).to(tl.float32)
-        # The one token that a greedy row keeps has no weight: its logit may be NaN or infinite.
+        position = ids.to(tl.int64)
+        x = tl.load(logits + row * row_stride + position * vocab_stride, mask=ids < end, other=float("-inf")).to(tl.float32)
+        # A greedy row keeps one token, with probability 1 and without a weight, because its logit may be NaN or infinite.
         p = tl.where(kept > 0, token_weights(x, largest, scale, floor).to(tl.float64) * inverse, 1.0)
         p = tl.where(packed(sort_key(x), ids) >= last, p, 0.0)
-        tl.store(out + row * out_row_stride + place * out_vocab_stride, p.to(tl.float32), mask=ids < end)
+        tl.store(out + row * out_row_stride + position * out_vocab_stride, p.to(tl.float32), mask=ids < end)

@@ -1,4 +1,4 @@
-"""Device code that the kernels of speculative decoding share: trees of draft tokens."""
+"""Trees of draft tokens: device code for all kernels of speculative decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_parents(parents, sequence, stride_b, stride_n, nodes, NODES: tl.constexpr):
-    """int32 [NODES]: the parent of each node, less than the node; -1 of those that are not there, and of the root.
+    """Returns int32 [NODES]: each node's parent, which has a smaller index; -1 for the root, invalid parents and padding.
 
     parents: a pointer, or None for a chain.
     """

@@ -1,4 +1,4 @@
-"""Building draft trees: a program looks for the best candidates of a sequence, and follows the parents of those that stay."""
+"""Builds draft trees: one program per sequence selects the best candidates, and links each to its parent's node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def build_draft_tree(
     depths = torch.empty(batch, nodes, dtype=torch.int32, device=device) if depths_out is None else depths_out
     if batch:
         block, early = next_power_of_2(max(candidates, 16)), may_overlap(device)
-        places = torch.empty(batch, block + nodes, dtype=torch.int32, device=device)
+        scratch = torch.empty(batch, block + nodes, dtype=torch.int32, device=device)
         device_code.build_draft_tree_kernel[(batch,)](
             tokens,
             scores,
@@ -56,7 +56,7 @@ def build_draft_tree(
             tree,
             masks,
             depths,
-            places,
+            scratch,
             *tokens.stride(),
             *scores.stride(),
             *parents.stride(),

@@ -8,12 +8,12 @@ import triton.language as tl
 from tokenspeed_kernel.triton.common_device import bits_of, start
 from tokenspeed_kernel.triton.sampling._rows_device import at_index, largest_pairs, packed, sort_key
 
-_NO_KEY = tl.constexpr(-0x7F800001)  # of -inf
+_NO_KEY = tl.constexpr(-0x7F800001)  # the sort key of -inf
 
 
 @triton.jit
 def _of(values, node, NODES: tl.constexpr):
-    """``values[node]``, and 0 for node -1; both [NODES]."""
+    """Gathers ``values[node]``, with 0 for node -1; both [NODES]."""
     at = tl.arange(0, NODES)
     return tl.sum(tl.where(node[:, None] == at[None, :], values[None, :], 0), axis=1)
 
@@ -28,7 +28,7 @@ def build_draft_tree_kernel(
     tree,
     masks,
     depths,
-    places,  # int32 [batch, CANDIDATES + nodes]: the node of each candidate, -1 where it does not stay; then the tree's parents
+    scratch,  # int32 [batch, CANDIDATES + nodes]: the node of each candidate, -1 if it is dropped; then the tree's parents
     tokens_stride_b,
     tokens_stride_c,
     scores_stride_b,
@@ -50,26 +50,26 @@ def build_draft_tree_kernel(
     NODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One sequence."""
+    """Builds the tree of one sequence."""
     start(EARLY)
     sequence = tl.program_id(0).to(tl.int64)
     scores += sequence * scores_stride_b
-    places += sequence * (CANDIDATES + nodes)
+    scratch += sequence * (CANDIDATES + nodes)
     at = tl.arange(0, CANDIDATES)
     score = tl.load(scores + at * scores_stride_c, mask=at < candidates, other=float("-inf"))
     key = tl.where(score == score, sort_key(score), _NO_KEY)
-    # Of equal scores the earlier, so that no two are the same.
+    # With the index packed in, all pairs differ, and the earlier of two equal scores wins.
     pair = packed(key, at)
     kept = key > _NO_KEY
     if NODES == 1:
         kept = kept & (at < 0)
-    elif NODES <= CANDIDATES:  # else all of them may stay
+    elif NODES <= CANDIDATES:  # otherwise all candidates fit in the tree
         kept = kept & (pair >= at_index(largest_pairs(pair, NODES), nodes - 2))
     node = tl.cumsum(kept.to(tl.int32), 0)
-    tl.store(places + at, tl.where(kept, node, -1))
+    tl.store(scratch + at, tl.where(kept, node, -1))
     step = tl.arange(0, NODES)
     inside = step < nodes
-    tl.store(places + CANDIDATES + step, tl.full([NODES], -1, tl.int32), mask=inside)
+    tl.store(scratch + CANDIDATES + step, tl.full([NODES], -1, tl.int32), mask=inside)
     count = tl.sum(kept.to(tl.int32), axis=0)
     root = tl.load(root_tokens + sequence * root_stride)
     draft += sequence * draft_stride_b
@@ -77,14 +77,14 @@ def build_draft_tree_kernel(
     token = tl.load(tokens + sequence * tokens_stride_b + at * tokens_stride_c, mask=kept, other=0)
     tl.store(draft + node * draft_stride_n, token, mask=kept)
 
-    tl.debug_barrier()  # places have been written by other threads
+    tl.debug_barrier()  # other threads have written to scratch
     parent = tl.load(parents + sequence * parents_stride_b + at * parents_stride_c, mask=kept, other=-1)
-    origin = tl.load(places + tl.maximum(parent, 0), mask=kept & (parent >= 0) & (parent < at), other=-1)
-    tl.store(places + CANDIDATES + node, tl.where(parent < 0, 0, origin), mask=kept)
+    origin = tl.load(scratch + tl.maximum(parent, 0), mask=kept & (parent >= 0) & (parent < at), other=-1)
+    tl.store(scratch + CANDIDATES + node, tl.where(parent < 0, 0, origin), mask=kept)
     tl.debug_barrier()
 
-    # Each node's path, twice as far with every round: 64 nodes at most.
-    above = tl.load(places + CANDIDATES + step, mask=inside, other=-1)
+    # Pointer jumping: each round doubles the part of the path to the root that is known. 6 rounds suffice for 64 nodes.
+    above = tl.load(scratch + CANDIDATES + step, mask=inside, other=-1)
     tl.store(tree + sequence * tree_stride_b + step * tree_stride_n, above, mask=inside)
     path = tl.full([NODES], 1, tl.int64) << step.to(tl.int64)
     for _ in tl.static_range(6):

@@ -1,7 +1,8 @@
-"""Speculative sampling in three launches: the walk, the sums of what is left of the last node's row, and the draw from it.
+"""Speculative sampling in three launches: accept or reject draft tokens, sum the last node's residual, and draw the last token.
 
-The walk looks up two probabilities a child, and reads whole rows only where a rejected child has siblings. One program a sequence
-is enough for that; the last row, which every sequence reads, is cut into spans for many programs.
+The first kernel walks down the tree. It looks up two probabilities per child, and reads whole rows only where a rejected child has
+siblings, so one program per sequence is enough. Every sequence reads the row of its last node; this row is split into spans, which
+many programs sum.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Tokens at a time. The interpreter takes about as long for few as for many.
+# Tokens per loop step. The interpreter takes about as long for few tokens as for many.
 _BLOCKS = {"cpu": 4096, "any": 1024}
-# A program of the walk is alone on its multiprocessor.
+# Tokens per loop step and warps of the walk, whose programs have an SM/CU to themselves.
 _WALK_BLOCK, _WALK_WARPS = 4096, 16
 
 
@@ -64,7 +65,7 @@ def verify_draft_probs(
     sums = torch.empty((batch, spans.count), dtype=torch.int64, device=device)
     block = for_architecture(_BLOCKS, device)
     probs = (target_probs, draft_probs, *target_probs.stride()[:2], *draft_probs.stride()[:2], draft_probs.shape[1], vocab)
-    # Fused multiply-add would round other than the definition does.
+    # The definition rounds after every multiplication, so fused multiply-adds would give other results.
     exact = {"enable_fp_fusion": False}
     device_code.walk_kernel[(batch,)](
         *probs,

@@ -1,5 +1,8 @@
 """Device code of `verify_draft_probs`.
 
+The *residual* of a node is ``max(a * p - b * q, 0)`` per token, with the probabilities p of the target and q of the draft model. It
+is summed as integer multiples of 2^-40, so that the sum does not depend on the order of addition.
+
 Kernels are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
 """
 
@@ -13,15 +16,15 @@ import triton.language as tl
 from tokenspeed_kernel.triton.speculation._trees_device import load_parents
 from tokenspeed_kernel_base.ops.speculation import verify_draft_probs as definition
 
-_UNITS = tl.constexpr(2.0**definition.PROBABILITY_BITS)
-_UNIT = tl.constexpr(2.0**-definition.PROBABILITY_BITS)
-# Adding it to a number of less than 2^51 that is not negative rounds that to an integer, which is then found in the low bits.
+_FIXED_ONE = tl.constexpr(2.0**definition.PROBABILITY_BITS)
+_FIXED_STEP = tl.constexpr(2.0**-definition.PROBABILITY_BITS)
+# Adding _ROUNDER to a value in [0, 2^51) rounds the value to an integer, which is then in the low bits.
 _ROUNDER = tl.constexpr(2.0**52)
 _ROUNDER_MASK = tl.constexpr((1 << 52) - 1)
 
 
 class Rows(NamedTuple):
-    """Probabilities of a node's next tokens: pointers to the first token of the target's row and of the draft model's."""
+    """Pointers to the probabilities of a node's next tokens: the row of the target, and the row of the draft model."""
 
     target: Any
     draft: Any
@@ -29,7 +32,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _uniform(seed, offset, draw):
-    """`philox.uniform_of` as float64."""
+    """Computes `philox.uniform_of` as float64."""
     zero = (offset * 0).to(tl.uint32)
     third = (draw + 1).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero + third, zero)
@@ -39,36 +42,35 @@ def _uniform(seed, offset, draw):
 
 @triton.jit
 def _rows_of(target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node):
-    """The rows of a node. One that has no row of the draft model gets another's, of which nothing is read then."""
+    """Returns the rows of a node. A node without a row of the draft model gets another node's, which is then not read."""
     target = target_probs + sequence * target_stride_b + node.to(tl.int64) * target_stride_n
     draft = draft_probs + sequence * draft_stride_b + tl.minimum(node, tl.maximum(inner - 1, 0)).to(tl.int64) * draft_stride_n
     return Rows(target, draft)
 
 
 @triton.jit
-def _left(rows, at, mask, a, b):
-    """Returns ``max(a * p - b * q, 0)`` in float64, 0 where that is not finite, with the probabilities p of the target and q of the
-    draft at some tokens."""
+def _residual(rows, at, mask, a, b):
+    """Returns the residual ``max(a * p - b * q, 0)`` of some tokens in float64, and 0 where it is not finite."""
     p = tl.load(rows.target + at, mask=mask, other=0.0).to(tl.float64)
-    read = tl.where(b > 0.0, 0x7FFFFFFF, 0)  # so many: the interpreter has no tile of a condition on a scalar
+    read = tl.where(b > 0.0, 0x7FFFFFFF, 0)  # a bound for ids: the interpreter cannot broadcast the scalar condition to a mask
     q = tl.load(rows.draft + at, mask=mask & (at < read), other=0.0).to(tl.float64)
     r = a * p - b * q
     return tl.where((r > 0.0) & (r < float("inf")), r, 0.0)
 
 
 @triton.jit
-def _units(r):
-    """int64 multiples of 2^-40."""
-    return (r * _UNITS + _ROUNDER).to(tl.int64, bitcast=True) & _ROUNDER_MASK
+def _fixed_point(r):
+    """Converts to int64 multiples of 2^-40."""
+    return (r * _FIXED_ONE + _ROUNDER).to(tl.int64, bitcast=True) & _ROUNDER_MASK
 
 
 @triton.jit
-def _sum_left(rows, begin, end, a, b, BLOCK: tl.constexpr):
-    """The sum of what is left of tokens from begin to end, in units."""
+def _sum_residual(rows, begin, end, a, b, BLOCK: tl.constexpr):
+    """Returns the sum of the residual over tokens [begin, end), in multiples of 2^-40."""
     sums = tl.zeros([BLOCK], tl.int64)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        sums += _units(_left(rows, at, at < end, a, b))
+        sums += _fixed_point(_residual(rows, at, at < end, a, b))
     return tl.sum(sums, axis=0)
 
 
@@ -98,16 +100,16 @@ def walk_kernel(
     path_stride_n,
     counts,
     counts_stride,
-    factors,  # float64 [batch, 2]: a and b of the last node
+    factors,  # float64 [batch, 2]: a and b of the last node's residual
     nodes,
     NODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The walk of one sequence: everything but the last token."""
+    """Walks down the tree of one sequence, and writes everything but the last token."""
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * tokens_in_stride_b + at * tokens_in_stride_n, mask=at < nodes, other=-1)
-    # Before they are narrowed: the low 32 bits of an int64 that is out of range may be a token.
+    # Check the range before narrowing: the low 32 bits of an int64 that is out of range may be a valid token.
     drafted = tl.where((drafted >= 0) & (drafted < vocab), drafted, -1).to(tl.int32)
     parent = load_parents(parents, sequence, parents_stride_b, parents_stride_n, nodes, NODES)
     parent = tl.where((drafted >= 0) & (parent < inner), parent, -1)
@@ -118,14 +120,14 @@ def walk_kernel(
     node = length - 1
     a = node.to(tl.float64) + 1.0
     b = a - 1.0
-    rejected = node  # whether a child of this node was, after which r was not divided by its sum
+    rejected = node  # 1 if a child of this node was rejected, so that the residual must be renormalised before the next child
     child = tl.min(tl.where(parent == node, at, NODES), axis=0)
     while child < NODES:
         rows = _rows_of(
             target_probs, draft_probs, target_stride_b, target_stride_n, draft_stride_b, draft_stride_n, inner, sequence, node
         )
         if rejected != 0:
-            total = _sum_left(rows, 0, vocab, a, b, BLOCK).to(tl.float64) * _UNIT
+            total = _sum_residual(rows, 0, vocab, a, b, BLOCK).to(tl.float64) * _FIXED_STEP
             if total > 0.0:
                 a = a / total
                 b = b / total
@@ -133,7 +135,7 @@ def walk_kernel(
                 a = a * 0.0 + 1.0
                 b = b * 0.0
         token = tl.sum(tl.where(at == child, drafted, 0), axis=0)
-        r = _left(rows, token, token >= 0, a, b)
+        r = _residual(rows, token, token >= 0, a, b)
         q = tl.load(rows.draft + token).to(tl.float64)
         if _uniform(key, position, child) * q < r:
             tl.store(tokens + sequence * tokens_stride_b + (length - 1) * tokens_stride_n, token)
@@ -176,7 +178,7 @@ def sum_spans_kernel(
     length,
     BLOCK: tl.constexpr,
 ):
-    """What is left of one span of a sequence's last row."""
+    """Sums the residual over one span of the row of a sequence's last node."""
     sequence = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     last = tl.load(counts + sequence * counts_stride) - 1
@@ -186,7 +188,7 @@ def sum_spans_kernel(
     )
     a, b = tl.load(factors + sequence * 2), tl.load(factors + sequence * 2 + 1)
     begin = span * length
-    total = _sum_left(rows, begin, tl.minimum(begin + length, vocab), a, b, BLOCK)
+    total = _sum_residual(rows, begin, tl.minimum(begin + length, vocab), a, b, BLOCK)
     tl.store(sums + sequence * spans + span, total)
 
 
@@ -217,7 +219,7 @@ def draw_kernel(
     SPANS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last token of a sequence."""
+    """Draws the last token of a sequence from the residual."""
     sequence = tl.program_id(0).to(tl.int64)
     last = tl.load(counts + sequence * counts_stride) - 1
     node = tl.load(path + sequence * path_stride_b + last * path_stride_n)
@@ -229,15 +231,15 @@ def draw_kernel(
     parts = tl.load(sums + sequence * spans + step, mask=step < spans, other=0)
     ends = tl.cumsum(parts, 0)
     total = tl.sum(parts, axis=0)
-    if total == 0:  # the row itself, by this program alone
+    if total == 0:  # the residual is empty: draw from the target's row instead, which this program sums alone
         a = a * 0.0 + 1.0
         b = b * 0.0
-        total = _sum_left(rows, 0, vocab, a, b, BLOCK)
+        total = _sum_residual(rows, 0, vocab, a, b, BLOCK)
         ends = ends * 0 + total
         length = length * 0 + vocab
     number = _uniform(tl.load(seed + sequence), tl.load(offset + sequence), node * 0)
     target = (number * total.to(tl.float64)).to(tl.int64)
-    # The first span whose end lies above the target, and the block of it.
+    # Find the first span whose running sum exceeds the target, then the block within the span.
     span = tl.sum(((ends <= target) & (step < spans)).to(tl.int32), axis=0)
     before = tl.sum(tl.where(step < span, parts, 0), axis=0)
     begin = span * length
@@ -247,10 +249,10 @@ def draw_kernel(
         found = token
         while (found == 0) & (begin < end):
             at = begin + tl.arange(0, BLOCK)
-            units = _units(_left(rows, at, at < end, a, b))
-            here = tl.sum(units, axis=0)
+            weights = _fixed_point(_residual(rows, at, at < end, a, b))
+            here = tl.sum(weights, axis=0)
             if before + here > target:
-                passed = (before + tl.cumsum(units, 0) <= target) & (at < end)
+                passed = (before + tl.cumsum(weights, 0) <= target) & (at < end)
                 token = begin + tl.sum(passed.to(tl.int32), axis=0)
                 found = token * 0 + 1
             before += here

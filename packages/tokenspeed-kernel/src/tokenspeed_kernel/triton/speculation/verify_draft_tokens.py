@@ -1,4 +1,4 @@
-"""Following the target's tokens through trees of drafts: a program takes a sequence."""
+"""Follows the target's tokens through draft trees, with one program per sequence."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def verify_draft_tokens_kernel(
     nodes,
     NODES: tl.constexpr,
 ):
-    """One sequence."""
+    """Follows the target's tokens through the tree of one sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, NODES)
     drafted = tl.load(draft_tokens + sequence * draft_stride_b + at * draft_stride_n, mask=at < nodes, other=-1)
@@ -38,7 +38,7 @@ def verify_draft_tokens_kernel(
     parent = tl.where(drafted >= 0, parent, -1)
     count = 0
     node = 0
-    while node < NODES:  # the child of a node that has none
+    while node < NODES:  # NODES: no child matches
         emitted = tl.load(target_tokens + sequence * target_stride_b + node * target_stride_n)
         tl.store(tokens + sequence * tokens_stride_b + count * tokens_stride_n, emitted)
         tl.store(path + sequence * path_stride_b + count * path_stride_n, node)

@@ -1,4 +1,4 @@
-"""What the launchers of causal convolutions share."""
+"""Formats and sizes for the launchers of causal convolutions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tokenspeed_kernel.triton.common import FLOATS
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 
-# States are inputs: of their dtype, or widened to float32.
+# States hold past inputs, in the inputs' dtype or widened to float32.
 FORMATS = format_signatures(("x", "states"), "dense", FLOATS) | {
     format_signature(x=dense_tensor_format(dtype), states=dense_tensor_format(torch.float32)) for dtype in FLOATS
 }
@@ -18,7 +18,7 @@ TRAITS = {"bias": any, "silu": any}
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for: sizes that a model fixes, and whether the result is activated."""
+    """Compile-time parameters: sizes that a model fixes, and whether SiLU is applied to the result."""
 
     channels: int
     width: int

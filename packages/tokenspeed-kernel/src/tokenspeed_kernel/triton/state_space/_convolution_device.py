@@ -1,4 +1,4 @@
-"""What the device code of causal convolutions shares."""
+"""Device code for both causal convolutions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def tap(weight, channel, inside, INDEX: tl.constexpr, SHAPE: tl.constexpr):
-    """A column of the weights, float32."""
+    """Loads one tap of the weights for some channels, float32."""
     return tl.load(weight + channel * SHAPE.width + INDEX, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def bias_of(bias, channel, inside):
-    """The bias of channels, float32; zeros where there is none."""
+    """Loads the bias of some channels, float32; zeros if there is no bias."""
     if bias is None:
         return tl.zeros(channel.shape, tl.float32)
-    else:  # noqa: RET505 (what is not taken must not be compiled)
+    else:  # noqa: RET505 (the branch not taken must not be compiled)
         return tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
 
 

@@ -1,4 +1,4 @@
-"""What the launchers of state-space recurrences share."""
+"""Formats and sizes for the launchers of state-space recurrences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.common import FLOATS
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 from tokenspeed_kernel_base.traits import at_most
 
-# Step sizes and states are of x's dtype, or float32.
+# Step sizes and states have x's dtype or float32.
 FORMATS = frozenset(
     format_signature(x=dense_tensor_format(x), dt=dense_tensor_format(dt), states=dense_tensor_format(states))
     for x in FLOATS
@@ -22,7 +22,7 @@ TRAITS = {"D": any, "z": any, "dt_bias": any, "head_dim": at_most(256), "state_d
 
 
 class Shape(NamedTuple):
-    """Sizes that a model fixes: heads, heads of a group, columns of a head and of its state; whether steps take softplus."""
+    """Sizes that a model fixes: heads, heads per group, head and state dimension; and whether softplus is applied to steps."""
 
     heads: int
     group: int

@@ -1,4 +1,4 @@
-"""What the device code of state-space recurrences shares."""
+"""Device code for both state-space recurrences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.common_device import softplus
 
 
 class Steps(NamedTuple):
-    """What makes step sizes of a head: float32 numbers."""
+    """A head's parameters for step sizes and decays, float32: A, the bias of dt, and the bounds of a step."""
 
     A: Any
     bias: Any
@@ -21,7 +21,7 @@ class Steps(NamedTuple):
 
 @triton.jit
 def steps_of(A, dt_bias, head, dt_min, dt_max):
-    """The `Steps` of a head."""
+    """Loads the `Steps` of a head."""
     bias = 0.0
     if dt_bias is not None:
         bias = tl.load(dt_bias + head).to(tl.float32)
@@ -30,7 +30,7 @@ def steps_of(A, dt_bias, head, dt_min, dt_max):
 
 @triton.jit
 def step_sizes(dt, steps, SHAPE: tl.constexpr):
-    """Step sizes of float32 dt."""
+    """Computes step sizes from float32 dt: bias, softplus, then clamping, which keeps NaN."""
     step = dt + steps.bias
     if SHAPE.softplus:
         step = softplus(step)
@@ -40,7 +40,7 @@ def step_sizes(dt, steps, SHAPE: tl.constexpr):
 
 @triton.jit
 def skipped_and_gated(y, x, D, head, z):
-    """``(y + D x) silu(z)``, float32; D and z may be None."""
+    """Computes ``(y + D x) silu(z)``, float32; D and z may be None."""
     if D is not None:
         y += tl.load(D + head).to(tl.float32) * x
     if z is not None:

@@ -1,4 +1,4 @@
-"""The causal convolution of the newest tokens: a program takes some channels of a few requests, token after token."""
+"""The causal convolution for decode: a program computes some channels of a few requests, token after token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# A thread has two neighbouring channels of a request, of which it holds four inputs, four weights and the bias.
+# A thread has two neighbouring channels of a request. For each it holds four inputs, four weights and the bias.
 _CHANNELS, _WARPS = 256, 4
-# Requests that share the weights that a program reads, where enough programs are left for every multiprocessor to have two: on an
-# H200 4.4 us for 64 requests of qwen3-next, and 5.5 with a request a program.
+# Requests per program, which reuse its weights, if every SM/CU then still has at least two programs. On an H200, 64 requests of
+# qwen3-next take 4.4 us, and 5.5 us with one request per program.
 _REQUESTS, _PROGRAMS = 4, 2
 
 

@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.state_space._convolution_device import activated, 
 
 @triton.jit
 def _keep(states, slot, slot_stride, row_stride, at, inside, first, second, third, SHAPE: tl.constexpr):
-    """Writes a state: the last inputs, of which the first is the newest."""
+    """Stores a state: the last inputs, ``first`` being the newest."""
     row = states + slot * slot_stride + at
     there = inside & (slot >= 0)
     element = states.dtype.element_ty
@@ -50,7 +50,7 @@ def causal_conv1d_decode_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some channels of a few requests. They are read and written by this program alone."""
+    """Computes some channels of a few requests. No other program reads or writes these channels of their states."""
     start(EARLY)
     request = tl.program_id(0) * REQUESTS + tl.arange(0, REQUESTS)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -62,14 +62,14 @@ def causal_conv1d_decode_kernel(
     row_stride = tl.cast(row_stride, tl.int64)
     read = states + slot * slot_stride + state_at
     there = inside & (slot >= 0)
-    # Inputs before the token, the nearest first.
+    # Inputs before the token, the most recent first.
     first = tl.load(read + (SHAPE.width - 2) * row_stride, mask=there, other=0.0).to(tl.float32)
     second, third = first, first  # not used by narrower convolutions
     if SHAPE.width > 2:
         second = tl.load(read + (SHAPE.width - 3) * row_stride, mask=there, other=0.0).to(tl.float32)
     if SHAPE.width > 3:
         third = tl.load(read, mask=there, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # threads that write the state may be others than those that have read it
+    tl.debug_barrier()  # other threads may write the state than have read it
     own = tap(weight, channel, width_inside, SHAPE.width - 1, SHAPE)
     before = tap(weight, channel, width_inside, SHAPE.width - 2, SHAPE)
     if SHAPE.width > 2:

@@ -1,4 +1,4 @@
-"""The causal convolution of whole sequences: a program takes a block of tokens of one sequence, and some channels."""
+"""The causal convolution for prefill: a program computes a block of tokens of one sequence, for some channels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# A thread has four neighbouring channels. A block of 32 tokens reads 3 of its neighbour's again. On an H200 8192 tokens of
-# qwen3-next take 81 us; with 2 channels a thread 86, with 64 tokens 82.
+# A thread has four neighbouring channels. A block of 32 tokens rereads the last 3 tokens of the preceding block (for width 4). On
+# an H200, 8192 tokens of qwen3-next take 81 us, 86 us with 2 channels per thread, and 82 us with 64 tokens per block.
 _TOKENS, _CHANNELS, _WARPS = 32, 256, 2
-# Sequences that are looked at together to find the one that a program belongs to.
+# Sequences per step of the search for a program's sequence.
 _AT_ONCE = 256
 
 
@@ -48,8 +48,8 @@ def causal_conv1d_prefill(
     if not batch or not channels:
         return out
     block = min(_CHANNELS, next_power_of_2(channels))
-    # Each sequence has as many programs as its blocks, or one more. Where it begins, they are numbered from
-    # cu_seqlens // _TOKENS + its own number on, so no length is needed here.
+    # The programs of sequence b are numbered from cu_seqlens[b] // _TOKENS + b on. So each sequence has as many programs as blocks,
+    # or one more, and the host needs to know no length.
     device_code.causal_conv1d_prefill_kernel[(cdiv(channels, block) * (tokens // _TOKENS + batch),)](
         x,
         dense(weight),

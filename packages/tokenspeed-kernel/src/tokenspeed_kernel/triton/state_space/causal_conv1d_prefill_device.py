@@ -17,8 +17,8 @@ class Rows(NamedTuple):
     Fields:
         first: pointers to the channels of token 0 of all sequences.
         begin: the sequence's first token.
-        end: its number of tokens, or of those that a program takes.
-        stride: from token to token.
+        end: the end of the program's block of tokens, relative to the sequence.
+        stride: elements from one token to the next.
     """
 
     first: Any
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 class Taps(NamedTuple):
-    """The weights of some channels, float32, the token's own first. Narrow convolutions do not use the last ones."""
+    """The weights of some channels, float32, the current token's first. Narrow convolutions do not use the last ones."""
 
     own: Any
     nearest: Any
@@ -39,20 +39,20 @@ class Taps(NamedTuple):
 
 @triton.jit
 def _there(channel, holds, SHAPE: tl.constexpr):
-    """Which channels there are, none if a condition does not hold."""
+    """Masks the valid channels, none if the scalar condition is false."""
     return channel < tl.where(holds, SHAPE.channels, 0)
 
 
 @triton.jit
 def _input(x, token, channel, SHAPE: tl.constexpr):
-    """A token of `Rows`, float32; zeros from their end on."""
+    """Loads a token of `Rows`, float32; zeros at or beyond their end."""
     there = _there(channel, token < x.end, SHAPE)
     return tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _earlier(x, token, state, row_stride, started, channel, SHAPE: tl.constexpr):
-    """An input in front of a block of tokens. It is one of the state's where it is in front of the sequence."""
+    """Loads an input before a block of tokens. An input before the sequence comes from the state."""
     there = _there(channel, token >= 0, SHAPE)
     value = tl.load(x.first + (x.begin + token) * x.stride, mask=there, other=0.0).to(tl.float32)
     there = _there(channel, started & (token < 0), SHAPE)
@@ -61,7 +61,7 @@ def _earlier(x, token, state, row_stride, started, channel, SHAPE: tl.constexpr)
 
 @triton.jit
 def _write(out, token, new, first, second, third, taps, channel, SHAPE: tl.constexpr):
-    """Writes a token's result from its inputs and those before it, the nearest first."""
+    """Computes and stores a token's result from its input and the inputs before it, the most recent first."""
     total = taps.bias
     if SHAPE.width > 3:
         total += third * taps.third
@@ -97,11 +97,10 @@ def causal_conv1d_prefill_kernel(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """A block of tokens of one sequence, and some channels, token after token: each input is read once, and is held while the next
-    tokens need it.
+    """Computes a block of tokens of one sequence for some channels, token after token.
 
-    The program of a sequence's first block also writes its state, for it is the only one that reads the state from which the
-    sequence starts.
+    Each input is loaded once, and stays in registers while the next tokens need it. The program of a sequence's first block also
+    writes the state, because it alone reads the initial state.
     """
     row_stride = tl.cast(row_stride, tl.int64)
     PARTS: tl.constexpr = (SHAPE.channels + BLOCK - 1) // BLOCK
@@ -134,7 +133,7 @@ def causal_conv1d_prefill_kernel(
             third = _earlier(source, block - 3, state, row_stride, started, channel, SHAPE)
         taps = Taps(own, nearest, of_second, of_third, bias_of(bias, channel, inside))
         for token in range(block, end, 4):
-            # Loads in front of stores: the compiler cannot tell that these write elsewhere, and each would wait for the last.
+            # Issue four loads before the stores: the compiler cannot prove that they do not alias, and would serialise them.
             a = _input(source, token, channel, SHAPE)
             b = _input(source, token + 1, channel, SHAPE)
             c = _input(source, token + 2, channel, SHAPE)
@@ -148,8 +147,8 @@ def causal_conv1d_prefill_kernel(
             first = d
 
         if (block == 0) & (slot >= 0):
-            tl.debug_barrier()  # threads that write the state may be others than those that have read it
-            # Row i becomes row i + length of the old state, or an input. In rising order none is read after it was written.
+            tl.debug_barrier()  # other threads may write the state than have read it
+            # Row i becomes row i + length of the old state, or an input. In ascending order no row is read after it was written.
             for i in tl.static_range(SHAPE.width - 1):
                 token = length - (SHAPE.width - 1) + i
                 last = tl.zeros(channel.shape, tl.float32)

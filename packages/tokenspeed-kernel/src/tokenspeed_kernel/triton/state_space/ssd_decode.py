@@ -1,4 +1,4 @@
-"""The state-space recurrence of the newest tokens: a program takes some rows of a head's state, token after token."""
+"""The state-space recurrence for decode: a program updates some rows of a head's state, token after token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Numbers of a state in a program: 16 a thread, four loads of 16 bytes in flight of float32 states.
+# State elements per program: 16 per thread, which is four 16-byte loads in flight for float32 states.
 _ELEMENTS, _WARPS = 2048, 4
 
 

@@ -59,7 +59,7 @@ def ssd_decode_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Some rows of one head of one request. They are read and written by this program alone."""
+    """Updates some rows of one head's state of one request. No other program reads or writes these rows."""
     request = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) % SHAPE.heads).to(tl.int64)
     group = head // SHAPE.group
@@ -72,7 +72,7 @@ def ssd_decode_kernel(
     state = tl.zeros((ROWS, COLUMNS), tl.float32)
     if slot >= 0:
         state += tl.load(at + slot * slot_stride, mask=there, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # threads that write the state may be others than those that have read it
+    tl.debug_barrier()  # other threads may write the state than have read it
     steps = steps_of(A, dt_bias, head, dt_min, dt_max)
     x_at = x + request * x_batch + head * x_head + row * x_dim
     dt_at = dt + request * dt_batch + head * dt_head
@@ -83,10 +83,10 @@ def ssd_decode_kernel(
         token = tl.cast(t, tl.int64)
         step = step_sizes(tl.load(dt_at + token * dt_token).to(tl.float32), steps, SHAPE)
         new = tl.load(x_at + token * x_token, mask=rows_there, other=0.0).to(tl.float32)
-        taken = tl.load(B_at + token * B_token, mask=columns_there, other=0.0).to(tl.float32)
-        asked = tl.load(C_at + token * C_token, mask=columns_there, other=0.0).to(tl.float32)
-        state = state * tl.exp(step * steps.A) + (step * new)[:, None] * taken[None, :]
-        y = tl.sum(state * asked[None, :], axis=1)
+        b = tl.load(B_at + token * B_token, mask=columns_there, other=0.0).to(tl.float32)
+        c = tl.load(C_at + token * C_token, mask=columns_there, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * steps.A) + (step * new)[:, None] * b[None, :]
+        y = tl.sum(state * c[None, :], axis=1)
         gate = None
         if z is not None:
             gate_at = z + request * z_batch + token * z_token + head * z_head + row * z_dim

@@ -1,9 +1,9 @@
-"""The state-space recurrence of whole sequences, by chunks of tokens.
+"""The chunked state-space recurrence (SSD) for prefill.
 
-A program takes a head of a segment of a sequence and goes through its chunks, the state in registers, so that inputs are read and
-results written once and nothing else. Where that makes too few programs (few heads, few sequences), sequences have several
-segments: a first launch computes what each segment but the last adds to the state, from x, dt and B alone, and a program of the
-second launch begins by adding up what the segments before it have left.
+A program processes one head of a segment of a sequence, chunk after chunk, with the state in registers. So inputs are read once,
+results are written once, and there is no other memory traffic. With few heads and few sequences there would be too few programs.
+Then sequences are split into several segments. A first launch computes what each segment but the last adds to the state, from x, dt
+and B alone. A program of the second launch first adds up the contributions of the preceding segments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Tile(NamedTuple):
-    """What a program computes: tokens of a chunk, rows and columns of a state as powers of two."""
+    """A program's tile: tokens per chunk, and rows and columns of the state, padded to powers of two."""
 
     chunk: int
     rows: int
@@ -31,41 +31,43 @@ class Tile(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What fits into registers: tokens of a chunk, and numbers of a state."""
+    """What fits in registers: tokens per chunk, and elements of a state."""
 
     chunk: int
     elements: int
 
 
-# Hopper's matrix unit takes no fewer rows than 64, and work within a chunk grows with its length. A state of 8192 numbers, 64 a
-# thread, leaves room for the scores of 64 tokens against 64, and for their results, 32 each. With 8 warps a product of 64 rows
-# would be computed twice. Where operands are held in registers, too, what fits is less.
+# A Hopper warpgroup MMA has at least 64 rows, and the work within a chunk grows with the chunk. A state of 8192 elements takes 64
+# registers per thread, and leaves room for 64 x 64 scores and for the results, at 32 registers each. With 8 warps an MMA of 64 rows
+# would be computed twice. Less fits on GPUs whose MMA reads its operands from registers.
 _LIMITS = {"sm_90": Limits(64, 8192), "sm_100": Limits(64, 4096), "amd": Limits(64, 8192), "any": Limits(32, 4096)}
 _ROWS, _WARPS = 64, 4
-# Stages of the loop over chunks. Of a pipelined loop the compiler for AMD puts the last products behind a mask of lanes,
-# which does not keep matrix units from writing where no lane is left.
+# Pipeline stages of the loop over chunks. In a pipelined loop, the AMD compiler predicates the last MMAs with a lane mask. An MFMA
+# ignores the mask and writes its result even if no lane is active.
 _STAGES = {"amd": 1, "any": 2}
-# Products of float32 are computed without matrix units, from registers.
+# float32 dot products run on FMA units, with operands in registers.
 _FLOAT32_CHUNK = 16
-# Sequences have one segment where that makes three programs for every two multiprocessors, and otherwise as many as make four for
-# each, but no more than 16: a segment adds a state that those behind it read. It has at least four chunks, for the first launch
-# does a quarter of the second's work. On an H200 8192 tokens of nemotron-h, 128 programs a segment, take 728 us with one segment,
-# 557 with two, 511 with four, 561 with eight.
+# Sequences have one segment if that makes at least 1.5 programs per SM/CU. Otherwise they have enough segments for 4 programs per
+# SM/CU, but at most 16, because every segment adds a state that later segments read. A segment has at least 4 chunks, because the
+# first launch does a quarter of the second's work. On an H200, 8192 tokens of nemotron-h with 128 programs per segment take 728 us
+# with one segment, 557 us with two, 511 us with four, and 561 us with eight.
 _ENOUGH, _PROGRAMS, _SEGMENTS, _SEGMENT_CHUNKS = 1.5, 4, 16, 4
-# Sequences that are looked at together to find the one that a program belongs to.
+# Sequences per step of the search for a program's sequence.
 _AT_ONCE = 256
 
 
 def tile_for(dtype: torch.dtype, head_dim: int, state_dim: int, limits: Limits) -> Tile:
-    """The tile for states of this size, within limits. A product's operands have at least 16 rows and columns."""
+    """Returns the tile for states of this size, within limits. An MMA's operands have at least 16 rows and columns."""
     columns = max(16, next_power_of_2(state_dim))
     rows = max(16, min(next_power_of_2(head_dim), _ROWS, limits.elements // columns))
     return Tile(_FLOAT32_CHUNK if dtype == torch.float32 else limits.chunk, rows, columns)
 
 
 def segment_for(tokens: int, batch: int, programs: int, chunk: int, sm_count: int) -> int:
-    """Tokens of a segment, a multiple of a chunk, where a segment has that many programs. At least ``tokens`` says that every
-    sequence has one."""
+    """Returns the tokens per segment, a multiple of a chunk. ``programs``: programs per segment.
+
+    With a result of at least ``tokens``, every sequence has one segment.
+    """
     whole = cdiv(tokens, chunk) * chunk
     if programs * batch >= _ENOUGH * sm_count:
         return whole
@@ -111,14 +113,14 @@ def ssd_prefill(
     tile = tile_for(x.dtype, head_dim, shape.state_dim, for_architecture(_LIMITS, x.device))
     blocks = heads * cdiv(head_dim, tile.rows)
     segment = segment_for(tokens, batch, blocks, tile.chunk, multiprocessors(x.device))
-    # Each sequence has as many segments as its tokens need, or one more. Where it begins, they are numbered from
-    # cu_seqlens // segment + its own number on, so no length is needed here.
+    # The segments of sequence b are numbered from cu_seqlens[b] // segment + b on. So each sequence has as many segments as its
+    # tokens need, or one more, and the host needs to know no length.
     segments = tokens // segment + batch if segment else batch
     left = decays = None
     if segment < tokens:
         left = x.new_empty(segments, heads, head_dim, shape.state_dim, dtype=torch.float32)
         decays = x.new_empty(segments, heads, dtype=torch.float32)
-    product = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)  # interpreted products of bfloat16 are wrong
+    operand_dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)  # the interpreter's bf16 dot is wrong
     common = (
         x,
         dt,
@@ -146,7 +148,7 @@ def ssd_prefill(
         "SHAPE": shape,
         "TILE": tile,
         "AT_ONCE": _AT_ONCE,
-        "DTYPE": device_code.DTYPES[product],
+        "DTYPE": device_code.DTYPES[operand_dtype],
         "num_warps": _WARPS,
         "num_stages": for_architecture(_STAGES, x.device),
     }

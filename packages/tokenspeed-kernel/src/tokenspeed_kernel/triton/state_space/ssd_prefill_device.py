@@ -20,10 +20,10 @@ class Segment(NamedTuple):
     Fields:
         sequence: its sequence.
         token: the sequence's first token.
-        index: which of the sequence's segments it is.
-        begin, end: its first position in the sequence, and the one behind its last.
-        last: whether the sequence ends with it. There may be another one behind that, which has no tokens.
-        there: whether it is one of the sequence, which has at least one.
+        index: the segment's index within the sequence.
+        begin, end: its range of positions in the sequence, end exclusive.
+        last: whether the sequence ends with it. An empty segment may follow.
+        there: whether the sequence has this segment. Every sequence has at least one.
     """
 
     sequence: Any
@@ -36,12 +36,12 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The rows of a head's state that a program has, and all columns.
+    """A program's tile of a head's state: some rows and all columns.
 
     Fields:
         head: the head.
-        row, column: of the state.
-        rows, columns: which of these are there.
+        row, column: indices of rows and columns.
+        rows, columns: masks of valid rows and columns.
     """
 
     head: Any
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 @triton.jit
 def _segment_of(number, cu_seqlens, batch, size, AT_ONCE: tl.constexpr):
-    """The segment of this number, of ``size`` tokens."""
+    """Returns the segment with this number. ``size``: tokens per segment."""
     sequence = sequence_of(number, cu_seqlens, batch, 1, size, AT_ONCE)
     token = tl.load(cu_seqlens + sequence)
     length = tl.load(cu_seqlens + sequence + 1) - token
@@ -72,21 +72,21 @@ def _part_of(block, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _in_cache(states, part, slot, slot_stride, head_stride, row_stride, column_stride):
-    """Pointers to a part of a state in a slot."""
+    """Returns pointers to a program's tile of a state in a slot of the cache."""
     first = states + slot.to(tl.int64) * slot_stride + part.head.to(tl.int64) * head_stride
     return first + part.row[:, None].to(tl.int64) * row_stride + part.column[None, :] * column_stride
 
 
 @triton.jit
 def _left_by(left, number, part, SHAPE: tl.constexpr):
-    """Pointers to a part of what segments leave: ``[segments, heads, head_dim, state_dim]``."""
+    """Returns pointers to a program's tile of the segments' contributions: ``[segments, heads, head_dim, state_dim]``."""
     first = left + (number.to(tl.int64) * SHAPE.heads + part.head) * (SHAPE.head_dim * SHAPE.state_dim)
     return first + part.row[:, None] * SHAPE.state_dim + part.column[None, :]
 
 
 @triton.jit
 def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state, initial_stride, part):
-    """A part of the state that a sequence starts from; ``at`` points into its slot."""
+    """Loads a program's tile of a sequence's initial state; ``at`` points into the slot. Zeros if there is none."""
     state = tl.zeros(at.shape, tl.float32)
     if has_initial_state is not None:
         started = tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0
@@ -97,8 +97,7 @@ def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state,
 
 @triton.jit
 def _rows_of(rows, token, head, column, inside, columns_there, DTYPE: tl.constexpr):
-    """The tokens of a chunk, of which ``token`` is the first, of a head of `Rows`, as operands of products; zeros where there is
-    nothing."""
+    """Loads the chunk of a head of `Rows` that starts at ``token``, as an MMA operand, with zeros outside."""
     first = rows.first + head.to(tl.int64) * rows.head_stride
     at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :].to(tl.int64) * rows.dim_stride
     return tl.load(first + at, mask=inside[:, None] & columns_there[None, :], other=0.0).to(DTYPE)
@@ -108,9 +107,9 @@ class Decays(NamedTuple):
     """Log decays of a chunk.
 
     Fields:
-        whole, part: the running sum of log decays up to each token, as the sum of their integers and that of their fractions.
-        weight: ``part`` less the logarithm of the token's step.
-        total_whole, total_part: both sums over the chunk.
+        whole, part: the running sums of log decays up to each token: the sum of integer parts, and the sum of fractional parts.
+        weight: ``part`` minus the logarithm of the token's step.
+        total_whole, total_part: both sums over the whole chunk.
     """
 
     whole: Any
@@ -122,15 +121,17 @@ class Decays(NamedTuple):
 
 @triton.jit
 def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constexpr):
-    """The `Decays` of a chunk. Token j has the factor ``exp((whole[i] - whole[j]) + (part[i] - weight[j]))`` in the result of token
-    i. A token behind the end has no step.
+    """Computes the `Decays` of a chunk.
 
-    The difference of two large sums would lose small decays, so integers and fractions of the logs are summed apart. A log below
-    -104 is set to -104: its exponential is 0 in float32 either way. So the sums of integers are exact, and those of fractions stay
-    below the number of tokens.
+    Token j has the factor ``exp((whole[i] - whole[j]) + (part[i] - weight[j]))`` in the result of token i. Tokens beyond the end
+    have step 0.
 
-    Steps themselves are not returned: where a product's layout wants them, the compiler would load and compute them anew for each
-    of its columns, in registers that are needed.
+    The difference of two large sums would lose small decays, so the integer and fractional parts of the logs are summed separately.
+    Logs are clamped to at least -104, because the exponential of anything lower is 0 in float32. So the sums of integer parts are
+    exact, and the sums of fractional parts stay below the number of tokens.
+
+    Steps themselves are not returned. In an MMA's layout, the compiler would load and compute them again for each column, and would
+    use registers that are needed elsewhere.
     """
     at = dt + part.head.to(tl.int64) * dt_head + (token + tl.arange(0, inside.shape[0])) * dt_token
     step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)
@@ -147,10 +148,10 @@ def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constex
 
 @triton.jit
 def _advanced(state, x, b, decays, DTYPE: tl.constexpr):
-    """The state after a chunk: each token has decayed since, and so has what was there."""
+    """Returns the state after a chunk: the decayed old state plus each token's decayed contribution."""
     since = (decays.total_whole - decays.whole) + (decays.total_part - decays.weight)
-    taken = (x.to(tl.float32) * tl.exp(since)[:, None]).to(DTYPE)
-    return tl.dot(tl.trans(taken), b, state * tl.exp(decays.total_whole + decays.total_part), input_precision="ieee")
+    decayed = (x.to(tl.float32) * tl.exp(since)[:, None]).to(DTYPE)
+    return tl.dot(tl.trans(decayed), b, state * tl.exp(decays.total_whole + decays.total_part), input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["batch", "size"])
@@ -189,8 +190,11 @@ def ssd_segments_kernel(
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Writes what a segment leaves to the place of the next one, and to the place of a sequence's first segment the state that the
-    sequence starts from. The next launch reads that here, for it writes to the slot."""
+    """Writes each segment's contribution to the state into ``left`` at the index of the next segment.
+
+    ``left`` at the index of a sequence's first segment gets the initial state. The next launch reads the initial state from there,
+    because it overwrites the slot.
+    """
     BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
@@ -272,7 +276,7 @@ def ssd_prefill_kernel(
     AT_ONCE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """A head of a segment, or some columns of a head."""
+    """Computes the results of one head, or of some of its channels, for one segment; the last segment also stores the state."""
     BLOCKS: tl.constexpr = SHAPE.heads * ((SHAPE.head_dim + TILE.rows - 1) // TILE.rows)
     number = tl.program_id(0) // BLOCKS
     segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
@@ -298,8 +302,8 @@ def ssd_prefill_kernel(
     z_rows = Rows(z, z_token, z_head, z_dim)
     in_chunk = tl.arange(0, TILE.chunk)
     group = part.head // SHAPE.group
-    # What does not change from chunk to chunk are addresses and masks, most of all. There are too few registers to keep them, and
-    # it takes little to compute them anew.
+    # Loop-invariant code motion is off: the invariants are mostly addresses and masks. There are too few registers to keep them,
+    # and recomputing them is cheap.
     for begin in tl.range(segment.begin, segment.end, TILE.chunk, disable_licm=True):
         wait_for_products()
         inside, token = begin + in_chunk < segment.end, segment.token + begin
@@ -307,7 +311,7 @@ def ssd_prefill_kernel(
         b = _rows_of(B_rows, token, group, part.column, inside, part.columns, DTYPE)
         c = _rows_of(C_rows, token, group, part.column, inside, part.columns, DTYPE)
         values = _rows_of(x_rows, token, part.head, part.row, inside, part.rows, DTYPE)
-        # Tokens of the chunk, each decayed since, and what the state before them says.
+        # y = (causal scores with decays) @ x + (C @ state before the chunk, decayed).
         since = of_chunk.whole[:, None] - of_chunk.whole[None, :] + (of_chunk.part[:, None] - of_chunk.weight[None, :])
         since = tl.where(in_chunk[:, None] >= in_chunk[None, :], since, -float("inf"))
         scores = tl.dot(c, tl.trans(b), input_precision="ieee")
@@ -322,9 +326,10 @@ def ssd_prefill_kernel(
         out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :].to(tl.int64) * out_dim
         tl.store(out_at, result, mask=inside[:, None] & part.rows[None, :])
         state = _advanced(state, values, b, of_chunk, DTYPE)
-    # Pointers are made anew from what is loaded anew. From before the loop they would occupy 32 registers of each thread all along.
+    # Reload the slot and recompute the pointers: kept from before the loop, they would occupy 32 registers of each thread
+    # throughout.
     slot = tl.load(state_slots + segment.sequence * slots_stride)
     at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
     if segment.last & (slot >= 0):
-        tl.debug_barrier()  # threads that write the state may be others than those that have read it
+        tl.debug_barrier()  # other threads may write the state than have read it
         tl.store(at, state.to(states.dtype.element_ty), mask=there)

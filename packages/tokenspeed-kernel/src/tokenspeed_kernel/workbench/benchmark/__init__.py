@@ -1,4 +1,4 @@
-"""How fast is a kernel? Timing, comparisons, and reports that say what was measured on what."""
+"""Benchmarks: timing, comparisons with baselines and earlier reports, and reports that record what was measured on what."""
 
 from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata

@@ -1,26 +1,26 @@
-"""Did anything change between two reports? Rows in pairs, with confidence intervals and verdicts.
+"""Compares two reports: pairs their rows, and gives each pair a confidence interval and a verdict.
 
-What is compared are rounds, not single times. Times that follow one another are alike (clocks, heat, neighbours), so a thousand of
-them hold far fewer than a thousand observations, and an interval made as if they were independent calls every drift a
-difference. A round's median is one observation; rounds of one row lie as far apart as the whole run allows, so what drifts
-between them shows up as their spread.
+The comparison uses rounds, not single times. Consecutive times are correlated (clocks, heat, other load), so a thousand of them
+hold far fewer than a thousand observations. An interval that assumed independence would call every drift a difference. A round's
+median is one observation. The rounds of one row are as far apart as the whole run allows, so that drift shows up as their spread.
 
-The interval is that of Hodges and Lehmann (1963): of all ratios between a round here and a round there, the median is the
-estimate, and how many are cut off at either end follows exactly from the distribution of Mann and Whitney's U (1947). It asks
-nothing of the noise's shape. With seven rounds a side and 95% it still stands when a neighbour spoils one of them; a t interval
-does not. It needs four rounds a side, or three and five. Bootstrapping the rounds would claim more than seven numbers can say.
+The interval is that of Hodges and Lehmann (1963). The estimate is the median of all ratios between a round of A and a round of B.
+The number of ratios to trim at either end follows exactly from the distribution of the Mann-Whitney U (1947). The interval assumes
+nothing about the distribution of the noise. With seven rounds per side and 95% confidence it remains valid if other load spoils one
+of the rounds; a t interval does not. It needs four rounds per side, or three and five. Bootstrapping seven rounds would claim more
+precision than they have.
 
-With many rows, a few intervals leave out 1 by chance: at 95% about 3 of 58, though nothing changed. So verdicts take the number of
-rows into account. Holm's procedure (1979) limits the chance that any row of an unchanged program is called slower or faster to 5%,
-whatever their number and however they depend on each other. It needs a p-value of each row. That of U is exact, but with seven
-rounds a side it cannot be smaller than 1 in 1716, which is too much among a hundred rows. Only where every round of one side is
-slower than every round of the other, Student's t-test of the logarithms may make it smaller. To that extent noise is taken to be
-normal; with heavier tails, differences are missed rather than imagined.
+With many rows, some intervals exclude 1 by chance: at 95% about 3 of 58, even if nothing changed. So verdicts account for the
+number of rows. Holm's procedure (1979) limits the probability that any row of an unchanged program is called slower or faster to
+5%, for any number of rows and any dependence between them. It needs a p-value per row. The p-value of U is exact, but with seven
+rounds per side it cannot be below 1 in 1716, which is too large for a hundred rows. If every round of one side is slower than every
+round of the other, Student's t-test of the logarithms may lower the p-value. Only this step assumes normal noise; with heavier
+tails it misses differences rather than inventing them.
 
-What two whole runs do not share, rounds cannot tell: a hotter machine, another neighbour. The threshold is for that. And the
-reference workload is timed before every round: where it changed as well, and by so much that the rest is below the threshold,
-the difference may be the machine's, and the verdict is left open. Best of all is to run both sides in turn, several times over, and
-to put the runs of a side together (`appended`): then rounds are as far apart as what is compared.
+Rounds cannot show differences between whole runs, such as a hotter machine or other load. The threshold allows for these. In
+addition, a reference workload is timed before every round. If it also changed, and by so much that the remaining difference is
+below the threshold, the machine may be the cause, and the verdict is left open. The best method is to run both sides alternately,
+several times, and to merge the runs of each side (`appended`). Then the rounds of one side are as far apart as the two sides.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from typing import Any
 from tokenspeed_kernel.workbench.benchmark.results import WRONG, Report, Row
 
 THRESHOLD, CONFIDENCE = 0.03, 0.95
-# By this the reference workload may differ between two runs on one machine.
+# The relative difference of the reference workload between two runs beyond which the comparison notes that the machine changed.
 _MACHINE = 0.02
 
 
 class Verdict(str, enum.Enum):
-    """What became of one row."""
+    """The verdict on one row."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -51,14 +51,15 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Ratio:
-    """B's time over A's: an estimate, and the interval that holds the true one; None if there are too few rounds for any."""
+    """B's time over A's: the estimate and its confidence interval, which is None with too few rounds."""
 
     value: float
     low: float | None = None
     high: float | None = None
 
     def verdict(self, threshold: float) -> Verdict:
-        """A difference is one that the interval shows and that is worth the threshold; the same factor counts either way."""
+        """Returns slower or faster if the interval excludes 1 and the ratio reaches the threshold, symmetrically in both
+        directions."""
         if self.low is None or self.high is None:
             return Verdict.UNCLEAR
         if self.low > 1 and self.value >= 1 + threshold:
@@ -68,7 +69,7 @@ class Ratio:
         return Verdict.SAME
 
     def hidden(self, threshold: float) -> float | None:
-        """How much slower or faster B could be without having shown, where that is beyond the threshold."""
+        """Returns the largest difference that the interval does not exclude, if it is beyond the threshold; else None."""
         if self.low is None or self.high is None:
             return None
         most = max(self.high, 1 / self.low) - 1
@@ -77,8 +78,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Difference:
-    """One row in both reports. ``chance``: how likely a difference as clear as this is in any of the rows, if nothing changed; None
-    if there are no rounds."""
+    """One row that is in both reports.
+
+    ``chance``: the probability that any row shows a difference this clear if nothing changed; None without rounds.
+    """
 
     operator: str
     case: str
@@ -96,12 +99,12 @@ class Comparison:
     """Two reports, A and B.
 
     Attributes:
-        differences: of the rows that were measured in both, in A's order.
-        broken: rows of B that were measured in A and went wrong in B.
-        only_a, only_b: operator, case and kernel of rows that were measured in one alone.
-        mean: the geometric mean of the ratios; None if there are no rows in both.
-        threshold, confidence: by which verdicts were made.
-        notes: what else differs between the two.
+        differences: the rows that were measured in both, in A's order.
+        broken: rows of B that failed, but were measured in A.
+        only_a, only_b: operator, case and kernel of rows that were measured in only one report.
+        mean: the geometric mean of the ratios; None if no row is in both.
+        threshold, confidence: the parameters of the verdicts.
+        notes: other differences between the reports.
     """
 
     differences: tuple[Difference, ...]
@@ -122,7 +125,7 @@ class Comparison:
         return sum(difference.verdict is verdict for difference in self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         return {**asdict(self), "broken": [asdict(row) for row in self.broken], "worse": self.worse}
 
 
@@ -130,9 +133,10 @@ def compare(a: Report, b: Report, *, threshold: float = THRESHOLD, confidence: f
     """Pairs the rows of two reports by operator, case and kernel.
 
     Args:
-        a, b: before and after.
-        threshold: differences below it are none: 0.03 is 3%.
-        confidence: of each interval, and that no row of an unchanged program is called slower or faster: 0.95 is 95%.
+        a, b: the reports before and after.
+        threshold: smaller differences are ignored: 0.03 is 3%.
+        confidence: of each interval, and the probability that no row of an unchanged program is called slower or faster: 0.95 is
+            95%.
 
     Raises:
         ValueError: the threshold is negative, or the confidence is not between 0 and 1.
@@ -161,7 +165,7 @@ def compare(a: Report, b: Report, *, threshold: float = THRESHOLD, confidence: f
 
 
 def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE) -> Ratio:
-    """B's times over A's, from one time a round, all positive.
+    """Returns the ratio of B's times to A's, given one positive time per round.
 
     Example:
         >>> ratio_of([10.0, 10.1, 9.9, 10.0], [11.0, 11.1, 10.9, 11.0])
@@ -176,7 +180,8 @@ def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDE
 
 @functools.cache
 def _cut(n: int, m: int, confidence: float) -> int | None:
-    """How many of the n * m ratios lie beyond each end of the interval; None if even all of them do not reach the confidence."""
+    """Returns how many of the n * m ratios to trim at each end of the interval; None if even all ratios do not reach the
+    confidence."""
     arrangements = _arrangements(n, m)
     outside, cut = 0, None
     for beyond, count in enumerate(arrangements):
@@ -188,7 +193,7 @@ def _cut(n: int, m: int, confidence: float) -> int | None:
 
 
 def _arrangements(n: int, m: int) -> list[int]:
-    """In how many orders of n and m things U is 0, 1, ..., n * m: the coefficients of the Gaussian binomial."""
+    """Returns the number of orderings of n and m items for which U is 0, 1, ..., n * m: the Gaussian binomial's coefficients."""
     counts = [1] + [0] * (n * m)
     for i in range(1, n + 1):
         for u in range(n * m, m + i - 1, -1):
@@ -199,7 +204,7 @@ def _arrangements(n: int, m: int) -> list[int]:
 
 
 def p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """How likely it is that rounds of equal kernels lie as far apart as these, one way or the other; None if there are no rounds.
+    """Returns the two-sided probability that rounds of equal kernels differ as much as these; None without rounds.
 
     Example:
         >>> round(p_value([10.0, 10.1, 9.9, 10.0], [10.0, 11.1, 10.9, 11.0]), 3)
@@ -215,7 +220,7 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def _t_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """The two-sided p-value of Student's t-test of logarithms."""
+    """Returns the two-sided p-value of Student's t-test of the logarithms."""
     logs = [list(map(math.log, side)) for side in (a, b)]
     freedom = len(a) + len(b) - 2
     squares = sum(statistics.variance(side) * (len(side) - 1) for side in logs if len(side) > 1)
@@ -226,7 +231,7 @@ def _t_test(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _beyond_t(t: float, freedom: int) -> float:
-    """The probability that Student's t is farther from 0 than this (Abramowitz and Stegun, 1964, 26.7.3 and 26.7.4)."""
+    """Returns the probability that Student's t exceeds ``t`` in magnitude (Abramowitz and Stegun, 1964, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     odd = freedom % 2
@@ -239,7 +244,7 @@ def _beyond_t(t: float, freedom: int) -> float:
 
 
 def adjusted(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's adjusted p-values: how likely a p-value as small as this one is among so many, if nothing changed in any row.
+    """Returns Holm's adjusted p-values: the probability of a p-value this small among all rows, if nothing changed in any row.
 
     Example:
         >>> adjusted([0.01, 0.04, None, 0.02])
@@ -291,7 +296,7 @@ def _percent(ratio: Ratio) -> str:
 
 
 def _mean(pairs: Sequence[tuple[Row, Row]], confidence: float) -> Ratio | None:
-    """The geometric mean over rows. Its rounds are those of all rows together: what moves all of them alike does not cancel."""
+    """Returns the geometric mean over rows. One round of the mean combines a round of all rows, so common drift does not cancel."""
     if not pairs:
         return None
     rounds = [(_rounds(a), _rounds(b)) for a, b in pairs]

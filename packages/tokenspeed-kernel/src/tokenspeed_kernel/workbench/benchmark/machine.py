@@ -1,4 +1,4 @@
-"""What the machine does while kernels are timed on it: its clocks, what lowers them, and a workload whose time shows both."""
+"""The state of the machine during timing: clocks, throttle reasons, and a reference workload whose time reflects both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from tokenspeed_kernel.workbench.benchmark.timing import sample
 
-# Bits of NVML's clock event reasons that mean less speed than the device has. An idle device and clocks set by hand do not.
+# Bits of NVML's clock event reasons that throttle the device. Idling and manually set clocks do not count.
 _HELD_BACK = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -21,13 +21,14 @@ _HELD_BACK = {
     0x40: "thermal slowdown",
     0x80: "power brake",
 }
-# Short beside what is measured, and long enough to be timed: 0.02 ms on an H200, 0.1 ms on a CPU core.
+# The sizes of the reference GEMM: short compared with a measurement, but long enough to time. 0.02 ms on an H200, 0.1 ms on a CPU
+# core.
 _GPU_MATRIX, _CPU_MATRIX = 2048, 192
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """A GPU at one moment. ``held_back`` says what keeps its clock below what it can do; empty if nothing does."""
+    """A GPU's state at one moment. ``held_back``: the reasons that throttle its clock; empty if it is not throttled."""
 
     sm_clock_mhz: int
     max_sm_clock_mhz: int
@@ -41,7 +42,7 @@ Monitor = Callable[[], GpuState | None]
 
 
 def gpu_monitor(device: torch.device) -> Monitor | None:
-    """What reads a GPU's state, or None where nothing can: on a CPU, on a GPU that NVML does not know, without ``nvidia-ml-py``."""
+    """Returns a function that reads a GPU's state; None on a CPU, on a GPU that NVML does not know, or without ``nvidia-ml-py``."""
     if device.type != "cuda" or torch.version.hip:
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # since torch 2.5 or so
@@ -75,14 +76,14 @@ def _reasons(bits: int) -> tuple[str, ...]:
 
 
 def reference_time(device: torch.device) -> float:
-    """Microseconds of a small product of matrices: the same work every time, so that what changes is the machine."""
+    """Returns the time of a small GEMM in microseconds. The work is always the same, so any change comes from the machine."""
     return statistics.median(sample(_reference_workload(device), device, budget_s=0.002, fewest=5, most=20))
 
 
 @functools.cache
 def _reference_workload(device: torch.device) -> Callable[[], Any]:
     n, dtype = (_GPU_MATRIX, torch.bfloat16) if device.type == "cuda" else (_CPU_MATRIX, torch.float32)
-    # Random, but not from the process's generators: measuring must not change what a program draws.
+    # Random values from a separate generator: a measurement must not change the random numbers of the program.
     draw = torch.Generator("cpu").manual_seed(0)
     a, b = (torch.randn(n, n, generator=draw).to(device, dtype) for _ in range(2))
     out = torch.empty_like(a)

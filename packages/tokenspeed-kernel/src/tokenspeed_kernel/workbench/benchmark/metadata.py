@@ -1,4 +1,4 @@
-"""What a measurement is made on and with."""
+"""The hardware and software of a measurement."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tokenspeed_kernel_base.platform import driver_version, platform_of
 
 
 def collect_metadata(command: str = "", device: torch.device | str | None = None) -> Metadata:
-    """What this process would measure on and with.
+    """Returns the hardware and software that this process measures with.
 
     Args:
-        command: the command line that makes the same measurement again.
-        device: where; `default_device` if not given.
+        command: the command line that repeats the measurement.
+        device: the device; `default_device` if not given.
     """
     platform = platform_of(default_device() if device is None else torch.device(device))
     return Metadata(
@@ -39,7 +39,7 @@ def collect_metadata(command: str = "", device: torch.device | str | None = None
 
 
 def package_version(package: str) -> str:
-    """Of an installed distribution; empty if it is not installed."""
+    """Returns the version of a distribution; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ def package_version(package: str) -> str:
 
 
 def _git_commit() -> str:
-    """The commit of this very code, with ``+`` for local changes; empty if it is not a checkout."""
+    """Returns the commit of this code, with ``+`` for local changes; empty if it is not in a checkout."""
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str:
@@ -55,7 +55,7 @@ def _git_commit() -> str:
         return done.stdout.strip()
 
     try:
-        # An environment may lie inside some other project's checkout, whose commit says nothing of this package.
+        # A virtual environment may lie inside another project's checkout, whose commit is irrelevant for this package.
         git("ls-files", "--error-unmatch", here.name)
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):

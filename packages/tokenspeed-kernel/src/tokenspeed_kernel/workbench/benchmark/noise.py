@@ -1,4 +1,4 @@
-"""Can a measurement be trusted? How its times spread and drift, whether they fall into two groups, and what the machine did."""
+"""The reliability of a measurement: spread and drift of its times, bimodality, and the state of the machine."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from dataclasses import dataclass
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.timing import Timing
 
-# Beyond these, a difference of a few percent means nothing. A quiet GPU stays below a tenth of them.
+# Limits beyond which a difference of a few percent is meaningless. A quiet GPU stays below a tenth of these.
 _SPREAD = 0.10
 _DRIFT = 0.03
 _BETWEEN_ROUNDS = 0.05
 _MACHINE = 0.03
-# Two groups of times count as two if each holds a tenth of all times and their means are so many of their deviations apart
-# (Ashman, Bird and Zepf, 1994, call it D and count from 2; the halves of a normal distribution have 2.65, of a uniform one 3.46).
+# Times are bimodal if each of two groups holds a tenth of all times, and their means are at least _SEPARATION standard deviations
+# apart. Ashman, Bird and Zepf (1994) call this distance D, with 2 as the limit. The two halves of a normal distribution have 2.65,
+# those of a uniform one 3.46.
 _SEPARATION = 4.0
 _MINORITY = 0.10
 _APART = 0.05
-# Fewer samples show no pattern.
+# With fewer samples no pattern is reported.
 _FEWEST = 12
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How times vary, each number as a part of the median.
+    """How times vary; each value is relative to the median.
 
     Attributes:
-        spread: from the 10th to the 90th percentile within a round; the median of the rounds.
-        drift: from the first to the last third of a round, signed; the median of the rounds.
+        spread: from the 10th to the 90th percentile within a round; the median over rounds.
+        drift: from the first to the last third of a round, signed; the median over rounds.
         between_rounds: from the fastest to the slowest round.
-        modes_apart: the distance of two groups into which the times fall, in most rounds; 0 if they are one group.
+        modes_apart: the distance between two groups of times that occur in most rounds; 0 if there is one group.
     """
 
     spread: float
@@ -41,7 +42,7 @@ class Noise:
 
 
 def noise_of(timing: Timing) -> Noise | None:
-    """None if no samples were kept."""
+    """Computes the noise of a measurement; None if no samples were kept."""
     rounds = [of_one.samples_us for of_one in timing.rounds if len(of_one.samples_us) > 1]
     if not rounds or timing.median_us <= 0:
         return None
@@ -57,13 +58,13 @@ def noise_of(timing: Timing) -> Noise | None:
 def warnings_of(
     timing: Timing, states: Sequence[GpuState] = (), reference_us: Sequence[float] = (), usual_us: float | None = None
 ) -> tuple[str, ...]:
-    """Why a measurement may not be trusted, in words.
+    """Returns the reasons why a measurement may be unreliable, as text.
 
     Args:
         timing: the measurement.
-        states: of the GPU while it ran.
-        reference_us: what the reference workload took just before each round.
-        usual_us: what it takes on this machine; None if that is not known.
+        states: states of the GPU during the measurement.
+        reference_us: the time of the reference workload just before each round, in microseconds.
+        usual_us: its usual time on this machine, in microseconds; None if unknown.
     """
     found = []
     noise = noise_of(timing)
@@ -101,9 +102,9 @@ def _drift(samples: Sequence[float]) -> float:
 
 
 def _modes_apart(rounds: Sequence[Sequence[float]]) -> float:
-    """All samples cut in two where the groups' variances are least (Otsu, 1979); how far the means lie apart, 0 if not far.
+    """Splits all samples in two groups of least variance (Otsu, 1979), and returns the distance of the means; 0 if it is small.
 
-    Where whole rounds fall to one side, it is the rounds that differ.
+    If whole rounds fall into one group, the rounds differ and the times are not bimodal, so the result is 0.
     """
     ordered = sorted(sample for of_one in rounds for sample in of_one)
     n = len(ordered)
@@ -115,7 +116,7 @@ def _modes_apart(rounds: Sequence[Sequence[float]]) -> float:
         squares.append(squares[-1] + value * value)
 
     def spread(first: int, last: int) -> tuple[float, float]:
-        """Mean and sum of squared deviations of a stretch."""
+        """Returns the mean and the sum of squared deviations of a range."""
         count, total = last - first, sums[last] - sums[first]
         return total / count, max(squares[last] - squares[first] - total * total / count, 0.0)
 

@@ -1,4 +1,4 @@
-"""Other people's kernels beside ours: a small file that says how to call them.
+"""Baselines: kernels of other projects, timed beside ours. A small Python file declares how to call them.
 
 ::
 
@@ -13,18 +13,18 @@
         longest = max_seqlen or q.shape[0]
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, ...)
 
-A peer names the operator's parameters that it wants. A case that gives another parameter something besides its default is not its
-case: what a peer is silent about, it does not have. One that takes ``**rest`` gets all the others, and answers for them itself.
+The function of a baseline (a `peer`) names the operator's parameters that it supports. A case is skipped if it gives any other
+parameter a value that is not its default. A function with ``**rest`` gets all other parameters, and must check them itself.
 
-With ``setup=True`` the function is called once, before anything is timed, and returns what is timed: a function without
-parameters. There a plan is made or weights are put in order.
+With ``setup=True`` the function is called once before timing, and returns the function to time, which has no parameters. Planning
+and weight preparation belong there.
 
     @peer("gemm.mm", name="mine", setup=True)
     def mine(a, b):
         packed = pack(b)
         return lambda: multiply(a, packed)
 
-What a peer returns is held against the operator's reference before it is timed, like any kernel.
+The results of a baseline are verified against the operator's reference before it is timed, like those of any kernel.
 """
 
 from __future__ import annotations
@@ -53,20 +53,19 @@ _LONGEST_REASON = 500
 
 
 class Unsupported(Exception):
-    """A peer raises it with the reason why a case is none of its."""
+    """Raised by a baseline that does not support a case, with the reason."""
 
 
 def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = MappingProxyType({})) -> tuple[str, str] | None:
-    """Runs a step of a measurement without gradients, and tells why it failed. Whatever one contestant does, the others must not
-    be lost with it.
+    """Runs a step of a measurement without gradients, and returns why it failed, so that other measurements can go on.
 
     Args:
-        step: what is run.
-        known: names of failures by the exceptions that stand for them, besides those below.
+        step: the step to run.
+        known: additional exception types, with the names of the failures.
 
     Returns:
-        The kind of failure and its reason: ``"skipped"`` where `Unsupported` was raised, ``"absent"`` where an import failed, a
-        name of ``known``, else ``"error"``; None where nothing failed.
+        The kind of failure and its reason: ``"skipped"`` if `Unsupported` was raised, ``"absent"`` if an import failed, a name of
+        ``known``, else ``"error"``; None if nothing failed.
     """
     try:
         with torch.no_grad():
@@ -81,16 +80,16 @@ def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = 
 
 @dataclass(frozen=True)
 class Peer:
-    """One foreign kernel.
+    """A baseline: a kernel of another project.
 
     Attributes:
-        name: what it is called in tables.
+        name: its name in tables.
         operator: ``"family.mode"``.
-        function: of the operator's parameters that it names.
-        wanted: their names; all with ``takes_rest``.
-        takes_rest: it has ``**rest``.
-        setup: ``function`` returns what is timed.
-        package: whose version is reported; empty for none.
+        function: takes the operator's parameters that it names.
+        wanted: the names of these parameters.
+        takes_rest: whether the function has ``**rest``, and so gets all parameters.
+        setup: whether ``function`` returns the function to time.
+        package: the distribution whose version is reported; empty for none.
     """
 
     name: str
@@ -103,19 +102,19 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """Of its package; empty if that is not known."""
+        """The version of its package; empty if unknown."""
         return package_version(self.package) if self.package else ""
 
     @property
     def solution(self) -> str:
-        """Tables show a peer as a solution of its own."""
+        """The baseline's name: tables show each baseline as its own backend."""
         return self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def refusal(self, op: Operator[Any, Any], arguments: Mapping[str, Any]) -> str | None:
-        """What a case (its complete arguments) gives that the peer does not take; None if it takes all of it."""
+        """Returns why the baseline does not support a case, given its complete arguments; None if it supports all of them."""
         if self.takes_rest:
             return None
         others = [p for p in op.parameters if p.name not in self.wanted and p.kind is not Kind.HINT]
@@ -123,31 +122,31 @@ class Peer:
         return f"does not take {', '.join(given)}" if given else None
 
     def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-        """The call to time. Raises whatever the peer's setup raises."""
+        """Returns the call to time. Raises whatever the baseline's setup raises."""
         chosen = dict(arguments) if self.takes_rest else {name: arguments[name] for name in arguments if name in self.wanted}
         call = functools.partial(self.function, **chosen)
         return call() if self.setup else call
 
 
 def _given(parameter: Parameter, value: Any) -> bool:
-    """Whether an argument is something else than its default."""
+    """Whether an argument differs from its default."""
     if parameter.required:
         return True
     return bool(value is not parameter.default and (isinstance(value, torch.Tensor) or value != parameter.default))
 
 
 def peer(operator: str, *, name: str = "", setup: bool = False, package: str = "") -> Callable[[Callable[..., Any]], Peer]:
-    """Declares a peer; decorates a function. The module's docstring shows how.
+    """Declares a baseline; decorates a function. The module's docstring has examples.
 
     Args:
         operator: ``"mode"`` or ``"family.mode"``.
-        name: what to call it; the function's if not given.
-        setup: the function is called once and returns what is timed.
-        package: the distribution whose version a report shall carry.
+        name: the baseline's name; the function's name if not given.
+        setup: whether the function is called once and returns the function to time.
+        package: the distribution whose version reports record.
 
     Raises:
         KeyError: there is no such operator.
-        TypeError: the function wants parameters that the operator does not have.
+        TypeError: the function has parameters that the operator does not have.
     """
 
     def declare(function: Callable[..., Any]) -> Peer:
@@ -165,14 +164,14 @@ def peer(operator: str, *, name: str = "", setup: bool = False, package: str = "
 
 
 class PeerFileError(ValueError):
-    """A file of peers cannot be used; the message names it and says why."""
+    """A file of baselines cannot be used; the message names the file and the reason."""
 
 
 def load_peers(file: Path | str) -> list[Peer]:
-    """Runs a file and returns the peers that it declares, in order.
+    """Runs a file and returns the baselines that it declares, in order.
 
     Raises:
-        PeerFileError: it cannot be run, or declares none.
+        PeerFileError: the file cannot be run, or declares no baseline.
     """
     path = Path(file)
     spec = importlib.util.spec_from_file_location(f"_peers_{path.stem}", path)
@@ -191,7 +190,7 @@ def load_peers(file: Path | str) -> list[Peer]:
 
 
 def verify_peer(foreign: Peer, case: Case, device: torch.device, *, seed: int = 0) -> CaseResult:
-    """Holds a peer against its operator's reference on one case: outputs, and arguments that the operator does not write to."""
+    """Verifies a baseline against its operator's reference on one case: its outputs, and that read-only arguments are unchanged."""
     op = get_operator(foreign.operator)
     result = functools.partial(CaseResult, foreign.name, foreign.operator, case.name)
     try:
@@ -208,7 +207,7 @@ def verify_peer(foreign: Peer, case: Case, device: torch.device, *, seed: int = 
             expected = op.reference(*arguments.values())
     except Unsupported as reason:
         return result(Status.SKIPPED, str(reason))
-    except Exception as error:  # a peer may fail in any way; the others must not be lost with it
+    except Exception as error:  # a baseline may fail in any way; other results must not be lost
         return result(Status.ERROR, f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
     comparisons = compare_results(op, twin, got, expected, tolerance)
     written = dict(tensor_arguments(op.parameters, arguments))

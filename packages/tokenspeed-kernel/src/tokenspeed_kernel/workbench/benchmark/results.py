@@ -1,6 +1,6 @@
-"""What a benchmark found, and the JSON file that keeps it.
+"""Benchmark reports, and their JSON files.
 
-Format 2. Files of format 1, which carry no number, have neither rounds nor what came with them; they are read all the same.
+The current format is 2. Files of format 1, which carry no format number, lack rounds and all later fields; they can still be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenspeed_kernel.workbench.plain import from_plain
 from tokenspeed_kernel_base.storage import replace_file
 
 FORMAT = 2
-# What became of a row that was not timed because something is wrong with it.
+# The statuses of rows that were not timed because they failed.
 WRONG = ("failed", "error")
 
 
@@ -29,11 +29,11 @@ class Method:
 
     Attributes:
         cache: see `measure`.
-        graph_calls: calls in one CUDA graph, fewer where they take milliseconds; 0 for no graph.
-        copies: how many copies of the arguments are called in turn, as far as they fit in a few GB.
-        budget_s: seconds of timing a row, all rounds together.
-        rounds: stretches of time over which this is spread; between two of a row the others are measured. Each builds the
-            arguments anew. Seven is the least number at which `compare` still decides if one round is spoilt.
+        graph_calls: calls per CUDA graph, fewer if calls take milliseconds; 0 for no graph.
+        copies: copies of the arguments that calls cycle through, as far as they fit in a few GB.
+        budget_s: seconds of timing per row, over all rounds.
+        rounds: rounds per row; all other rows are measured between two rounds of one row. Each round builds the arguments again.
+            Seven is the smallest number with which `compare` can still decide if one round is spoilt.
     """
 
     cache: Cache = "cold"
@@ -45,12 +45,12 @@ class Method:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a call costs besides its kernels' work, in microseconds.
+    """The launch overhead of a call, in microseconds.
 
     Attributes:
-        host_us: until the call returned to its caller.
-        event_us: its time by events, launched alone.
-        graph_us: its time in a CUDA graph; None if it was not measured. What ``event_us`` is beyond this, launching takes.
+        host_us: the time until the call returns to its caller.
+        event_us: the time between events around a single call.
+        graph_us: the time within a CUDA graph; None if not measured. The excess of ``event_us`` over this is launch overhead.
     """
 
     host_us: float
@@ -64,17 +64,17 @@ class Row:
 
     Attributes:
         kernel, operator, case: names.
-        status: ``"measured"``, or what verifying it said of a case that was not timed.
+        status: ``"measured"``, or the status of the verification if the case was not timed.
         reason: why it was not timed.
         timing: None if it was not timed.
         tflops, gb_per_s: from the operator's cost; None without one.
-        solution: what it is made with.
-        share: of what the device can do; None without a cost or a roofline.
-        launch: None on a CPU.
-        warnings: why the measurement may not be trusted.
-        reference_us: what the reference workload took before each round; if that changed, the machine did.
-        state: of the GPU, in the round in which its clock was slowest; None if it cannot be known.
-        version: of the package that a peer is from; empty for kernels of ours, of which the metadata tell.
+        solution: the backend.
+        share: the fraction of the roofline that it reaches; None without a cost or a roofline.
+        launch: launch overhead; None on a CPU.
+        warnings: why the measurement may be unreliable.
+        reference_us: the time of the reference workload before each round, in microseconds; changes come from the machine.
+        state: the GPU's state at its slowest clock; None if unknown.
+        version: the version of a baseline's package; empty for kernels of this project, whose version is in the metadata.
     """
 
     kernel: str
@@ -95,13 +95,13 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """By which rows of two reports are paired."""
+        """The key by which rows of two reports are paired."""
         return (self.operator, self.case, self.kernel)
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a measurement was made on and with. Empty where it cannot be known."""
+    """The hardware and software of a measurement. Unknown fields are empty."""
 
     device: str
     arch: str
@@ -117,8 +117,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows, what they were measured on and with, what the device can do at most (None: not measured), and how they were timed
-    (None: an old file, which does not say)."""
+    """Rows, the hardware and software, the device's roofline (None: not measured), and the timing method (None: an old file)."""
 
     metadata: Metadata
     rows: tuple[Row, ...]
@@ -129,22 +128,22 @@ class Report:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     def to_json(self) -> str:
-        """Indented, but for lists of numbers: there may be many."""
+        """Returns indented JSON, with each list of numbers on one line."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         return _NUMBERS.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
 
     def write(self, file: Path) -> None:
-        """Writes a file, which is whole at any moment."""
+        """Writes a file atomically."""
         replace_file(file, self.to_json() + "\n")
 
 
 def appended(before: Report, now: Report) -> Report:
-    """One report of two runs of the same thing: the rows of both, with the rounds of both.
+    """Merges two runs of the same measurement into one report, which has the rows and the rounds of both.
 
-    Where a row went wrong in one of them, it went wrong. What was measured on, and when, is said as of ``now``.
+    A row that failed in either run is failed. The metadata are those of ``now``.
 
     Raises:
-        ValueError: the two were not made on and with the same, in the same way.
+        ValueError: the runs differ in hardware, software or timing method.
     """
     for name in ("device", "driver", "python", "torch", "triton", "tokenspeed_kernel", "git_commit"):
         old, new = getattr(before.metadata, name), getattr(now.metadata, name)
@@ -174,19 +173,19 @@ def _joined(before: Row, now: Row) -> Row:
     )
 
 
-# A line break follows the bracket in no string: there it is written \n.
+# This matches no string: JSON writes a line break within a string as \n.
 _NUMBERS = re.compile(r"\[\n[\s\d.,eE+-]*\]")
 
 
 class ReportError(ValueError):
-    """A file is no report of a benchmark, or of a format that is not known; the message names the file and what is wrong."""
+    """A file is not a benchmark report, or has an unknown format; the message names the file and the error."""
 
 
 def load_report(file: Path | str) -> Report:
     """Reads a report of any format.
 
     Raises:
-        ReportError: see there.
+        ReportError: the file is not a benchmark report, or has an unknown format.
         OSError: the file cannot be read.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: the scale that kernels' rates are read against."""
+"""The measured roofline of a device: the rates that kernels are compared with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel.workbench.benchmark.timing import Call, measure
 from tokenspeed_kernel_base.cases import Cost
 from tokenspeed_kernel_base.signature import dtype_name
 
-# Far beyond any cache, and small beside any device's memory.
+# Much larger than any cache, and small compared with any device's memory.
 _BYTES = 2 << 30
 _MATRIX = 8192
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -21,15 +21,15 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 @dataclass(frozen=True)
 class Roofline:
-    """Rates of plain PyTorch on a device, the best that a kernel can expect.
+    """Peak rates of plain PyTorch on a device, which approximate the best that a kernel can reach.
 
     Attributes:
-        copy_gb_per_s: bytes read and written by a copy.
-        read_gb_per_s: bytes read by a sum.
-        tflops: by what is multiplied, a product of two 8192 x 8192 matrices of random numbers (zeros take less power, so they run
-            faster): ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, and ``"tf32"``, which is float32 tensors
-            rounded to TensorFloat-32. What the device or PyTorch cannot do is missing.
-        date: when it was measured, in ISO 8601; empty if that is not known.
+        copy_gb_per_s: rate of a copy, bytes read plus bytes written.
+        read_gb_per_s: rate of a sum, bytes read.
+        tflops: rate of a GEMM of two random 8192 x 8192 matrices, by operand dtype (zeros would take less power and run faster):
+            ``"bfloat16"``, ``"float16"``, ``"float8_e4m3fn"``, ``"float32"``, and ``"tf32"``, which is float32 tensors rounded to
+            TensorFloat-32. Dtypes that the device or PyTorch does not support are missing.
+        date: when it was measured, in ISO 8601; empty if unknown.
     """
 
     copy_gb_per_s: float
@@ -45,21 +45,21 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Share:
-    """How near a kernel is to what the device can do: the part of its rate (1 is all), and of which: ``"memory"`` or a dtype."""
+    """The fraction of the roofline that a kernel reaches (1 is all), and the bound: ``"memory"`` or a dtype."""
 
     part: float
     bound: str
 
 
 def share_of(cost: Cost, time_us: float, operands: Iterable[torch.dtype], roofline: Roofline) -> Share:
-    """The larger of a kernel's shares in memory and arithmetic.
+    """Returns the larger of a kernel's fractions of peak bandwidth and of peak arithmetic.
 
     Args:
-        cost: of the call.
-        time_us: that it took.
-        operands: dtypes of what it multiplies. The widest of those that the device multiplies decides: a narrower operand is
-            converted to it. Packed formats count nothing, their other operand decides.
-        roofline: of the device.
+        cost: the call's cost.
+        time_us: the call's time in microseconds.
+        operands: dtypes of the operands. The widest dtype with a known peak decides, because narrower operands are converted to it.
+            Packed formats are ignored; their other operand decides.
+        roofline: the device's roofline.
     """
     memory = Share(cost.bytes / time_us / 1e3 / roofline.memory_gb_per_s, "memory")
     known = [dtype for dtype in operands if dtype_name(dtype) in roofline.tflops]
@@ -70,20 +70,20 @@ def share_of(cost: Cost, time_us: float, operands: Iterable[torch.dtype], roofli
 
 
 def measure_roofline(device: torch.device | str) -> Roofline:
-    """Takes about two seconds and 4 GiB on a GPU. See `roofline_cache` for one that is measured once.
+    """Measures the roofline of a GPU in about two seconds, with 4 GiB of memory. `roofline_cache` keeps the result.
 
     Raises:
-        ValueError: the device is a CPU, of which the numbers would say nothing.
+        ValueError: the device is a CPU, for which these rates would be meaningless.
     """
     where = torch.device(device)
     if where.type != "cuda":
         raise ValueError(f"a roofline is measured on a GPU, got {where}")
     copy, read = _memory(where)
-    return Roofline(copy, read, dict(_products(where)))
+    return Roofline(copy, read, dict(_matmuls(where)))
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """GB/s of a copy and of a sum."""
+    """Returns the GB/s of a copy and of a sum."""
     source = torch.ones(_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy = measure(lambda: target.copy_(source), device, budget_s=0.1).median_us
@@ -91,8 +91,8 @@ def _memory(device: torch.device) -> tuple[float, float]:
     return 2 * _BYTES / copy / 1e3, _BYTES / read / 1e3
 
 
-def _products(device: torch.device) -> Iterator[tuple[str, float]]:
-    """TFLOP/s by what is multiplied."""
+def _matmuls(device: torch.device) -> Iterator[tuple[str, float]]:
+    """Yields the TFLOP/s of GEMMs by operand dtype."""
 
     def rate(product: Call) -> float:
         return 2 * _MATRIX**3 / measure(product, device, budget_s=0.1).median_us / 1e6
@@ -101,25 +101,25 @@ def _products(device: torch.device) -> Iterator[tuple[str, float]]:
     a, b = (torch.randn(_MATRIX, _MATRIX, generator=draw, device=device) for _ in range(2))
     for dtype in (torch.bfloat16, torch.float16):
         yield dtype_name(dtype), rate(functools.partial(torch.mm, a.to(dtype), b.to(dtype)))
-    with _float32_products(tf32=False):
+    with _float32_matmuls(tf32=False):
         yield "float32", rate(functools.partial(torch.mm, a, b))
-    # NVIDIA's devices alone have it; elsewhere the switch does nothing.
+    # Only NVIDIA devices have TF32; elsewhere the switch has no effect.
     if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
-        with _float32_products(tf32=True):
+        with _float32_matmuls(tf32=True):
             yield "tf32", rate(functools.partial(torch.mm, a, b))
     one = torch.ones((), device=device)
     for dtype in _FP8:
         try:
-            # The second operand must be stored by columns.
+            # The second operand must be column-major.
             product = functools.partial(torch._scaled_mm, a.to(dtype), b.to(dtype).t(), one, one, out_dtype=torch.bfloat16)
             product()
-        except (RuntimeError, ValueError):  # how PyTorch says that this device does not multiply this format
+        except (RuntimeError, ValueError):  # PyTorch or this device does not support this format
             continue
         yield dtype_name(dtype), rate(product)
 
 
 @contextmanager
-def _float32_products(*, tf32: bool) -> Iterator[None]:
+def _float32_matmuls(*, tf32: bool) -> Iterator[None]:
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:

@@ -1,7 +1,7 @@
-"""A device's roofline, measured once and kept in the user's cache directory.
+"""Caches a device's roofline in the user's cache directory, so that it is measured once.
 
-There is one small file for each device, driver and PyTorch. Two processes do not measure at once, for each would see half a device:
-the second waits, and finds what the first wrote.
+There is one small file per device, driver and PyTorch version. Two processes never measure at the same time, because each would see
+half a device: the second waits, and reads what the first wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.platform import driver_version, platform_of
 from tokenspeed_kernel_base.storage import locked, replace_file, set_aside
 
 _FORMAT = 1
-# Measuring takes two seconds.
+# Seconds to wait for another process. A measurement takes two seconds.
 _PATIENCE_S = 30.0
 
 
@@ -34,16 +34,16 @@ def cached_roofline(
     directory: Path | None = None,
     measured: Callable[[torch.device], Roofline] = measure_roofline,
 ) -> Roofline:
-    """What `measure_roofline` says, from the cache if it is there. Where nothing can be kept, it is measured every time.
+    """Returns the result of `measure_roofline`, from the cache if possible. Without a cache directory it measures every time.
 
     Args:
         device: a GPU.
-        remeasure: do not look into the cache; what is measured goes there all the same.
-        directory: of the cache; the user's if not given.
-        measured: what measures.
+        remeasure: measure again and update the cache.
+        directory: the cache directory; the user's if not given.
+        measured: the function that measures.
 
     Warns:
-        StorageWarning: the file is damaged. It is kept aside, and a new one takes its place.
+        StorageWarning: the file is damaged. It is set aside and replaced.
     """
     cache = cache_directory()
     if directory is None and cache is None:
@@ -55,7 +55,7 @@ def cached_roofline(
     if found is not None:
         return found
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # there is no place for a lock, or somebody holds it for ever
+        with contextlib.suppress(OSError):  # the lock file cannot be created, or waiting for the lock timed out
             stack.enter_context(locked(file, _PATIENCE_S))
         found = None if remeasure else _read(file, key)
         if found is None:
@@ -76,7 +76,7 @@ def _key(device: torch.device) -> dict[str, str]:
 
 
 def _read(file: Path, key: dict[str, str]) -> Roofline | None:
-    """What a file holds; None if there is none, it cannot be read, or it is damaged."""
+    """Reads a file; None if it does not exist, cannot be read, or is damaged."""
     try:
         table = json.loads(file.read_bytes())
         if (table["format"], table["key"]) != (_FORMAT, key):

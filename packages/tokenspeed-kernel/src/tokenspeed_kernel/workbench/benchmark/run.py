@@ -1,4 +1,4 @@
-"""Benchmarks of kernels over their operators' cases: the inputs of the tests, checked before they are timed."""
+"""Benchmarks of kernels on their operators' cases, the inputs of the tests. Results are verified before kernels are timed."""
 
 from __future__ import annotations
 
@@ -28,63 +28,66 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 
 _COPIED_BYTES = 8 << 30
-# Over all rounds of a row.
+# Timed calls per row, over all rounds.
 _FEWEST, _MOST = 10, 1000
-# Enough to measure what launching takes.
+# Enough to measure launch overhead.
 _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
-# In a graph that takes this long its start does not count any more; further calls would only take time.
+# In a graph of this length the launch of the graph is negligible; more calls would only take time.
 _GRAPH_US = 5000.0
 
-Contestant = KernelSpec | Peer
+Competitor = KernelSpec | Peer
 
 
 def bench_kernel(
-    spec: Contestant,
+    spec: Competitor,
     cases: Iterable[Case] | None = None,
     device: torch.device | str | None = None,
     *,
     large: bool = False,
     **options: Any,
 ) -> list[Row]:
-    """Times a registered kernel on its operator's cases, one row a case.
+    """Times a registered kernel on its operator's cases, one row per case.
 
     Args:
-        spec: the kernel's declaration, from the registry; or a peer.
-        cases: what to run; the operator's if not given.
-        device: where; `default_device` if not given.
-        large: include the cases that are sized for a GPU. Does not touch ``cases``.
-        options: of the `Method`, by name.
+        spec: the kernel's declaration, from the registry; or a baseline.
+        cases: the cases to run; the operator's if not given.
+        device: the device; `default_device` if not given.
+        large: include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
+        options: fields of the `Method`, by name.
     """
     if cases is None:
         cases = [case for case in get_operator(spec.operator).all_cases() if large or not case.large]
     return bench([(spec, case) for case in cases], device, **options)
 
 
-def bench_case(spec: Contestant, case: Case, device: torch.device | str | None = None, **options: Any) -> Row:
-    """Times a registered kernel or a peer on one case. See `bench`."""
+def bench_case(spec: Competitor, case: Case, device: torch.device | str | None = None, **options: Any) -> Row:
+    """Times a registered kernel or a baseline on one case. See `bench`."""
     return bench([(spec, case)], device, **options)[0]
 
 
-def bench(runs: Sequence[tuple[Contestant, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
-    """Times kernels on cases, if they give the right results there: one row each, in order.
+def bench(runs: Sequence[tuple[Competitor, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
+    """Times kernels on cases on which their results are correct: one row each, in order.
 
-    A kernel itself is timed, as `Operator.bind` gives it: the memory of its outputs included, dispatch left out.
+    The timed function is the kernel that `Operator.bind` returns: it includes the allocation of outputs, but not dispatch.
 
     Args:
-        runs: what to time.
-        device: where; `default_device` if not given.
-        options: of the `Method`, by name.
+        runs: pairs of a kernel or baseline and a case.
+        device: the device; `default_device` if not given.
+        options: fields of the `Method`, by name.
     """
     where = default_device() if device is None else torch.device(device)
     method = method_for(where, **options)
-    measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
+    measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]
     run_rounds(measurements)
     return rows_of(measurements)
 
 
 def method_for(device: torch.device, **options: Any) -> Method:
-    """A `Method` with what suits the device where nothing is said: cold caches on a GPU, and in a CUDA graph inputs of their own
-    for each call, so that each call meets cold caches."""
+    """Returns a `Method` with defaults for the device.
+
+    The default is cold caches on a GPU. With cold caches, each call in a CUDA graph has its own copy of the inputs, so that each
+    call finds cold caches.
+    """
     cache = options.pop("cache", None) or default_cache(device)
     copies = options.pop("copies", None) or (max(options.get("graph_calls", 0), 1) if cache == "cold" else 1)
     return Method(cache=cache, copies=copies, **options)
@@ -93,17 +96,17 @@ def method_for(device: torch.device, **options: Any) -> Method:
 def run_rounds(
     measurements: Sequence[Measurement], begin: Callable[[str], None] = lambda step: None, after: Callable[[], None] = lambda: None
 ) -> None:
-    """Measures rows in rounds: every row once, then every row again. So what drifts shows between a row's rounds.
+    """Measures rows in rounds: every row once, then every row again, so that drift shows between a row's rounds.
 
     Args:
-        measurements: the rows; all of one `Method`. `rows_of` makes rows of what is known of them, also between two steps.
-        begin: called before each step with its name; there are as many as rows times rounds.
+        measurements: the rows; all with one `Method`. `rows_of` converts them to rows, also between two steps.
+        begin: called before each step with its name; there are rows x rounds steps.
         after: called after each step.
     """
     monitors = {device: gpu_monitor(device) for device in {measurement.device for measurement in measurements}}
     for index in range(max((measurement.method.rounds for measurement in measurements), default=0)):
         for each in measurements:
-            begin(f"{each.contestant.name}: {each.case.name}" + f", round {index + 1}" * bool(index))
+            begin(f"{each.competitor.name}: {each.case.name}" + f", round {index + 1}" * bool(index))
             if index == 0:
                 each.verify()
             each.add_round(monitors[each.device])
@@ -111,7 +114,7 @@ def run_rounds(
 
 
 def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = None) -> list[Row]:
-    """A row for each that has been begun; ``roofline``: to see the rates against."""
+    """Returns a row for each measurement that has begun. ``roofline``: for the rows' fractions of peak."""
     measurements = [measurement for measurement in measurements if measurement.status]
     times = [time_us for measurement in measurements for time_us in measurement.reference_us]
     usual_us = statistics.median(times) if times else None
@@ -122,7 +125,7 @@ def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = Non
 class Measurement:
     """A row while it is being measured."""
 
-    contestant: Contestant
+    competitor: Competitor
     case: Case
     device: torch.device
     method: Method
@@ -136,12 +139,12 @@ class Measurement:
     launch: Launch | None = None
 
     def verify(self) -> None:
-        """Checks the results. A kernel whose results are wrong is not timed."""
+        """Verifies the results. A kernel with wrong results is not timed."""
         result: CaseResult
-        if isinstance(self.contestant, Peer):
-            result = verify_peer(self.contestant, self.case, self.device)
+        if isinstance(self.competitor, Peer):
+            result = verify_peer(self.competitor, self.case, self.device)
         else:
-            result = verify_case(self.contestant, self.case, self.device)
+            result = verify_case(self.competitor, self.case, self.device)
         passed = result.status is Status.PASSED
         self.status, self.reason = ("measured", "") if passed else (result.status.value, result.reason)
 
@@ -149,7 +152,7 @@ class Measurement:
         if self.status != "measured":
             return
         if self.case.world_size > 1 and worlds.current_size() == 1:
-            if not self.rounds:  # a world is started once, for all rounds
+            if not self.rounds:  # one world is started for all rounds
                 self._measure_in_world()
             return
         try:
@@ -158,15 +161,15 @@ class Measurement:
                 self._time(self._calls(), monitor)
         except Unsupported as reason:
             self.status, self.reason = Status.SKIPPED.value, str(reason)
-        except Exception as error:  # memory may run out; the other rows must not be lost with it
+        except Exception as error:  # for example out of memory; the other rows must not be lost
             self.status, self.reason = Status.ERROR.value, f"while timing: {type(error).__name__}: {error}"
 
     def _measure_in_world(self) -> None:
-        """All rounds, on as many processes as the case is for. The slowest rank's times count: a call is done when all are."""
-        if isinstance(self.contestant, Peer):
+        """Measures all rounds in a world of the case's size. The slowest rank's times count: a call is done when all ranks are."""
+        if isinstance(self.competitor, Peer):
             self.status, self.reason = Status.SKIPPED.value, "peers are timed in one process"
             return
-        args = self.contestant.name, self.case.name, self.device.type, self.method
+        args = self.competitor.name, self.case.name, self.device.type, self.method
         try:
             measured = worlds.run_world(_measure_as_rank, self.case.world_size, args, device=self.device)
         except worlds.WorldError as error:
@@ -177,20 +180,20 @@ class Measurement:
             setattr(self, name, value)
 
     def _calls(self) -> list[Call]:
-        """The call on the case's arguments, and on as many copies of them as are wanted and fit."""
-        op = get_operator(self.contestant.operator)
+        """Returns calls on the case's arguments and on copies of them: `Method.copies` in all, or as many as fit."""
+        op = get_operator(self.competitor.operator)
         arguments = op.complete(self.case.build(self.device))
-        if isinstance(self.contestant, KernelSpec):
-            arguments = op.prepared(arguments, self.contestant)
+        if isinstance(self.competitor, KernelSpec):
+            arguments = op.prepared(arguments, self.competitor)
         if not self.rounds:
             self.cost = op.cost_of(arguments) if op.has_hook("cost") else None
             self.operands = tuple(fmt.storage_dtype for _, fmt in op.request(arguments).signature.roles)
         of_one = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
         count = max(1, min(self.method.copies, _COPIED_BYTES // max(of_one, 1)))
         copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
-        if isinstance(self.contestant, Peer):
-            return [self.contestant.bound(each) for each in copies]
-        kernel = op.function.bind(*arguments.values(), override=self.contestant.name)
+        if isinstance(self.competitor, Peer):
+            return [self.competitor.bound(each) for each in copies]
+        kernel = op.function.bind(*arguments.values(), override=self.competitor.name)
         return [functools.partial(kernel, *each.values()) for each in copies]
 
     def _time(self, calls: list[Call], monitor: Monitor | None) -> None:
@@ -224,7 +227,8 @@ class Measurement:
             self.rounds.append(sample(calls, self.device, **options))
 
     def _expected_us(self, calls: list[Call]) -> float | None:
-        """What a call takes, where several processes must make the same number of them; None leaves it to `sample`."""
+        """Estimates a call's time in a world, whose ranks must all make the same number of calls; None lets `sample` estimate
+        it."""
         if worlds.current_size() == 1:
             return None
         few = sample(calls, self.device, budget_s=0.0, cache=self.method.cache, fewest=3, most=3, expected_us=1.0)
@@ -232,13 +236,13 @@ class Measurement:
 
     def row(self, roofline: Roofline | None, usual_us: float | None) -> Row:
         known = Row(
-            self.contestant.name,
-            self.contestant.operator,
+            self.competitor.name,
+            self.competitor.operator,
             self.case.name,
             self.status,
             self.reason,
-            solution=self.contestant.solution,
-            version=self.contestant.version if isinstance(self.contestant, Peer) else "",
+            solution=self.competitor.solution,
+            version=self.competitor.version if isinstance(self.competitor, Peer) else "",
         )
         if self.status != "measured" or not self.rounds:
             return known
@@ -260,13 +264,13 @@ class Measurement:
 
 
 def _measure_as_rank(kernel: str, case_name: str, device: str, method: Method) -> dict[str, Any]:
-    """What a rank of a world measured, by the attributes of `Measurement`."""
+    """Measures in one rank of a world, and returns the attributes of the `Measurement`."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == case_name)
     measurement = Measurement(spec, case, default_device() if device == "cuda" else torch.device(device), method, "measured")
     for _ in range(method.rounds):
         measurement.add_round(None)
-        if measurement.status != "measured":  # the others would wait for this rank
+        if measurement.status != "measured":  # otherwise the other ranks would wait for this rank
             raise RuntimeError(measurement.reason)
     kept = ("rounds", "reference_us", "cost", "operands", "launch")
     return {name: getattr(measurement, name) for name in kept}

@@ -1,4 +1,4 @@
-"""Timing callables: by events on a GPU, in a CUDA graph, by the clock on a CPU; with cold caches or warm ones."""
+"""Times callables with cold or warm caches: by events on a GPU, in a CUDA graph, or by the clock on a CPU."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import torch
 Cache = Literal["cold", "warm"]
 Call = Callable[[], Any]
 
-# Compilation, allocator and clocks settle within three calls, or within one that is known to take this long.
+# Warm-up calls: compilation, allocator and clocks settle within three calls, or within one call of at least _LONG_US.
 _WARMUP, _LONG_US = 3, 10_000.0
 _FEWEST, _MOST = 10, 1000
-# So many bytes are written between two calls on a GPU, to push the operands out of its caches: more than any device's last-level
-# cache holds (256 MiB). Writing them takes longer than queueing the next call, so the device never waits for the host.
+# Bytes written between two calls on a GPU, to evict the operands from its caches: more than any device's last-level cache (256
+# MiB). Writing them takes longer than queueing the next call, so the device never waits for the host.
 _FLUSHED_BYTES = 512 << 20
-# With warm caches nothing is written. The device spins instead until the host has queued the next call: 0.1 ms at 2 GHz.
+# With warm caches nothing is written. Instead the device spins until the host has queued the next call: 0.1 ms at 2 GHz.
 _SPUN_CYCLES = 200_000
 _TICK_US = 1e-3
-# At most so many samples of a round are kept, evenly spaced. Its median is that of all samples.
+# The most samples that a round keeps, evenly spaced. Its median is that of all samples.
 _KEPT = 64
 
 
 @dataclass(frozen=True)
 class Round:
-    """Calls that were made one after another.
+    """Consecutive calls.
 
     Attributes:
-        median_us: of all of them, in microseconds.
-        samples_us: their times in the order in which they were made; every second, third... one if there are many.
+        median_us: the median time of all calls, in microseconds.
+        samples_us: the times in order, in microseconds; if there are many, every second, third, ... time.
     """
 
     median_us: float
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of single calls, in microseconds: median, 10th and 90th percentile of all, and what they were in each round."""
+    """Times per call, in microseconds: median, 10th and 90th percentile of all calls, and the rounds."""
 
     median_us: float
     p10_us: float
@@ -52,13 +52,13 @@ class Timing:
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[float]]) -> Timing:
-        """From the times of one round or more, in microseconds; none may be empty."""
+        """Summarises the times of one or more rounds, in microseconds; no round may be empty."""
         kept = tuple(Round(_five_digits(statistics.median(of_one)), _thinned(of_one)) for of_one in rounds)
         return cls._of([time_us for of_one in rounds for time_us in of_one], kept)
 
     @classmethod
     def joined(cls, first: Timing, second: Timing) -> Timing:
-        """The rounds of both. Median and deciles are those of the samples that were kept."""
+        """Merges the rounds of both. Median and percentiles are those of the samples that were kept."""
         kept = (*first.rounds, *second.rounds)
         made = cls._of([time_us for of_one in kept for time_us in of_one.samples_us], kept)
         return replace(made, repeats=first.repeats + second.repeats)
@@ -75,31 +75,31 @@ def _thinned(samples: Sequence[float]) -> tuple[float, ...]:
 
 
 def _five_digits(value: float) -> float:
-    """More would say nothing about the time, and make reports larger."""
+    """Rounds to five significant digits: more would be noise, and would enlarge reports."""
     return float(f"{value:.5g}")
 
 
 def default_cache(device: torch.device) -> Cache:
-    """Cold on a GPU, where other kernels push a kernel's operands out of the caches between two of its calls; warm on a CPU."""
+    """Returns "cold" for a GPU, where other kernels evict a kernel's operands between two of its calls; "warm" for a CPU."""
     return "cold" if device.type == "cuda" else "warm"
 
 
 def measure(
     calls: Call | Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times a callable, or several in turn: the same work on different memory.
+    """Times a callable, or several in rotation, which do the same work on different memory.
 
     On a GPU each call is timed by events on the current stream; on a CPU by the clock.
 
     Args:
-        calls: what to time; takes nothing.
-        device: where it runs.
-        budget_s: how long to go on, in seconds, warm-up left out; at least 10 and at most 1000 calls are made.
-        cache: ``"cold"``: each call finds the device's caches full of something else; ``"warm"``: as the call before left them.
-            `default_cache` if not given. A CPU's caches are warm.
+        calls: the callables to time, without parameters.
+        device: the device that they run on.
+        budget_s: seconds of timing, without warm-up; at least 10 and at most 1000 calls are made.
+        cache: ``"cold"``: the operands are evicted from the device's caches before each call; ``"warm"``: caches stay as the
+            previous call left them. `default_cache` if not given. A CPU supports only warm caches.
 
     Raises:
-        ValueError: there is nothing to call, or cold caches are asked of a CPU.
+        ValueError: there is nothing to call, or cold caches are requested on a CPU.
 
     Example:
         >>> import torch
@@ -113,19 +113,19 @@ def measure(
 def measure_graph(
     calls: Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
 ) -> Timing:
-    """Times callables one after another in one CUDA graph: what they take on the device, without what launching them takes.
+    """Times consecutive callables in one CUDA graph: their time on the device, without launch overhead.
 
-    With cold caches the graph starts with them. So each call meets cold caches, if it works on memory of its own.
+    With ``"cold"``, caches are cold when the graph starts. So each call finds cold caches if it works on its own memory.
 
     Args:
-        calls: what to time, the same work on different memory; take nothing. What starting a graph takes, a few microseconds, is
-            shared among them.
+        calls: the callables to time, without parameters, which do the same work on different memory. The launch of the graph, a few
+            microseconds, is spread over them.
         device: a GPU.
-        budget_s: how long to go on, in seconds, warm-up and capture left out; the graph runs at least 10 and at most 1000 times.
+        budget_s: seconds of timing, without warm-up and capture; the graph runs at least 10 and at most 1000 times.
         cache: see `measure`.
 
     Returns:
-        The time of one call on average.
+        The average time of one call.
 
     Raises:
         ValueError: there are no calls, or the device is a CPU.
@@ -144,13 +144,13 @@ def sample(
     expected_us: float | None = None,
     meanwhile: Call | None = None,
 ) -> list[float]:
-    """The times that `measure` sums up, in microseconds, in order.
+    """Returns the times that `measure` summarises, in microseconds, in order.
 
     Args:
         calls, device, budget_s, cache: see `measure`.
-        fewest, most: how many calls are timed at least and at most.
-        expected_us: what a call takes, where that is known; else it is tried first.
-        meanwhile: called once while the device still works on what was queued, to look at its state under load.
+        fewest, most: the fewest and the most calls to time.
+        expected_us: a call's time in microseconds if known; otherwise it is estimated first.
+        meanwhile: called once while the device still executes queued work, to read its state under load.
     """
     listed = [calls] if callable(calls) else list(calls)
     cache = cache or default_cache(device)
@@ -169,7 +169,8 @@ def sample(
 
 
 def sample_graph(calls: Sequence[Call], device: torch.device, *, expected_us: float | None = None, **options: Any) -> list[float]:
-    """The times that `measure_graph` sums up, in microseconds a call, in order. ``expected_us`` is a call's; see `sample`."""
+    """Returns the times that `measure_graph` summarises, in microseconds per call, in order. ``expected_us``: per call; see
+    `sample`."""
     if device.type != "cuda" or not calls:
         raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {device}")
     replay = captured(calls, device)
@@ -178,18 +179,18 @@ def sample_graph(calls: Sequence[Call], device: torch.device, *, expected_us: fl
 
 
 def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> Call:
-    """Callables in one CUDA graph.
+    """Captures callables in one CUDA graph.
 
     Args:
-        calls: what to capture, in order; each is called first, outside of the graph.
+        calls: the callables to capture, in order; each is first called outside the graph.
         device: a GPU.
-        pool: of `torch.cuda.graph_pool_handle`, where graphs that never run at once share their memory.
+        pool: a `torch.cuda.graph_pool_handle`, with which graphs that never run concurrently can share memory.
 
     Returns:
-        Runs the graph, and keeps the calls alive, because the graph reads the tensors that they hold.
+        A callable that runs the graph. It keeps the calls alive, because the graph reads the tensors that they hold.
 
     Raises:
-        RuntimeError: a call does what cannot be captured, such as waiting for the device.
+        RuntimeError: a call does something that cannot be captured, such as waiting for the device.
     """
     with torch.cuda.device(device):
         for call in (*calls, *[calls[0]] * _WARMUP):
@@ -203,7 +204,7 @@ def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> C
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph, and the calls that it was made of: it reads the tensors that these hold."""
+    """A graph and its captured calls, which hold the tensors that the graph reads."""
 
     graph: torch.cuda.CUDAGraph
     calls: tuple[Call, ...]
@@ -213,11 +214,12 @@ class _Captured:
 
 
 def host_time(call: Call, device: torch.device, calls: int = 20) -> float:
-    """Microseconds until a call returns to its caller on a GPU, when it has queued its work. Nobody waits for that work.
+    """Returns the microseconds until a call on a GPU returns, having queued its work without waiting for it.
 
     Args:
-        call: takes nothing.
-        calls: how many to make. What they launch must fit into the device's queue (about 1000 kernels), or the host waits.
+        call: a callable without parameters.
+        device: a GPU.
+        calls: number of calls. Their launches must fit into the device's queue (about 1000 kernels), or the host waits.
     """
     call()
     torch.cuda.synchronize(device)
@@ -255,12 +257,12 @@ def _gpu_times(
         if meanwhile is not None:
             meanwhile()
         torch.cuda.synchronize()
-    # A call that launches nothing may take less than a tick of the device's clock, and rates divide by its time.
+    # A call that launches nothing may take less than a tick of the device's clock. Rates divide by the time, so it must not be 0.
     return [max(start.elapsed_time(end) * 1e3, _TICK_US) for start, end in zip(starts, ends, strict=True)]
 
 
 def _before_each(device: torch.device, cache: Cache) -> Call:
-    """What keeps the device at work while the host queues the next call."""
+    """Returns a call that keeps the device busy while the host queues the next call."""
     if cache == "warm":
         return functools.partial(torch.cuda._sleep, _SPUN_CYCLES)
     return torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device).zero_

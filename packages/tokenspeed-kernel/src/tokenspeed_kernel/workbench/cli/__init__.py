@@ -1,4 +1,4 @@
-"""The command line: ``tokenspeed-kernel``. Needs the extra ``[tools]``; nothing below imports it."""
+"""The command line ``tokenspeed-kernel``. It needs the extra ``[tools]``; no other module imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench``: how fast are kernels, and did they change?"""
+"""``bench``: times kernels, and compares reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel.workbench.benchmark.peers import Peer, PeerFileError, loa
 from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, load_report
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
-from tokenspeed_kernel.workbench.benchmark.run import Contestant, Measurement, method_for, rows_of, run_rounds
+from tokenspeed_kernel.workbench.benchmark.run import Competitor, Measurement, method_for, rows_of, run_rounds
 from tokenspeed_kernel.workbench.cli import bench_tables
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
 from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Solution, Target
@@ -61,7 +61,7 @@ Compare = Annotated[
 Threshold = Annotated[float, typer.Option("--threshold", min=0.0, help="With --compare: smaller differences are none. 0.03 is 3%.")]
 Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="With --compare: of the intervals.")]
 
-# What was measured is written this often. A run that is killed loses no more.
+# Seconds between two writes of the results, which is the most that a killed run loses.
 _SAVED_EVERY_S = 10.0
 
 
@@ -90,7 +90,7 @@ def bench(
 ) -> None:
     """Time kernels, after checking their results. Exit code 1 if any is wrong.
 
-    With --compare, say instead what changed between two reports. Exit code 1 if anything is slower, or wrong that was right.
+    With --compare, show instead what changed between two reports. Exit code 1 if anything is slower, or was right and is wrong.
     """
     chosen: dict[str, Any] = {
         "--case": case,
@@ -141,7 +141,7 @@ def bench(
 
 
 def _command(target: str | None, options: Mapping[str, Any]) -> str:
-    """The command line that measures the same again."""
+    """Returns the command line that repeats the measurement."""
     words = ["tokenspeed-kernel", "bench", *([target] if target else [])]
     for name, value in options.items():
         for each in value if isinstance(value, list) else [value]:
@@ -161,7 +161,7 @@ def _method(where: torch.device, cache: str | None, rotate: int | None, graph: i
 
 
 def _peers(files: Sequence[Path], kernels: Sequence[KernelSpec]) -> list[Peer]:
-    """Those that the files declare for the kernels' operators."""
+    """Returns the baselines that the files declare for the kernels' operators."""
     operators = {spec.operator for spec in kernels}
     try:
         return [each for file in files for each in load_peers(file) if each.operator in operators]
@@ -176,13 +176,15 @@ def _runs(
     cases: Sequence[str],
     large: bool,
     captured: Path | None,
-) -> list[tuple[Contestant, Case]]:
-    """Kernels of these solutions (all, if none is named) and peers, each with its cases. With peers or several solutions case by
-    case, for what stands side by side is measured one right after the other."""
+) -> list[tuple[Competitor, Case]]:
+    """Returns the kernels of these backends (all, if none is named) and the baselines, each with its cases.
+
+    With baselines or several backends the order is by case, so that rows to be compared are measured right after each other.
+    """
     if solutions:
         foreign = {each.solution for each in peers}
         kernels = [spec for name in solutions if name not in foreign for spec in made_with(name, kernels)]
-    runs: list[tuple[Contestant, Case]] = [*(find_runs(kernels, cases, large, captured) if kernels else ())]
+    runs: list[tuple[Competitor, Case]] = [*(find_runs(kernels, cases, large, captured) if kernels else ())]
     for each in peers:
         named = {case.name: case for _, case in find_runs(find_kernels(each.operator), cases, large, captured)}
         runs += [(each, case) for case in named.values()]
@@ -197,13 +199,13 @@ def _roofline(where: torch.device, no_cache: bool, remeasure: bool) -> Roofline 
         return None
     try:
         return measure_roofline(where) if no_cache else cached_roofline(where, remeasure=remeasure)
-    except torch.OutOfMemoryError as error:  # on a device that something else has filled; kernels may well fit
+    except torch.OutOfMemoryError as error:  # another process has filled the device; kernels may still fit
         typer.echo(f"without a roofline: {error}", err=True)
         return None
 
 
 def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
-    """What is added to: the report in ``output`` if that is wanted and there is one."""
+    """Returns the report to append to: the one in ``output`` with --append, if there is one; else the empty report."""
     if not append:
         return empty
     if output is None:
@@ -219,12 +221,12 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 
 
 def _measured(
-    runs: Sequence[tuple[Contestant, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
+    runs: Sequence[tuple[Competitor, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
-    """Measures, and writes to ``output`` now and then, so that a failure loses little."""
+    """Measures, and writes to ``output`` periodically, so that a failure loses little."""
     method = empty.method
     assert method is not None
-    measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
+    measurements = [Measurement(competitor, case, where, method) for competitor, case in runs]
     saved = time.monotonic()
 
     def save() -> Report:
@@ -243,7 +245,7 @@ def _measured(
     try:
         with progress(len(runs) * method.rounds, "measuring") as begin:
             run_rounds(measurements, begin, save_now_and_then)
-    finally:  # also if it is interrupted
+    finally:  # also after an interrupt
         report = save()
     return report
 

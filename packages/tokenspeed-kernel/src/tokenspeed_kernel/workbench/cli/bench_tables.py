@@ -1,4 +1,4 @@
-"""What ``bench`` prints: one row a kernel and case, solutions side by side, and two reports beside each other."""
+"""The tables of ``bench``: one row per kernel and case, backends side by side, and comparisons of two reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIFFERENCE_COLUMNS = ["kernel", "case", "verdict", "A us", "B us", "B / A", "int
 
 
 def row_cells(row: Row) -> list[str]:
-    """Cells under `ROW_COLUMNS`."""
+    """Returns the cells for `ROW_COLUMNS`."""
     if row.timing is None:
         return [row.kernel, row.case, row.status, *[""] * 7, row.reason]
     timing = row.timing
@@ -24,7 +24,7 @@ def row_cells(row: Row) -> list[str]:
 
 
 def _launch(row: Row) -> str:
-    """What launching adds to the time on the device where that was measured; else for how long the caller is held up."""
+    """Formats the launch overhead: the time added to the device's if measured, and the time until the call returns on the host."""
     if row.launch is None:
         return ""
     if row.launch.graph_us is None:
@@ -33,7 +33,7 @@ def _launch(row: Row) -> str:
 
 
 def machine_lines(report: Report) -> list[str]:
-    """What was measured on, and what it can do."""
+    """Describes the device and its roofline."""
     lines = []
     if report.roofline is not None:
         roofline = report.roofline
@@ -52,10 +52,10 @@ def machine_lines(report: Report) -> list[str]:
 
 
 def side_by_side(rows: Sequence[Row], solutions: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: one row a case, one column a solution with its fastest kernel's median.
+    """Returns columns and rows: one row per case, one column per backend with its fastest kernel's median.
 
-    Behind the time of all but the first stands what part of the first's it is: 0.5 is half the time. A ``~`` before it says that
-    the rounds do not tell the two apart. A case that none of them serves is left out.
+    All but the first also show their time relative to the first: 0.5 is half the time. A ``~`` means that the rounds show no
+    significant difference. A case for which no backend is eligible is left out.
     """
     columns = ["operator", "case", *(f"{solution} us" for solution in solutions), "detail"]
     cells = []
@@ -71,7 +71,7 @@ def side_by_side(rows: Sequence[Row], solutions: Sequence[str]) -> tuple[list[st
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
-    """The fastest of those that were measured; else one that says why not: what is wrong before what is none of its cases."""
+    """Returns the fastest measured row; without one, a row that has the reason: failed rows before skipped ones."""
     timed = [(row.timing.median_us, index) for index, row in enumerate(rows) if row.timing is not None]
     if timed:
         return rows[min(timed)[1]]
@@ -96,7 +96,7 @@ def _beside(row: Row | None, first: Row | None) -> str:
 
 
 def difference_cells(comparison: Comparison) -> list[list[str]]:
-    """Cells under `DIFFERENCE_COLUMNS`: broken rows first, then by verdict, the largest change first."""
+    """Returns the cells for `DIFFERENCE_COLUMNS`: broken rows first, then by verdict, the largest change first."""
     order = [Verdict.SLOWER, Verdict.FASTER, Verdict.SAME, Verdict.UNCLEAR]
     cells = [[row.kernel, row.case, row.status, "", "", "", "", row.reason] for row in comparison.broken]
     for found in sorted(comparison.differences, key=lambda d: (order.index(d.verdict), -max(d.ratio.value, 1 / d.ratio.value))):
@@ -111,7 +111,7 @@ def _ratio_cells(ratio: Ratio) -> list[str]:
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """The outcome in words."""
+    """Summarises a comparison as text."""
     counts = [(len(comparison.broken), "broken"), *((comparison.count(verdict), verdict.value) for verdict in Verdict)]
     said = ", ".join(f"{count} {what}" for count, what in counts if count) or "no row is in both"
     lines = [f"{said}; by {comparison.threshold:.3g} and more, at {comparison.confidence:.3g} confidence"]

@@ -1,4 +1,4 @@
-"""``capture``: what was really called."""
+"""``capture``: shows and merges captured calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Into = Annotated[Path, typer.Option("-o", "--output", help="The file that receiv
 
 
 def show_calls(files: Files, op: Operator = None, as_json: AsJson = False) -> None:
-    """Show captured calls, the most frequent first: operator, kernel, count, and what they looked like."""
+    """Show captured calls, the most frequent first: operator, kernel, count, shapes and options."""
     wanted = None if op is None else str(find_operator(op))
     total = Contents()
     for file in files:
@@ -42,7 +42,7 @@ def show_calls(files: Files, op: Operator = None, as_json: AsJson = False) -> No
 
 
 def merge_files(files: Files, output: Into, as_json: AsJson = False) -> None:
-    """Add up captures in one file. What that file held is replaced."""
+    """Merge captures into one file, whose previous contents are replaced."""
     try:
         total = merge(files, output)
     except OSError as error:

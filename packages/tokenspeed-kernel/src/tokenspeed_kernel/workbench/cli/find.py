@@ -1,4 +1,4 @@
-"""From the names on a command line to what they stand for. Names that nothing has end the command."""
+"""Resolves names on the command line. An unknown name ends the command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_operator(name: str) -> Operator[Any, Any]:
 
 
 def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSpec]:
-    """The kernel of this name, or those of the operator of this name, or all; of one plugin, if one is named."""
+    """Returns the kernel with this name, the kernels of the operator with this name, or all; with ``plugin`` only the plugin's."""
     registry = KernelRegistry.get()
     specs = {spec.name: spec for spec in registry.list_kernels()}
     modes = [name for op in operators() for name in (op.mode, str(op))]
@@ -50,10 +50,13 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
 def find_runs(
     specs: list[KernelSpec], wanted: Sequence[str], large: bool, captured: Path | None = None
 ) -> list[tuple[KernelSpec, Case]]:
-    """Kernels with their cases: the small ones, also the large ones, or those whose name is one of ``wanted`` or contains it.
+    """Returns kernels with their cases: the small ones, with ``large`` all, or those whose names equal or contain ``wanted``.
 
     Args:
-        captured: a file of captured calls, whose cases are taken in place of the operators' own.
+        specs: the kernels.
+        wanted: names of cases, or parts of names; empty for no filter.
+        large: include the cases that are sized for a GPU.
+        captured: a file of captured calls, whose cases replace the operators' own.
     """
     cases = {str(op): op.all_cases() for op in operators()} if captured is None else find_captured(captured)
     pairs = [(spec, case) for spec in specs for case in cases.get(spec.operator, ())]
@@ -70,7 +73,7 @@ def find_runs(
 
 
 def find_captured(file: Path) -> dict[str, list[Case]]:
-    """Cases for the calls that were captured to a file, by operator."""
+    """Returns the cases for the calls captured in a file, by operator."""
     cases: dict[str, list[Case]] = {}
     try:
         for found in load_cases(file):
@@ -81,12 +84,12 @@ def find_captured(file: Path) -> dict[str, list[Case]]:
 
 
 def find_device(name: str | None) -> torch.device | None:
-    """The device of a name; None for none. Names of devices that this machine does not have end the command."""
+    """Returns the device with this name; None for None. A device that this machine does not have ends the command."""
     if name is None:
         return None
     try:
         device = torch.device(name)
-    except RuntimeError:  # its message lists every kind of device that PyTorch was ever built for
+    except RuntimeError:  # its message lists all device types that PyTorch knows, so it is not shown
         device = torch.device("meta")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and not gpus:
@@ -98,7 +101,7 @@ def find_device(name: str | None) -> torch.device | None:
 
 
 def made_with(solution: str | None, kernels: list[KernelSpec]) -> list[KernelSpec]:
-    """Those of some kernels that are made with a solution; all if it is None."""
+    """Returns the kernels with this backend; all if it is None."""
     chosen = [spec for spec in kernels if solution in (None, spec.solution)]
     if not chosen:
         unknown("solution", str(solution), sorted({spec.solution for spec in kernels}))

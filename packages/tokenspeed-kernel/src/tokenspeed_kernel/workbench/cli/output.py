@@ -1,4 +1,4 @@
-"""How commands speak: tables with colours and progress in a terminal, plain text in a pipe, JSON on request; errors to stderr."""
+"""Output of commands: coloured tables and progress in a terminal, plain text in a pipe, JSON on request; errors on stderr."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Rows under headings. In a pipe each row is one line, whole, however long."""
+    """Prints rows under headings. In a pipe each row is one line, without truncation."""
     listed = [tuple(" ".join(cell.split()) for cell in row) for row in rows]
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(columns, *listed, strict=True)]
@@ -56,7 +56,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 @contextlib.contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, if a terminal is there. Call what it gives before each step, with the step's name."""
+    """Shows a progress bar on stderr if that is a terminal. Call the yielded function before each step, with the step's name."""
     if not sys.stderr.isatty():
         yield lambda step: None
         return
@@ -80,13 +80,13 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
 
 def fail(message: object) -> NoReturn:
-    """Ends the command because of what it was asked: one line, exit code 2."""
+    """Ends the command with a one-line usage error and exit code 2."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(2)
 
 
 def unknown(what: str, name: str, known: Iterable[str], many: str = "") -> NoReturn:
-    """Ends the command because of a name that nothing has. ``many`` says where the known names are listed, if they are many."""
+    """Ends the command because of an unknown name. ``many``: where the known names are listed, if there are many."""
     names = list(known)
     apart = "; " if any("," in each for each in names) else ", "
     listed = f"; there are {apart.join(names)}" if 0 < len(names) <= 8 else many and f"; {many}"

@@ -1,4 +1,4 @@
-"""``profile``: where does a program spend its time, kernel by kernel?"""
+"""``profile``: shows where a program spends its time, by kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.storage import replace_file
 
 
 class Order(str, Enum):
-    """What rows may be sorted by."""
+    """The sort keys of rows."""
 
     DEVICE = "device"
     HOST = "host"
@@ -47,9 +47,9 @@ FORMAT, VERSION = "tokenspeed-kernel profile", 1
 def profile(command: Command, output: Output = None, sort: Sort = None, top: Top = 30, as_json: AsJson = False) -> None:
     """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
 
-    Totals are in milliseconds, medians of a call in microseconds. "host" is the time until calls returned to their caller, "device"
-    the time on a GPU, without waiting for launches; "share" is of all calls. What a CUDA graph replays, and kernels called through
-    bind, are not seen. With --json, what the program prints goes to stderr.
+    Totals are in milliseconds, medians per call in microseconds. "host" is the time until calls returned to their caller, "device"
+    the time on a GPU without launch overhead; "share" is the fraction of all calls. Replays of CUDA graphs and kernels called
+    through bind are not recorded. With --json, the program's output goes to stderr.
     """
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
@@ -68,9 +68,9 @@ def profile(command: Command, output: Output = None, sort: Sort = None, top: Top
 
 
 def _run(command: Sequence[str], folder: Path, *, quiet: bool) -> int:
-    """Runs a command until it ends. Its exit code; minus the signal's number if one ended it."""
+    """Runs a command until it ends. Returns its exit code, or minus the number of the signal that ended it."""
     environment = {**os.environ, config.PREFIX + "PROFILE": str(folder)}
-    # Ctrl-C goes to the program as well, which says what becomes of it; what it did until then is shown all the same.
+    # Ctrl-C also reaches the program, which decides whether to stop; its calls so far are shown in any case.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         restore = (lambda: signal.signal(signal.SIGINT, before)) if os.name == "posix" else None
@@ -94,12 +94,12 @@ def _sorted(found: list[CallTime], by: Order | None) -> list[CallTime]:
 
 
 def _device_us(each: CallTime) -> float | None:
-    """Of all calls: those that were timed on the device stand for the others of their kind. None if there are none."""
+    """Extrapolates the device time of all calls of a kind from the calls timed on the device; None if there are none."""
     return each.device.total_us / each.device.count * each.host.count if each.device.count else None
 
 
-def _shares(found: Sequence[CallTime]) -> list[float | None]:
-    """The part of each in the time of all, on the device if there is one."""
+def _fractions(found: Sequence[CallTime]) -> list[float | None]:
+    """Returns each kind's fraction of the total time, on the device if any call was timed there."""
     on_device = [_device_us(each) for each in found]
     if not any(on_device):
         on_device = [each.host.total_us for each in found]
@@ -109,7 +109,7 @@ def _shares(found: Sequence[CallTime]) -> list[float | None]:
 
 def _table(command: Sequence[str], code: int, processes: Sequence[Process], found: Sequence[CallTime]) -> dict[str, Any]:
     calls = []
-    for each, share in zip(found, _shares(found), strict=True):
+    for each, share in zip(found, _fractions(found), strict=True):
         times: dict[str, Any] = {"calls": each.host.count, "host_us": each.host.total_us, "host_median_us": each.host.median_us}
         if each.device.count:
             times |= {"device_us": _device_us(each), "device_median_us": each.device.median_us, "device_calls": each.device.count}
@@ -132,7 +132,7 @@ def _print(processes: Sequence[Process], found: Sequence[CallTime], top: int) ->
     if not found:
         typer.echo("nothing to show: the program called no operator")
         return
-    shown = list(zip(found, _shares(found), strict=True))[: top or None]
+    shown = list(zip(found, _fractions(found), strict=True))[: top or None]
     print_table(_COLUMNS, (_cells(each, share) for each, share in shown))
     if len(shown) < len(found):
         typer.echo(f"... and {len(found) - len(shown)} more; --top 0 shows all")

@@ -1,4 +1,4 @@
-"""``report``: benchmark reports as one page."""
+"""``report``: renders benchmark reports as one page."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Title = Annotated[str, typer.Option("--title", help="What stands at its top.")]
 def report(files: Files, output: Output = Path("report.html"), plots: Plots = None, title: Title = "Kernels, measured") -> None:
     """Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.
 
-    Reports of one device make its history; of each kernel and case the newest row is shown.
+    Several reports of one device form its history; the newest row of each kernel and case is shown.
     """
     try:
-        # Here, because no other command shall wait for them.
+        # Imported here, because these libraries load slowly and no other command needs them.
         from tokenspeed_kernel.workbench.report import devices_of, render_page, write_plots
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("jinja2", "matplotlib"):

@@ -1,4 +1,4 @@
-"""Commands that look and run nothing: ``doctor``, ``ops``, ``explain`` and ``plugins``."""
+"""Commands that only show information: ``doctor``, ``ops``, ``explain`` and ``plugins``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_fai
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
-from tokenspeed_kernel.workbench.numerics.recipes import asked, asked_without_values, typical_cases, vary_towards
+from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values, typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.platform import named_platform
@@ -145,12 +145,12 @@ def explain(
 ) -> None:
     """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.
 
-    Of an operator whose weights are prepared: which kernel they would be prepared for.
+    For an operator with prepared weights: which kernel they would be prepared for.
     """
     found = find_operator(op)
     starts = _cases(found, case)
     chosen = _varied(found, starts, changes or ())
-    request, arguments = _asked(found, chosen)
+    request, arguments = _request_and_arguments(found, chosen)
     registry = KernelRegistry.get()
     solutions = sorted({spec.solution for spec in registry.get_for_operator(found.family, found.mode)})
     if solution is not None and solution not in solutions:
@@ -176,7 +176,7 @@ def explain(
 
 
 def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
-    """The cases to start from: the one of this name, or the small ones, typical ones first."""
+    """Returns the cases to start from: the one with this name, or the small ones, typical ones first."""
     if name is None:
         return typical_cases(op) or fail(f"{op} has no small case: name one with --case")
     cases = op.all_cases()
@@ -185,18 +185,20 @@ def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
 
 
 def _request(op: Operator[Any, Any], case: Case) -> Request:
-    """What the case asks of a kernel."""
-    return _asked(op, case)[0]
+    """Returns the request of a case."""
+    return _request_and_arguments(op, case)[0]
 
 
-def _asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """What the case asks of a kernel, and its arguments. The tensors of a large case are not filled, if that can be had."""
-    return (asked_without_values(op, case) if case.large else None) or asked(op, case)
+def _request_and_arguments(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
+    """Returns the request of a case and its arguments. A large case uses fake tensors if possible."""
+    return (request_without_values(op, case) if case.large else None) or asked(op, case)
 
 
 def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:
-    """The first case that can be given the traits and operands that are wanted, with its recipe changed to that end. So formats,
-    sizes and traits still belong to one call."""
+    """Returns the first case whose recipe can be changed to have the wanted traits and operands.
+
+    Changing the recipe keeps formats, sizes and traits consistent with one call.
+    """
     wanted = dict(_wanted(op, starts[0], change) for change in changes)
     missed = ""
     for start in starts:
@@ -210,15 +212,15 @@ def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[st
 
 
 def _possible_request(op: Operator[Any, Any], case: Case) -> Request | None:
-    """What a case asks of a kernel; None if the operator refuses it."""
+    """Returns the request of a case; None if the operator rejects it."""
     try:
         return _request(op, case)
-    except Exception:  # whatever a maker of inputs raises for values that do not go together
+    except Exception:  # a recipe may raise anything for inconsistent values
         return None
 
 
 def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
-    """A trait and its value, or an operand and its dtype."""
+    """Parses a change: a trait and its value, or an operand and its dtype."""
     name, equals, text = change.partition("=")
     if not equals or not text:
         fail(f"a change is written trait=value or role=dtype, got {change!r}")
@@ -321,7 +323,7 @@ def plugin_list(as_json: AsJson = False) -> None:
 
 
 def plugin_info(name: Annotated[str, typer.Argument(metavar="NAME")], as_json: AsJson = False) -> None:
-    """Show one plugin: its kernels, or why it failed. Exit code 1 if it did."""
+    """Show one plugin: its kernels, or why it failed. Exit code 1 if it failed."""
     loaded = {info.name: info for info in list_plugins()}
     failed = {failure.name: failure for failure in plugin_failures()}
     if name in loaded:

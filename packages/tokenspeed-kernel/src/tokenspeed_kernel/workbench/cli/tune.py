@@ -1,4 +1,4 @@
-"""``tune``: which kernel, with which configuration, is quickest here?"""
+"""``tune``: finds the fastest kernels and configurations on this machine."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def tune(
 
 
 def _kernels(wanted: Sequence[str], operators: set[str]) -> set[str]:
-    """The kernels of these names, or of the operators of these names, that implement what is tuned."""
+    """Returns the kernels with these names, or of the operators with these names, that implement the tuned operators."""
     found: set[str] = set()
     for name in wanted:
         mine = {spec.name for spec in find_kernels(name) if spec.operator in operators}
@@ -124,7 +124,7 @@ def _tune(
             begin(f"{operator}: {case.name}")
             try:
                 made = tune_case(operator, case, device, kernels=kernels, budget_s=budget)
-            except Exception as error:  # memory may run out; what was found before must not be lost with it
+            except Exception as error:  # for example out of memory; earlier results must not be lost
                 made = [Outcome(operator, case.name, reason=f"{type(error).__name__}: {error}")]
             outcomes += [(outcome, count) for outcome in made]
     wrong = [t for outcome, _ in outcomes for t in outcome.trials if t.reason.startswith("verify:")]

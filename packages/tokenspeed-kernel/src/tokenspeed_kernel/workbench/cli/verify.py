@@ -1,4 +1,4 @@
-"""``verify``: are kernels right, and are they what they declare to be?"""
+"""``verify``: checks kernels against their references and their declarations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.platform import current_platform, platform_of
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
-# Optional rather than `| None`: typer evaluates these.
+# Optional rather than `| None`: typer evaluates these annotations at runtime.
 Repeat = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option("--repeat", min=2, help="So many runs must give the same bits; if left out, two of kernels tagged determinism."),
@@ -40,7 +40,7 @@ Seed = Annotated[int, typer.Option("--seed", help="Of the inputs.")]
 Junit = Annotated[Optional[Path], typer.Option("--junit", metavar="FILE.xml", help="Also write the outcome as JUnit XML.")]  # noqa: UP045
 Output = Annotated[Optional[Path], typer.Option("--output", metavar="FILE.json", help="Also write the outcome as JSON.")]  # noqa: UP045
 
-# The kernels whose failures are shrunk: of many that fail for one reason, a few are enough to see it.
+# The most kernels whose failures are shrunk: if many fail for one reason, a few show it.
 _MOST_SHRUNK = 3
 
 
@@ -62,13 +62,13 @@ def verify(
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong.
 
-    With --plugin or --conformance all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
+    With --plugin or --conformance, run all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
     """
     where = find_device(device)
     found = (spec for target in targets or (None,) for spec in find_kernels(target, plugin))
     specs = made_with(solution, list(dict.fromkeys(found)))
     runs = find_runs(specs, case or (), large, captured)
-    whole = not case and captured is None  # what is chosen by hand need not reach every kernel
+    whole = not case and captured is None  # selected cases need not reach every kernel
     checks = plugin is not None if conformance is None else conformance
     if checks:
         options = Options(large, repeat, seed, shrink_)
@@ -120,7 +120,7 @@ def _last_line(findings: Sequence[Finding]) -> None:
 def _compare(
     runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, repeat: int | None, seed: int, seconds: float
 ) -> tuple[list[CaseResult], list[Shrunk | None]]:
-    """What became of each run, and the smallest call with the fault for a few of those that failed."""
+    """Returns the result of each run, and for a few failures the smallest call with the fault."""
     results: list[CaseResult] = []
     smallest: list[Shrunk | None] = []
     shrunk: set[str] = set()
@@ -138,7 +138,7 @@ def _compare(
 def _unreached(
     specs: Sequence[KernelSpec], results: Sequence[CaseResult], device: torch.device | None, large: bool
 ) -> list[CaseResult]:
-    """What to say of the kernels that no case reached."""
+    """Returns results for the kernels that no case reached."""
     platform = platform_of(default_device() if device is None else device)
     told = (unreached(s, [r for r in results if r.kernel == s.name], platform, large=large) for s in specs)
     return [each for each in told if each is not None]
@@ -154,7 +154,7 @@ def _show_results(findings: Sequence[Finding], *, fold: bool) -> None:
 
 
 def _explained(finding: Finding) -> Iterator[str]:
-    """All that is known of a failure, line by line."""
+    """Yields all details of a failure, line by line."""
     (result,) = finding.results
     yield f"{result.kernel}, {result.case}:"
     if not result.comparisons and not result.traceback:
@@ -175,7 +175,7 @@ def _smallest(shrunk: Shrunk) -> Iterator[str]:
 
 
 def describe_comparison(comparison: Comparison) -> Iterator[str]:
-    """What was measured of a tensor that is wrong, line by line."""
+    """Yields the details of a failed comparison, line by line."""
     yield f"{comparison.name}: {comparison.fault}"
     yield (
         f"  max abs {comparison.max_abs_error:.3g}, relative Frobenius {comparison.relative_error:.3g}, "
@@ -195,7 +195,7 @@ def describe_comparison(comparison: Comparison) -> Iterator[str]:
 
 
 def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
-    """One row a result; with ``fold``, all that a kernel skipped at one gate are one row."""
+    """Returns one row per result; with ``fold``, all cases that a kernel skipped at one gate are one row."""
     rows: list[list[str]] = []
     skipped: dict[tuple[str, str], tuple[int, list[CaseResult]]] = {}
     for result in results:
@@ -223,7 +223,7 @@ def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
 def _conform(
     specs: Sequence[KernelSpec], runs: Sequence[tuple[KernelSpec, Case]] | None, device: torch.device | None, options: Options
 ) -> list[Finding]:
-    """Every check of some kernels, on all cases of their operators, or on the runs that were chosen."""
+    """Runs all checks on some kernels, on all cases of their operators or on the selected runs."""
     steps = len(find_runs(list(specs), (), options.large) if runs is None else runs) + len(specs) * len(CHECKS)
     findings: list[Finding] = []
     with progress(steps, "verifying") as options.begin:
@@ -253,7 +253,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
 
 
 def _folded(rows: list[list[str]]) -> Iterator[list[str]]:
-    """Checks that a kernel skips for one reason are one row where they are all of them, as for a kernel of another platform."""
+    """Folds a kernel's rows into one if it skips all checks for the same reason, as for a kernel of another platform."""
     for kernel in dict.fromkeys(row[0] for row in rows):
         mine = [row for row in rows if row[0] == kernel]
         if len(mine) > 1 and len({(row[2], row[3]) for row in mine}) == 1 and mine[0][2] == Status.SKIPPED.value:

@@ -1,4 +1,4 @@
-"""``warmup``: what plugins would compile at a first call, compiled now."""
+"""``warmup``: compiles ahead of time what plugins would compile at the first call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import typer
 from tokenspeed_kernel.workbench.cli.output import unknown
 from tokenspeed_kernel_base.config import settings
 
-# Functions of the words of a command line, to an exit code: 130 for one that was interrupted (Ctrl-C).
+# Entry points of this group are functions that take command-line arguments and return an exit code: 130 after an interrupt
+# (Ctrl-C).
 GROUP = "tokenspeed_kernel.warmup"
 _INTERRUPTED = 130
 
@@ -23,9 +24,9 @@ Words = Annotated[list[str] | None, typer.Argument(metavar="[-- WORD...]", help=
 def warmup(words: Words = None, plugin: Plugin = None) -> None:
     """Let plugins compile ahead of time what they would compile when it is first called.
 
-    Words after -- are theirs: `tokenspeed-kernel warmup --plugin NAME -- --help` shows what one takes. A plugin warms up by an
-    entry point of its name in the group "tokenspeed_kernel.warmup"; portable kernels need none. Exit code 1 if one fails, 130 if it
-    is interrupted: then what is compiled by then is kept.
+    Arguments after -- are passed to the plugins: `tokenspeed-kernel warmup --plugin NAME -- --help` shows a plugin's arguments. A
+    plugin warms up through an entry point with its name in the group "tokenspeed_kernel.warmup"; portable kernels need none. Exit
+    code 1 if a plugin fails, 130 after an interrupt, which keeps what has been compiled so far.
     """
     entries = sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
     entries = [entry for entry in entries if not settings().plugin_disabled(entry.name)]
@@ -40,12 +41,12 @@ def warmup(words: Words = None, plugin: Plugin = None) -> None:
         typer.echo(f"{entry.name} ({entry.value})")
         try:
             code = entry.load()(words or [])
-        except SystemExit as error:  # how a parser of words ends
+        except SystemExit as error:  # an argument parser exits in this way
             code = error.code
         except KeyboardInterrupt:
             typer.echo(f"interrupted while {entry.name} compiled")
             code = _INTERRUPTED
-        except Exception:  # one plugin's failure is kept from the others
+        except Exception:  # one plugin's failure must not affect the others
             traceback.print_exc(file=sys.stderr)
             code = 1
         if code == _INTERRUPTED:

@@ -1,5 +1,5 @@
-"""Is a kernel right? Comparing results, how far they may differ and why, running kernels against the reference, the smallest call
-that fails, and the conformance kit, which holds a kernel to what it declares."""
+"""Correctness of kernels: comparison of results, tolerances, verification against the reference, shrinking of failing calls, and
+the conformance kit, which checks a kernel against its declaration."""
 
 from tokenspeed_kernel.workbench.numerics.compare import Comparison, Element, compare, compare_tensors
 from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conformance

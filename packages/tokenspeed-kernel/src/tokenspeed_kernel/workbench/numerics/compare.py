@@ -1,4 +1,4 @@
-"""Comparing what a kernel gave with what the reference gave."""
+"""Compares a kernel's results with the reference's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tokenspeed_kernel_base.checks import describe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat
 
-# Elements compared at a time, in float64; a cache may have 10^9 elements.
+# Elements per comparison step, in float64; a KV cache may have 10^9 elements.
 _CHUNK = 1 << 24
-# With fewer elements the norm says nothing that the elements do not say.
+# With fewer elements the norm adds nothing to the elementwise comparison.
 _FEWEST_FOR_NORM = 64
-# The worst elements that are shown.
+# Number of worst elements to report.
 _SHOWN = 5
-# Upper ends of the buckets of the histogram: 0, 1, 2, 3-4, 5-8 and so on, in units in the last place.
+# Upper ends of the histogram's buckets, in ulp: 0, 1, 2, 3-4, 5-8 and so on.
 _BUCKETS = (0, *(2**n for n in range(21)))
 
 
 @dataclass(frozen=True)
 class Element:
-    """One element of a tensor, in both results."""
+    """One element of an output: the kernel's value and the expected value."""
 
     index: tuple[int, ...]
     got: float
@@ -44,22 +44,22 @@ class Element:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output of a kernel beside the reference's.
+    """The comparison of one output with the reference.
 
     Attributes:
-        name: of the output or of the argument that was written to.
-        fault: what is wrong with it; empty if nothing is.
-        max_abs_error: largest difference; inf if a NaN or an infinity is where none should be.
+        name: name of the output, or of the argument that was written to.
+        fault: the error; empty if there is none.
+        max_abs_error: largest difference; inf if there is an unexpected NaN or infinity.
         relative_error: Frobenius norm of the difference over that of the expected tensor; inf likewise.
         beyond: fraction of elements beyond the tolerance.
-        worst: the element that is farthest out, measured by its own tolerance; None if nothing differs.
-        tolerance: what was applied.
-        cosine: of the angle between the two, over elements that are finite in both; 1 where there is nothing to compare.
-        ulps: how many elements are how many units in the last place apart, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...);
-            only buckets that hold any, and for floats only. ``"not finite"``: NaN or infinite in one of the two only.
-        several: the elements that are farthest out, the worst first; at most 5, of those beyond the tolerance if there are any.
-        places: where the elements beyond the tolerance lie; empty if there are none.
-        relation: what the result as a whole is to the one that is expected, if it is wrong in a plain way: a factor, say.
+        worst: the element with the largest error relative to its own tolerance; None if nothing differs.
+        tolerance: the tolerance that was applied.
+        cosine: cosine similarity over elements that are finite in both; 1 if there are none.
+        ulps: histogram of distances in ulp, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...); nonempty buckets only, and for
+            floats only. ``"not finite"``: NaN or infinite in only one of the two.
+        several: the elements with the largest errors, the worst first; at most 5, only those beyond the tolerance if there are any.
+        places: the location of the elements beyond the tolerance; empty if there are none.
+        relation: a simple relation of the whole result to the expected one, such as a factor; empty if there is none.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Comparison:
         return not self.fault
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values. Numbers that JSON does not have become text."""
+        """Converts to plain values. Numbers that JSON cannot represent become text."""
         return {**plain_fields(self), "passed": self.passed, "ulps": dict(self.ulps)}
 
 
 def plain_fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as values that JSON has, by name."""
+    """Returns the fields of a dataclass as JSON values, by name."""
     return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
 
 
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 ToleranceOf = Callable[[torch.dtype | TensorFormat], Tolerance]
-"""The tolerance for an output of some dtype, or of a format that it was decoded from."""
+"""Returns the tolerance for an output of a dtype, or for values decoded from a format."""
 
 
 def compare_results(
@@ -115,8 +115,10 @@ def compare_results(
     tolerance: Tolerance | ToleranceOf,
     written: Mapping[str, tuple[Any, Tensor]] = MappingProxyType({}),
 ) -> list[Comparison]:
-    """`compare` for results of an operator's calls with these arguments: of all rows that are not padding. Where the operator says
-    how its outputs are decoded, and some difference is allowed, their decoded values are compared."""
+    """Like `compare`, for results of an operator's calls with these arguments, without padding rows.
+
+    If the operator can decode its outputs, and the comparison is not exact, the decoded values are compared.
+    """
     got, expected = (without_padding(op, arguments, results) for results in (got, expected))
     if op.has_hook("decoded") and tolerance is not EXACT:
         pairs = list(zip(lowering.as_list(got), lowering.as_list(expected), strict=False))
@@ -126,7 +128,7 @@ def compare_results(
 
 
 def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], results: Any) -> Any:
-    """The results of a call with these arguments, without the rows that belong to no item; as they are where there are none."""
+    """Returns the results of a call with these arguments without padding rows; unchanged if there are none."""
     listed = _outputs(results)
     if op.padded is None or listed is None or not all(isinstance(t, Tensor) and t.ndim for t in listed):
         return results
@@ -134,7 +136,7 @@ def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], result
 
 
 def decoded_outputs(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:
-    """The outputs of a call with these arguments as the operator's hook ``decoded`` has them."""
+    """Decodes the outputs of a call with these arguments by the operator's hook ``decoded``."""
     made = {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}
     return tuple(op.run_hook("decoded", made))
 
@@ -148,14 +150,14 @@ def compare(
     """Compares two results of an operator, each None, a tensor or a tuple of tensors.
 
     Args:
-        got: what is in question; anything at all.
-        expected: what it should be.
-        tolerance: for all outputs, or a function from an output's dtype.
-        written: tensors that the call wrote to, by name, each with what it should be.
+        got: the result under test, of any type.
+        expected: the expected result.
+        tolerance: for all outputs, or a function of an output's dtype.
+        written: tensors that the call wrote to, by name, each with its expected value.
 
     Returns:
-        One comparison an output, or a single one, which failed, if the results are not alike in kind and number; then one for each
-        tensor that was written to.
+        One comparison per output, or a single failed one if the results differ in type or number; then one for each tensor that was
+        written to.
 
     Example:
         >>> import torch
@@ -193,16 +195,16 @@ def _count(outputs: int) -> str:
 
 
 def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance) -> Comparison:
-    """Compares one tensor with what it should be.
+    """Compares one tensor with its expected value.
 
-    A NaN must be where the reference has one and nowhere else, an infinity where it has the same; under an exact tolerance the
-    bits must agree, whatever a NaN's payload.
+    NaNs must be at exactly the same positions, and so must equal infinities. With an exact tolerance the bits must agree, except
+    for a NaN's payload.
 
     Args:
-        name: how the outcome shall call it.
-        got: what is in question; anything at all.
-        expected: what it should be.
-        tolerance: how far apart they may be.
+        name: the name in the result.
+        got: the value under test, of any type.
+        expected: the expected tensor.
+        tolerance: the allowed difference.
     """
     if not _alike(got, expected):
         fault = f"is {describe(got)}, expected {describe(expected)}"
@@ -237,25 +239,25 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
 
 
 def _alike(got: Any, expected: Tensor) -> bool:
-    """Whether it is a tensor of the same shape, dtype and device."""
+    """Whether a value is a tensor with the expected shape, dtype and device."""
     said = expected.shape, expected.dtype, expected.device
     return isinstance(got, Tensor) and (got.shape, got.dtype, got.device) == said
 
 
 @dataclass
 class _Measured:
-    """Sums over the chunks."""
+    """Statistics that accumulate over chunks."""
 
     beyond: int = 0
-    strange: int = 0  # NaN or infinite in one of the two only
-    nan: int = 0  # of these, NaN in the result
+    strange: int = 0  # NaN or infinite in only one of the two
+    nan: int = 0  # the number of these that are NaN in the result
     max_error: float = 0.0
     error_squares: float = 0.0
     expected_squares: float = 0.0
-    got_squares: float = 0.0  # of elements that are finite in both, as the two below
+    got_squares: float = 0.0  # over elements that are finite in both, like the two below
     paired_squares: float = 0.0
     products: float = 0.0
-    worst: list[tuple[float, int]] = field(default_factory=list)  # by score, with places, the worst first
+    worst: list[tuple[float, int]] = field(default_factory=list)  # (score, flat index), the worst first
     masks: list[tuple[int, Tensor]] = field(default_factory=list)  # elements beyond the tolerance, by chunk
     buckets: list[int] = field(default_factory=list)
 
@@ -322,9 +324,11 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
 
 
 def _size(wide: Tensor, rms: float, row: int) -> Tensor | float:
-    """The size that an absolute error is measured by: the rms of the tensor or of the element's row, if that is larger. Rows may
-    differ a lot (the first tokens of a sequence attend to few others), and rounding errors are relative to what is rounded."""
-    if wide.numel() % row:  # a part of a row that is longer than a chunk
+    """Returns the scale of absolute errors: the rms of the tensor, or of the element's row if that is larger.
+
+    Rows may differ a lot (the first tokens of a sequence attend to few others), and rounding errors scale with the rounded values.
+    """
+    if wide.numel() % row:  # the row is longer than a chunk
         return rms
     of_rows = wide.where(wide.isfinite(), 0.0).view(-1, row).square().mean(-1, keepdim=True).sqrt()
     return of_rows.clamp(min=rms).expand(-1, row).reshape(-1)
@@ -339,12 +343,15 @@ def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor
 
 
 def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tensor) -> list[int]:
-    """How many elements are how many units in the last place apart. The last two counts: farther apart than every bucket, and
-    ``strange``, finite in one of the two only. ``differing``: a mask of elements that are finite and differ."""
+    """Counts elements by their distance in ulp.
+
+    The last two counts are elements beyond the largest bucket, and ``strange`` elements, which are finite in only one of the two.
+    ``differing``: a mask of elements that are finite and differ.
+    """
     if not got.is_floating_point():
         return [0] * (len(_BUCKETS) + 2)
     left, right = _ordered(got[differing]), _ordered(expected[differing])
-    # Of different signs they are far apart, and in 64 bits farther than an integer can say.
+    # Values of different signs are far apart; for float64 the distance would overflow an int64.
     apart = torch.where((left < 0) == (right < 0), (left - right).abs(), left.abs().clamp(max=2**61) + right.abs().clamp(max=2**61))
     bounds = torch.tensor(_BUCKETS, device=apart.device, dtype=apart.dtype)
     counts = torch.bincount(torch.bucketize(apart, bounds), minlength=len(_BUCKETS) + 1).tolist()
@@ -354,7 +361,7 @@ def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tenso
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """Finite floats as int64 in the same order, neighbours one apart and both zeros 0."""
+    """Maps finite floats to int64 in the same order, with neighbours one apart and both zeros 0."""
     bits = _bits(tensor).long()
     if tensor.element_size() == 1:
         bits = torch.where(bits >= 128, bits - 256, bits)
@@ -370,7 +377,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one device are alike in shape, dtype and every bit."""
+    """Whether two tensors on one device have the same shape, dtype and bits."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(_bits(left.detach().reshape(-1)), _bits(right.detach().reshape(-1)))

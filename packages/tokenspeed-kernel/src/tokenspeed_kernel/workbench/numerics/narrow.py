@@ -1,6 +1,6 @@
-"""Smaller calls made from a given one: its first items, or less of a size that its tensors share.
+"""Derives smaller calls from a given one: only its first items, or a reduced size of an axis that its tensors have in common.
 
-The operator's ``check`` says which axes share a size: a tensor that it checks against ``"tokens heads head_dim"`` has those axes.
+The operator's ``check`` names the axes: a tensor that it checks against ``"tokens heads head_dim"`` has those axes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
 
-_ROWS = "..."  # in a check, any number of leading axes
+_ROWS = "..."  # stands for any number of leading axes in a check
 
 
 class _Reader(Checker):
-    """Records the names of the axes that arguments are checked against."""
+    """Records the axis names that arguments are checked against."""
 
     def __init__(self, operator: str) -> None:
         super().__init__(operator)
@@ -48,7 +48,7 @@ class _Reader(Checker):
 
 
 def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The names of the axes of a (complete) call's tensors, as far as the operator's check says them."""
+    """Returns the axis names of a (complete) call's tensors, as far as the operator's check names them."""
     reader = _Reader(op.mode)
     op.run_hook("check", arguments, reader)
     tensors = dict(tensor_arguments(op.parameters, arguments))
@@ -56,10 +56,10 @@ def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tupl
 
 
 def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: int) -> dict[str, Any]:
-    """The call with only the first ``count`` of a named size, in every tensor that has it.
+    """Returns the call with a named size reduced to the first ``count``, in every tensor that has it.
 
     Raises:
-        ValueError, TypeError: what is left is not a call that the operator takes, or no tensor has the size.
+        ValueError, TypeError: the operator rejects the smaller call, or no tensor has the size.
     """
     cut = _cut(op, arguments, {size: count})
     check_with_values(op, cut)
@@ -67,27 +67,27 @@ def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: 
 
 
 def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, Any], int]:
-    """The call for the first ``count`` items of its batch, and how many rows of the outputs are theirs.
+    """Returns the call for the first ``count`` items of its batch, and the number of output rows of these items.
 
-    Items are what the first size that the operator declares to vary counts (sequences, tokens); where no tensor has that size, what
-    the first axis of the first tensor counts.
+    The first size that the operator declares to vary counts the items (sequences, tokens). If no tensor has that size, the first
+    axis of the first tensor does.
 
     Raises:
-        ValueError, TypeError: what is left is not a call that the operator takes, or it has no such items.
+        ValueError, TypeError: the operator rejects the smaller call, or the call has no such items.
     """
     sizes, rows = _items(op, arguments, count)
     try:
         cut = _cut(op, arguments, sizes)
         check_with_values(op, cut)
     except (ValueError, TypeError):
-        # Scales that go with the rows are checked apart from the tensors that they scale.
+        # Scales of rows are checked separately from the tensors that they scale.
         cut = _cut(op, arguments, sizes, others=True)
         check_with_values(op, cut)
     return cut, rows
 
 
 def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
-    """How many items the call has, as `first_items` counts them; 0 if it has none."""
+    """Returns the number of items of a call, counted as in `first_items`; 0 if it has none."""
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
     items = _item_size(op)
@@ -100,12 +100,12 @@ def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
 
 
 def _item_size(op: Operator[Any, Any]) -> str:
-    """The size that counts items: the first one that the operator declares to vary."""
+    """Returns the size that counts items: the first that the operator declares to vary."""
     return op.varying[0] if op.varying else _ROWS
 
 
 def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, int], int]:
-    """The sizes that the first items leave, and the rows that they have in the outputs."""
+    """Returns the sizes that the first items have, and their number of output rows."""
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
     if not axes:
@@ -114,7 +114,7 @@ def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tup
     offsets = f"{items}+1"
     leader, names = next(iter(axes.items()))
     rows = len(tensors[leader]) if names else 0
-    # Only running sums that end with the number of rows say where an item's rows end.
+    # Only offsets that end with the number of rows tell where an item's rows end.
     sums = [tensors[name] for name, n in axes.items() if n == (offsets,) and len(tensors[name]) and int(tensors[name][-1]) == rows]
     if sums:
         end = int(sums[0][count])
@@ -158,7 +158,7 @@ def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int
 
 
 class Narrowed:
-    """Draws a case's arguments and narrows them, one size after another; ``items`` stands for the items of the batch."""
+    """Draws a case's arguments and narrows them, one size after another; ``items`` means the items of the batch."""
 
     def __init__(self, op: Operator[Any, Any], base: Any, steps: Sequence[tuple[str, int]]) -> None:
         self.op, self.base, self.steps = op, base, tuple(steps)
@@ -174,7 +174,7 @@ class Narrowed:
 
 
 def narrowed(op: Operator[Any, Any], case: Case, **sizes: int) -> Case:
-    """A case with less of some sizes, in this order: ``narrowed(op, case, items=3, head_dim=8)``. ``items`` are those of the batch.
+    """Returns a case with some sizes reduced, in this order: ``narrowed(op, case, items=3, head_dim=8)``. ``items``: of the batch.
 
     Example:
         >>> from tokenspeed_kernel_base.operator import get_operator
@@ -184,5 +184,5 @@ def narrowed(op: Operator[Any, Any], case: Case, **sizes: int) -> Case:
     """
     base, steps = (case.make.base, case.make.steps) if isinstance(case.make, Narrowed) else (case.make, ())
     merged = dict(steps[-1:])
-    merged.update(sizes)  # less of the same is one step
+    merged.update(sizes)  # reducing the same size again replaces the last step
     return replace(case, make=Narrowed(op, base, (*steps[:-1], *merged.items())))

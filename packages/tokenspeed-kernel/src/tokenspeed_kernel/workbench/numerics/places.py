@@ -1,7 +1,7 @@
-"""Where in a tensor the faulty elements lie, and how a wrong result as a whole is related to the right one.
+"""Describes where in a tensor the faulty elements are, and how a wrong result as a whole relates to the expected one.
 
-A kernel works in tiles, and its faults often have a tile's shape: rows from 64 on, every second column, the last of 3 heads. All of
-it is derived from the faulty elements; kernels declare no tiles.
+Kernels work in tiles, so their faults often have a tile's shape: rows from 64 on, every second column, the last of 3 heads. The
+description is derived from the faulty elements alone; kernels declare no tiles.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST_TO_SORT = 1 << 16
 
 
 def describe_places(faulty: Tensor) -> str:
-    """The smallest regular block that holds all faulty elements, as Python indexes it, and how much of it is faulty.
+    """Returns the smallest strided slice that holds all faulty elements, in Python's syntax, and the fraction of it that is faulty.
 
     Args:
-        faulty: bool, of the tensor's shape; true somewhere.
+        faulty: bool mask of the tensor's shape, with at least one true element.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ def describe_places(faulty: Tensor) -> str:
 
 
 def _axis(indices: list[int], size: int) -> tuple[str, int, int]:
-    """Indices of one axis as a slice that holds them all, how many indices the slice has, and its start."""
+    """Returns a slice of one axis that holds all indices, as text, its length, and its start."""
     first, last = indices[0], indices[-1]
     if len(indices) == 1:
         return (":", 1, 0) if size == 1 else (str(first), 1, first)
@@ -66,7 +66,7 @@ def _axis(indices: list[int], size: int) -> tuple[str, int, int]:
 
 
 def relation(got: Tensor, expected: Tensor) -> str:
-    """How a wrong result as a whole is related to the right one (a factor, an offset), in words; empty if in no simple way.
+    """Describes a simple relation of a wrong result to the expected one (a factor, an offset) as text; empty if there is none.
 
     Example:
         >>> import torch

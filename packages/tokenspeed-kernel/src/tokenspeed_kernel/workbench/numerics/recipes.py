@@ -1,7 +1,7 @@
-"""How to change a case's recipe so that its call has a wanted trait, or an operand another dtype.
+"""Changes a case's recipe so that its call has a wanted trait value or operand dtype.
 
-A trait is a function of the arguments, and a recipe draws arguments from plain values. Which values give a trait the value that is
-wanted is found by trial, from the most likely change to the least, so nothing here knows an operator.
+A trait is a function of the arguments, and a recipe draws arguments from plain values. The values that give the wanted trait value
+are found by trial, the most likely changes first, so this module needs no knowledge of operators.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from tokenspeed_kernel_base.parameters import check_types, tensor_arguments
 from tokenspeed_kernel_base.selection import Request
 
 _MOST_TRIES = 400
-# Elements of all arguments of a case that is drawn.
+# The most elements, over all arguments, of a case that is drawn.
 _MOST_ELEMENTS = 1 << 26
 
 Change = dict[str, Any]
 
 
 def asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
-    """What a case asks of a kernel, and its arguments. Its tensors lie on the CPU."""
+    """Returns a case's request and its arguments, with tensors on the CPU."""
     arguments = op.complete(case.build("cpu"))
     check_types(op.mode, op.parameters, arguments)
     return op.request(arguments), arguments
 
 
-def asked_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
-    """The same without filling tensors, which takes gigabytes for a large case. None where some arguments follow from the values of
-    others, so that these have to be drawn."""
+def request_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]] | None:
+    """Like `asked`, with fake tensors, because a large case would take gigabytes.
+
+    Returns None if some arguments depend on the values of others, so that values would have to be drawn.
+    """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
     try:
@@ -47,7 +49,7 @@ def asked_without_values(op: Operator[Any, Any], case: Case) -> tuple[Request, d
 
 
 def typical_cases(op: Operator[Any, Any]) -> list[Case]:
-    """The small cases, first those most like the first large one, which has a model's sizes and options."""
+    """Returns the small cases, those most similar to the first large one first: a large case has a model's sizes and options."""
     cases = op.all_cases()
     small = [case for case in cases if not case.large]
     large = next((case.make for case in cases if case.large and isinstance(case.make, Recipe)), None)
@@ -62,7 +64,7 @@ def _same_maker(make: Any, other: Recipe) -> bool:
 
 
 def values_of(make: Any) -> dict[str, Any]:
-    """What a recipe was made from, defaults included; nothing of any other function."""
+    """Returns the values of a recipe, defaults included; empty for any other function."""
     if not isinstance(make, Recipe):
         return {}
     parameters = inspect.signature(make.maker).parameters.values()
@@ -70,7 +72,8 @@ def values_of(make: Any) -> dict[str, Any]:
 
 
 def _likeness(values: Mapping[str, Any], model: Mapping[str, Any]) -> float:
-    """How many values are those of the model; of tuples, which part; less what one of the two says alone, and empty tensors."""
+    """Scores similarity: equal values (for tuples the equal fraction), minus values given in only one of the two, minus 1 for empty
+    sizes."""
     shared = -float(any(isinstance(value, tuple) and 0 in value for value in values.values()))
     for name in values.keys() & model.keys():
         one, other = values[name], model[name]
@@ -84,16 +87,16 @@ def _likeness(values: Mapping[str, Any], model: Mapping[str, Any]) -> float:
 def vary_towards(
     op: Operator[Any, Any], case: Case, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
 ) -> tuple[Case, str]:
-    """The case with its recipe changed until its request has what is wanted.
+    """Changes a case's recipe until its request has the wanted traits and dtypes.
 
     Args:
         op: the operator.
-        case: where to start.
+        case: the case to start from.
         wanted: values of traits, and dtypes of operands, by name.
-        request_of: the request of a case; None for one that the operator refuses.
+        request_of: returns the request of a case; None for a case that the operator rejects.
 
     Returns:
-        The changed case, and an empty string; or the case as far as it came, and the first name of what it could not be given.
+        The changed case, and an empty string; or the partially changed case, and the first name that could not be satisfied.
     """
     held: Change = {}
     for name, value in wanted.items():
@@ -109,11 +112,11 @@ def vary_towards(
 def _nearest(
     op: Operator[Any, Any], case: Case, name: str, wanted: Mapping[str, Any], request_of: Callable[[Case], Request | None]
 ) -> Case | None:
-    """Of the cases with what is wanted the one that asks for least else; of cases with two values changed, the first."""
+    """Returns the case with the wanted values whose request changes least otherwise; if two values must change, the first found."""
     recipe, request = case.make, request_of(case)
     if not isinstance(recipe, Recipe) or request is None:
         return None
-    # A case is drawn to know its request, so changes that may make it enormous are left out.
+    # A case must be drawn to know its request, so changes that may make it huge are left out.
     room = math.inf if case.large else _MOST_ELEMENTS / max(_elements(op, case), 1)
     towards = changes_towards(op, recipe, value_in(request, name, wanted[name]), name, wanted[name])
     changes = [change for change in towards if growth(recipe, change) <= room]
@@ -134,7 +137,7 @@ def _elements(op: Operator[Any, Any], case: Case) -> int:
 
 
 def _difference(one: Request, other: Request) -> int:
-    """In how many traits and formats two requests differ."""
+    """Counts the traits and formats in which two requests differ."""
     return len({*one.traits.items()} ^ {*other.traits.items()}) + len({*one.signature.roles} ^ {*other.signature.roles})
 
 
@@ -143,27 +146,28 @@ def _has(request: Request | None, wanted: Mapping[str, Any]) -> bool:
 
 
 def value_in(request: Request, name: str, like: Any) -> Any:
-    """What a request says of a name: of an operand, if a dtype is looked for, else of a trait; None if it says nothing."""
+    """Returns a request's value for a name: an operand's dtype if ``like`` is a dtype, else a trait; None if it has none."""
     if isinstance(like, torch.dtype):
         return next((fmt.storage_dtype for role, fmt in request.signature.roles if role == name), None)
     return request.traits.get(name)
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Equality under which a flag is no number."""
+    """Compares for equality; a boolean never equals an integer."""
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
 def changes_towards(op: Operator[Any, Any], recipe: Recipe, current: Any, name: str, value: Any) -> Iterator[Change]:
-    """Changes of a recipe that may give a trait (or an operand) its value: options of that name, sizes set or scaled to it, and
-    values that other cases give.
+    """Yields changes of a recipe that may give a trait (or an operand) the wanted value.
+
+    These are options of that name, sizes set or scaled to the value, and values of other cases.
 
     Args:
         op: the operator.
-        recipe: what draws a case.
+        recipe: the case's recipe.
         current: the trait's value in that case.
-        name: of the trait.
-        value: that is wanted.
+        name: the trait's name.
+        value: the wanted value.
     """
     parameters = inspect.signature(recipe.maker).parameters
     spread = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -173,7 +177,7 @@ def changes_towards(op: Operator[Any, Any], recipe: Recipe, current: Any, name: 
     for given, old in recipe.values.items():
         if given not in parameters or parameters[given].default is not inspect.Parameter.empty:
             yield {given: DEFAULT}
-        if isinstance(old, torch.dtype):  # options that are dtypes often have to be the operands'
+        if isinstance(old, torch.dtype):  # dtype options often must equal the operands' dtype
             yield from ({option: old} for option in _dtyped_options(op, parameters, spread) if option != given)
     if isinstance(value, torch.dtype):
         yield from ({n: value} for n, old in values.items() if isinstance(old, torch.dtype))
@@ -198,14 +202,14 @@ def _sizes_towards(values: Mapping[str, Any], parameters: Mapping[str, Any], cur
 
 
 def _dtyped_options(op: Operator[Any, Any], parameters: Mapping[str, Any], spread: bool) -> set[str]:
-    """Options that some case gives as a dtype."""
+    """Returns the options that some case gives as a dtype."""
     recipes = [case.make for case in op.all_cases() if isinstance(case.make, Recipe)]
     options = {n for recipe in recipes for n, v in recipe.values.items() if isinstance(v, torch.dtype) and n in op.names}
     return {name for name in options if spread or name in parameters}
 
 
 def _seen(op: Operator[Any, Any], recipe: Recipe, parameters: Mapping[str, Any], spread: bool) -> Iterator[Change]:
-    """Options that the operator's other cases give, each value once."""
+    """Yields the options of the operator's other cases, each value once."""
     seen: dict[str, list[Any]] = {}
     for case in op.all_cases():
         for name, value in case.make.values.items() if isinstance(case.make, Recipe) else ():
@@ -221,7 +225,7 @@ def _seen(op: Operator[Any, Any], recipe: Recipe, parameters: Mapping[str, Any],
 
 
 def growth(recipe: Recipe, change: dict[str, Any]) -> float:
-    """An upper bound of the factor by which a change multiplies the elements of a case."""
+    """Returns an upper bound of the factor by which a change multiplies a case's elements."""
     values = values_of(recipe)
     grown = 1.0
     for name, value in change.items():
@@ -231,7 +235,7 @@ def growth(recipe: Recipe, change: dict[str, Any]) -> float:
 
 
 def _paired(value: Any, before: Any) -> Iterator[tuple[int, int]]:
-    """Sizes with their former values, 1 where there were none."""
+    """Yields sizes with their previous values, or with 1 if there were none."""
     if isinstance(value, (list, tuple)):
         then = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [1] * len(value)
         for one, other in zip(value, then, strict=True):

@@ -1,8 +1,8 @@
-"""The smallest call with the same fault.
+"""Shrinks a failing call to the smallest one with the same fault.
 
-A case that a `Recipe` makes of numbers is varied through them: shorter lists of lengths, smaller sizes, options left out. Any other
-is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Calls that the operator refuses are skipped, so nothing here needs to
-know which values go together.
+A case that a `Recipe` makes from numbers is varied through these: shorter lists of lengths, smaller sizes, options left out. Any
+other case is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Calls that the operator rejects are skipped, so this module
+needs no knowledge of which values are consistent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# How many elements of a list are tried one by one. Halves of longer lists are tried first.
+# The most elements of a list that are tried one by one. Halves of longer lists are tried first.
 _MOST_ELEMENTS = 12
 
 
@@ -32,11 +32,11 @@ class Shrunk:
     """A smaller case with the same fault.
 
     Attributes:
-        case: the smallest that was found; the given one if there is no smaller.
-        result: what became of it.
-        tried: how many calls were run in search of it.
-        exhausted: nothing smaller is left to try; False where time ran out first.
-        reproducer: Python text of a program that makes the call beside the reference's.
+        case: the smallest case found; the given one if there is no smaller.
+        result: its result.
+        tried: number of calls that the search ran.
+        exhausted: whether nothing smaller is left to try; False if time ran out first.
+        reproducer: source of a Python program that verifies the case and makes the call.
     """
 
     case: Case
@@ -46,7 +46,7 @@ class Shrunk:
     reproducer: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         told = {"tried": self.tried, "exhausted": self.exhausted, "reproducer": self.reproducer}
         return {"case": str(self.case.make), "reason": self.result.reason, **told}
 
@@ -61,16 +61,16 @@ def shrink(
     repeat: int | None = None,
     seconds: float = 20.0,
 ) -> Shrunk:
-    """Looks for the smallest case with the fault that another has: the same status and, among its faults, one of the same kind.
+    """Searches for the smallest case with the same fault: the same status, and a fault of the same kind.
 
-    Deterministic, but for where it stops if time runs out.
+    The search is deterministic, except where it stops if time runs out.
 
     Args:
         spec: the kernel.
-        case: the one that fails.
-        result: what `verify_case` said of it.
-        device, seed, repeat: as they were given to `verify_case`.
-        seconds: begin no further call after so long.
+        case: the failing case.
+        result: the result of `verify_case` for it.
+        device, seed, repeat: the arguments of that `verify_case`.
+        seconds: begin no further call after this time.
     """
     op, where = get_operator(spec.operator), default_device() if device is None else torch.device(device)
     search = _Search(op, spec, where, seed, repeat, result, time.monotonic() + seconds)
@@ -94,7 +94,7 @@ class _Search:
         return time.monotonic() >= self.deadline
 
     def descend(self, case: Case) -> tuple[Case, CaseResult]:
-        """From a case to ever smaller ones, until no variation of the last one fails in the same way."""
+        """Replaces a case by ever smaller ones, until no variation of the last one fails in the same way."""
         result, size = self.wanted, self._size(case)
         seen: set[str] = set()
         progress = size is not None
@@ -122,11 +122,11 @@ class _Search:
         return outcome.status is self.wanted.status and any(fault.kind in kinds for fault in outcome.faults)
 
     def _size(self, case: Case) -> tuple[int, int, int] | None:
-        """Elements, values that are given, and how large they are; None for what the operator refuses."""
+        """Returns the size of a case: elements, number of values, sum of magnitudes; None for a call that the operator rejects."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
             check_with_values(self.op, arguments)
-        except Exception:  # whatever a maker of inputs raises for values that do not go together
+        except Exception:  # a recipe may raise anything for inconsistent values
             return None
         elements = sum(t.numel() for _, t in tensor_arguments(self.op.parameters, arguments))
         values = [*_leaves(case.make)] if isinstance(case.make, Recipe) else []
@@ -144,7 +144,7 @@ def _leaves(recipe: Recipe) -> Iterator[Any]:
 
 
 def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Case]:
-    """Simpler cases, the boldest steps first. Not all of them are calls that the operator takes."""
+    """Yields simpler cases, the largest steps first. The operator may reject some of them."""
     if isinstance(case.make, Recipe) and any(type(value) is int for value in _leaves(case.make)):
         for recipe in _simpler(case.make, frozenset(op.names)):
             yield replace(case, make=recipe)
@@ -161,9 +161,10 @@ def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = 
 
 
 def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
-    """Variations of a recipe: everything halved, fewer lengths, values left out, smaller numbers, two numbers smaller at once.
+    """Yields variations of a recipe: all halved, fewer lengths, values left out, smaller numbers, two numbers smaller together.
 
-    ``options``: parameters of the operator. A number of such a name is a setting and may be 0; others are sizes, and at least 1.
+    ``options``: parameters of the operator. A number with such a name is a setting and may be 0; other numbers are sizes of at
+    least 1.
     """
     values = values_of(recipe)
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and all(type(x) is int for x in v)}
@@ -181,7 +182,7 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
     yield vary({**halved, **{name: v for name, v in less.items() if name in options}})
     yield vary({name: v for name, v in less.items() if name not in options})
 
-    # Lists of one length belong together: the new tokens of each sequence, and those that it has in all.
+    # Lists of equal length belong together, such as each sequence's new tokens and its total tokens.
     for size in sorted({len(v) for v in lists.values()}, reverse=True):
         group = {name: v for name, v in lists.items() if len(v) == size}
         kept: list[list[int]] = [[*range(size // 2)], [*range(size // 2, size)]] if size > 3 else []
@@ -207,7 +208,7 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
 
 
 def _two_at_once(numbers: dict[str, int], lists: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
-    """Two values smaller at once: numbers that must divide or equal each other, a length and a number of its elements."""
+    """Yields changes that reduce two values together: numbers that must divide or equal each other, or a number and a length."""
     for (one, a), (other, b) in itertools.combinations(numbers.items(), 2):
         for pair in ((1, 1), (a // 2, b // 2), (a - 1, b - 1)):
             if pair[0] < a and pair[1] < b:
@@ -230,12 +231,12 @@ def _put(values: list[int], at: int, value: int) -> list[int]:
 
 
 def _smaller(number: int, least: int = 0) -> list[int]:
-    """Numbers below one, the boldest first."""
+    """Returns smaller numbers, the largest steps first."""
     return list(dict.fromkeys(n for n in (0, 1, 2, number // 4, number // 2, number - 2, number - 1) if least <= n < number))
 
 
 def reproducer(op: Operator[Any, Any], spec: KernelSpec, case: Case, device: torch.device | str, seed: int = 0) -> str:
-    """Python text of a program that makes a case's call with a kernel, beside the reference's; what differs is printed."""
+    """Returns the source of a Python program that verifies a kernel on a case, prints the difference, and makes the call."""
     imports = {
         "import torch",
         "from tokenspeed_kernel_base.cases import Case",

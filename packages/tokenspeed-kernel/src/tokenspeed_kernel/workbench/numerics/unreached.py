@@ -1,7 +1,7 @@
-"""Kernels that no case reaches. A kernel that nothing runs is not right, whatever its declaration says.
+"""Finds kernels that no case reaches. A kernel that is never run counts as wrong, whatever it declares.
 
-Most often the declaration is wrong: it asks for what no call has, or for two things that no call has together. Else the operator
-lacks a case.
+Usually the declaration is wrong: it requires something that no call has, or two things that no call has together. Otherwise the
+operator lacks a case.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tokenspeed_kernel.workbench.numerics.recipes import asked_without_values
+from tokenspeed_kernel.workbench.numerics.recipes import request_without_values
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, refusal_of, undeclared
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
@@ -18,21 +18,21 @@ from tokenspeed_kernel_base.platform import PlatformInfo
 from tokenspeed_kernel_base.spec import KernelSpec
 
 ALL_CASES = "all cases"
-# The gates at which a kernel's own declaration keeps it from a case. What else skips a case is of the machine.
+# The gates that depend on the kernel's own declaration. All other gates depend on the machine.
 _OF_THE_DECLARATION = ("formats", "traits")
 
 
 def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: PlatformInfo, *, large: bool) -> CaseResult | None:
-    """What to say of a kernel that none of its operator's cases reached; None where one did, or may on another machine.
+    """Returns a result for a kernel that no case of its operator reached; None if one did, or may on another machine.
 
     Args:
         spec: the kernel's declaration.
-        results: of all of the operator's cases, or of all small ones.
-        platform: where they were run.
-        large: whether the large ones were among them.
+        results: the results of all of the operator's cases, or of all small ones.
+        platform: the platform of the results.
+        large: whether the results include the large cases.
 
     Returns:
-        UNREACHED with the reasons; SKIPPED where large cases reach it that were not run; ERROR where it has no operator.
+        UNREACHED with the reasons; SKIPPED if only large cases that were not run reach it; ERROR if it has no operator.
     """
     if (wrong := undeclared(spec)) is not None:
         return wrong
@@ -50,7 +50,7 @@ def unreached(spec: KernelSpec, results: Sequence[CaseResult], platform: Platfor
 
 
 def _reasons(results: Sequence[CaseResult]) -> list[str]:
-    """Why cases were skipped: for each gate how many, and the reason of most of them."""
+    """Returns why cases were skipped: per gate the number of cases, and their most common reason."""
     reasons = []
     for gate, count in Counter(result.gate for result in results).most_common():
         ((most, same),) = Counter(result.reason for result in results if result.gate == gate).most_common(1)
@@ -60,7 +60,7 @@ def _reasons(results: Sequence[CaseResult]) -> list[str]:
 
 
 def _may_take(spec: KernelSpec, case: Case, platform: PlatformInfo) -> bool:
-    """Whether a kernel's declaration lets it take a case, as far as can be told without drawing values."""
+    """Whether a kernel's declaration accepts a case, as far as this is known without drawing values."""
     op = get_operator(spec.operator)
-    found = asked_without_values(op, case)
+    found = request_without_values(op, case)
     return found is None or refusal_of(op, spec, replace(found[0], platform=platform)) is None

@@ -1,9 +1,9 @@
-"""Running a kernel against the reference, over its operator's cases.
+"""Verifies a kernel against the reference, on its operator's cases.
 
-A kernel is run the way a caller runs it: through the operator, by name. Beyond the values of its outputs it is held to what
-every caller may rely on: ``out=`` is written to and returned, arguments that the operator does not declare as written to are
-left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again. All further checks are
-in `tokenspeed_kernel.workbench.numerics.conformance.checks`.
+A kernel runs as a caller would run it: through the operator, by name. Besides the values of its outputs, the guarantees to every
+caller are checked. ``out=`` is written and returned. Arguments that the operator does not declare as mutated are unchanged. Outputs
+do not alias inputs or each other. A kernel tagged ``determinism`` reproduces its bits. All further checks are in
+`tokenspeed_kernel.workbench.numerics.conformance.checks`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tokenspeed_kernel_base.spec import KernelSpec
 
 
 class Status(str, enum.Enum):
-    """What became of one case."""
+    """The outcome of one case."""
 
     PASSED = "passed"
-    FAILED = "failed"  # ran, and something about the result is wrong
-    ERROR = "error"  # did not run to the end
-    SKIPPED = "skipped"  # the kernel does not claim to serve this case here
-    UNREACHED = "not reached"  # the kernel claims to serve no case of its operator
+    FAILED = "failed"  # it ran, and its result is wrong
+    ERROR = "error"  # it did not run to the end
+    SKIPPED = "skipped"  # the kernel is not eligible for this case here
+    UNREACHED = "not reached"  # the kernel is eligible for no case of its operator
 
     @property
     def wrong(self) -> bool:
@@ -55,7 +55,7 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong. ``kind`` is the same for the same fault on other inputs; ``text`` has the details."""
+    """One fault. ``kind`` is the same for the same fault on other inputs; ``text`` has the details."""
 
     kind: str
     text: str
@@ -68,16 +68,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What became of one kernel on one case.
+    """The result of one kernel on one case.
 
     Attributes:
         kernel, operator, case: names.
         status: see `Status`.
-        reason: why it was skipped, what is wrong, or what exactly was checked.
-        comparisons: one a checked tensor; those made with ``out=`` are named after the parameter.
-        traceback: of an error.
-        faults: what is wrong, one by one; ``reason`` is all of it.
-        traits: what the case asks of a kernel, where it came so far.
+        reason: why it was skipped, its faults, or what exactly was checked.
+        comparisons: one per checked tensor; those for ``out=`` are named after the parameter.
+        traceback: the traceback of an error.
+        faults: the individual faults; ``reason`` joins them.
+        traits: the traits of the case's request, if it got that far.
     """
 
     kernel: str
@@ -96,21 +96,21 @@ class CaseResult:
 
     @property
     def gate(self) -> str:
-        """What a case was skipped at: a gate of selection, or ``"world of 2"``; empty where it was not."""
+        """Where the case was skipped: a gate of selection, or ``"world of 2"``; empty if it was not skipped."""
         return self.reason.partition(":")[0] if self.status is Status.SKIPPED else ""
 
     @property
     def worst(self) -> Comparison | None:
-        """The comparison to look at first: one that failed, else the one with the largest relative error."""
+        """The most relevant comparison: a failed one, else the one with the largest relative error."""
         return max(self.comparisons, key=lambda c: (not c.passed, c.relative_error), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         return plain_fields(self)
 
 
 def default_device() -> torch.device:
-    """Where kernels run in this process: the current GPU, or the CPU (also under a simulator, whose tensors lie there)."""
+    """Returns the device that kernels of this process run on: the current GPU, or the CPU (also under a simulator)."""
     platform = current_platform()
     if platform.is_cpu or platform.emulated or platform.pretended:
         return torch.device("cpu")
@@ -126,18 +126,19 @@ def verify_kernel(
     seed: int = 0,
     repeat: int | None = None,
 ) -> list[CaseResult]:
-    """Runs a registered kernel against its operator's reference.
+    """Verifies a registered kernel against its operator's reference.
 
     Args:
         spec: the kernel's declaration, from the registry.
-        cases: what to run; the operator's if not given.
-        device: where; `default_device` if not given.
-        large: include the cases that are sized for a GPU. Does not touch ``cases``.
-        seed: of the inputs.
-        repeat: how many runs must give the same bits, of any kernel; None asks it of those tagged ``determinism``, twice.
+        cases: the cases to run; the operator's if not given.
+        device: the device; `default_device` if not given.
+        large: include the operator's cases that are sized for a GPU. Has no effect if ``cases`` is given.
+        seed: seed of the inputs.
+        repeat: number of runs that must give the same bits, for every kernel; None requires two runs of kernels tagged
+            ``determinism`` only.
 
     Returns:
-        One result a case, in order; nothing is raised for a kernel that is wrong.
+        One result per case, in order; a wrong kernel raises nothing.
 
     Example:
         >>> from tokenspeed_kernel_base.registry import KernelRegistry
@@ -153,7 +154,7 @@ def verify_kernel(
 
 
 def undeclared(spec: KernelSpec) -> CaseResult | None:
-    """What to say of a kernel whose operator is not declared; None where it is."""
+    """Returns an error result for a kernel whose operator is not declared; None if it is declared."""
     try:
         get_operator(spec.operator)
     except KeyError as error:
@@ -164,16 +165,16 @@ def undeclared(spec: KernelSpec) -> CaseResult | None:
 def verify_case(
     spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, seed: int = 0, repeat: int | None = None
 ) -> CaseResult:
-    """Runs a registered kernel on one case of its operator. See `verify_kernel`.
+    """Verifies a registered kernel on one case of its operator. See `verify_kernel`.
 
-    A case for several processes is run in as many, which are started and ended here; the outcome is that of the first rank where
-    anything is wrong.
+    A case with a ``world_size`` above 1 runs in that many processes, which this function starts and ends. The result is that of the
+    first rank that is wrong, or of rank 0.
     """
     op = get_operator(spec.operator)
     where = default_device() if device is None else torch.device(device)
     result = functools.partial(CaseResult, spec.name, spec.operator, case.name)
     platform = platform_of(where)
-    # Before any input is built: a large case takes gigabytes.
+    # Check this before building inputs: a large case takes gigabytes.
     gap = f"{platform.arch} is pretended, nothing launches" if platform.pretended else spec.capability.gap(platform)
     if gap is not None:
         return result(Status.SKIPPED, f"platform: {gap}")
@@ -214,7 +215,7 @@ def verify_case(
             tolerance = functools.partial(tolerance_for, request=request, exact=op.exact or is_reference)
             trial = _Trial(op, spec, twin, lambda: op.prepared(build(), spec), expected, written, tolerance, repeat)
             trial.run()
-    except Exception as error:  # a kernel may fail in any way; every one of them is reported
+    except Exception as error:  # a kernel may fail in any way; every failure is reported
         said = f"{doing}: {type(error).__name__}: {error}"
         blamed = Fault(f"error {doing} {type(error).__name__}", said)
         return result(Status.ERROR, said, traceback=traceback.format_exc(), faults=(blamed,))
@@ -252,7 +253,7 @@ def _verify_as_rank(kernel: str, case_name: str, device: str, seed: int, repeat:
 
 
 def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:
-    """The faults of values. A fault that results have with and without ``out=`` is named once."""
+    """Yields the faults of comparisons. A fault that occurs both with and without ``out=`` is reported once."""
     said = set()
     for comparison in comparisons:
         if comparison.fault and comparison.fault not in said:
@@ -263,18 +264,18 @@ def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:
 
 
 def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> Any:
-    """Runs a kernel by name on (complete, prepared) arguments, as a caller would, and waits for it."""
+    """Runs a kernel by name on (complete, prepared) arguments, as a caller would, and synchronises."""
     result = op.function(**arguments, override=spec.name)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()  # so that a failed launch is blamed on this call
+        torch.cuda.synchronize()  # so that a failed launch is attributed to this call
     return result
 
 
 def check_with_values(op: Operator[Any, Any], arguments: dict[str, Any]) -> None:
-    """Raises TypeError or ValueError for a call that the operator refuses, or would refuse if its tensors lay in host memory.
+    """Raises TypeError or ValueError for a call that the operator rejects, or would reject if its tensors were in host memory.
 
-    An ordinary call reads no values from a device. Inputs that are made up must be valid all the same: an index out of range costs
-    the reference the whole process there.
+    An ordinary call does not check values on a device. Generated inputs must be valid nevertheless: an index out of range would
+    abort the whole process in the reference.
     """
     op.check_call(arguments)
     if op.host_values:
@@ -283,15 +284,15 @@ def check_with_values(op: Operator[Any, Any], arguments: dict[str, Any]) -> None
 
 
 def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> tuple[str, str] | None:
-    """The gate at which a kernel refuses a case's (complete) arguments, and why; None if it takes them.
+    """Returns the gate at which a kernel is rejected for a case's (complete) arguments, and the reason; None if it is eligible.
 
-    Looks at the arguments before they are prepared for the kernel, because preparing arguments that it refuses may fail.
+    The check uses the arguments before they are prepared for the kernel, because preparing ineligible arguments may fail.
     """
     return refusal_of(op, spec, op.request(arguments))
 
 
 def refusal_of(op: Operator[Any, Any], spec: KernelSpec, request: Request) -> tuple[str, str] | None:
-    """The same for what a case asks of a kernel."""
+    """Like `refusal`, for a request."""
     return gate(spec, replace(request, fixed_traits=frozenset(request.traits) - op.fixed_traits), overridden=True)
 
 
@@ -300,12 +301,12 @@ def _build(op: Operator[Any, Any], case: Case, device: torch.device, seed: int) 
 
 
 def written_to(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The arguments that the operator declares as written to."""
+    """Returns the arguments that the operator declares as mutated."""
     return {name: t for name, t in tensor_arguments(op.parameters, arguments) if name.partition(".")[0] in op.mutates}
 
 
 def _differing(op: Operator[Any, Any], left: dict[str, Any], right: dict[str, Any], leave_out: Iterable[str] = ()) -> list[str]:
-    """Names of the tensors that are not bit for bit the same in two sets of arguments."""
+    """Returns the names of the tensors that are not bit-identical in two sets of arguments."""
     others = dict(tensor_arguments(op.parameters, right))
     skipped = set(leave_out)
     return [
@@ -317,7 +318,7 @@ def _differing(op: Operator[Any, Any], left: dict[str, Any], right: dict[str, An
 
 @dataclass
 class _Trial:
-    """One kernel's run on one case, and what was found wrong."""
+    """One kernel's runs on one case, and the faults found."""
 
     op: Operator[Any, Any]
     spec: KernelSpec
@@ -351,7 +352,7 @@ class _Trial:
             self._check_out(fresh, outputs if comparable else None)
 
     def _check_bits(self, runs: int, outputs: list[Tensor], tagged: bool) -> None:
-        """Runs again on the same values and compares with the first run, whose results are ``outputs`` and the first arguments."""
+        """Repeats the run on the same values, and compares bits with the first run's outputs and mutated arguments."""
         first = written_to(self.op, self.arguments)
         for run in range(2, runs + 1):
             arguments = self.build()
@@ -368,14 +369,14 @@ class _Trial:
                 return
 
     def _beside(self, arguments: dict[str, Any], wanted: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """What was written to, each beside what it should be."""
+        """Returns the mutated arguments, each with its expected value."""
         return {name: (tensor, wanted[name]) for name, tensor in written_to(self.op, arguments).items()}
 
     def _call(self, arguments: dict[str, Any]) -> Any:
         return run_kernel(self.op, self.spec, arguments)
 
     def _check_memory(self, outputs: list[Tensor]) -> None:
-        """Outputs must be memory of their own: a custom operator of PyTorch may not return a view of what it was given."""
+        """Checks that outputs do not alias inputs or each other: a PyTorch custom operator must not return a view of an input."""
         provided = {self.arguments[name].data_ptr() for name in self.op.outs if self.arguments[name] is not None}
         owners = {_storage(t): name for name, t in tensor_arguments(self.op.parameters, self.arguments) if t.numel()}
         for index, output in enumerate(outputs):
@@ -386,7 +387,7 @@ class _Trial:
                 self.faults.append(Fault(f"memory {index}", f"output {index} shares memory with {owner}"))
 
     def _check_out(self, arguments: dict[str, Any], before: list[Tensor] | None) -> None:
-        """Runs again with every output provided."""
+        """Runs again with every output provided by the caller."""
         wanted = lowering.as_list(self.expected)
         provided = {name: _garbage(t) for name, t in zip(self.op.outs, wanted, strict=False)}
         if not provided:
@@ -405,7 +406,7 @@ class _Trial:
                 padding = out[self.op.counted_rows(arguments) :]
                 if not same_bits(padding, _garbage(padding)):
                     self.faults.append(Fault(f"out= {name}", f"writes to rows of {name}= that belong to no item"))
-        # What was ignored has had its fault, and outputs that cannot be provided were compared before.
+        # An ignored output has been reported, and outputs that cannot be provided were compared before.
         got = [out if name in respected else wanted[index] for index, (name, out) in enumerate(provided.items())]
         got += wanted[len(got) :]
         compared = compare_results(self.op, arguments, lowering.from_list(got), self.expected, self.tolerance)
@@ -436,7 +437,7 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
 
 
 def _garbage(like: Tensor) -> Tensor:
-    """A tensor to be written to, full of values that no kernel computes: NaN, more than 10^38, or at least 2^30."""
+    """Returns an output tensor filled with values that no kernel computes: NaN, above 10^38, or at least 2^30."""
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
         return made.fill_(True)

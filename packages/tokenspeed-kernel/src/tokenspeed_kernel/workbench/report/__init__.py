@@ -1,4 +1,4 @@
-"""Benchmark reports as a page for people: one HTML file that needs nothing else, and its plots as files of their own."""
+"""Renders benchmark reports as one self-contained HTML file, and its plots as separate files."""
 
 from tokenspeed_kernel.workbench.report.devices import devices_of
 from tokenspeed_kernel.workbench.report.page import render_page, write_plots

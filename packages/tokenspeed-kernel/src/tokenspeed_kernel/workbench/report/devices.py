@@ -1,4 +1,4 @@
-"""What several benchmark reports say together, device by device: the newest row of each kernel and case, and how it came to it."""
+"""Combines several benchmark reports by device: the newest row of each kernel and case, and its history."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Run:
-    """One report, and the name that it has on a page."""
+    """One report, and its name on the page."""
 
     name: str
     report: Report
 
     @property
     def label(self) -> str:
-        """The commit, shortened, or else month, day and time."""
+        """The abbreviated commit; without one, month, day and time."""
         commit, date = self.report.metadata.git_commit, self.report.metadata.date
         return commit[:7] + "+" * commit.endswith("+") if commit else f"{date[5:10]} {date[11:16]}"
 
@@ -39,9 +39,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Bar:
-    """The fastest kernel of a solution on a case. ``part`` of the roofline, or of the fastest's speed where there is none.
+    """The fastest kernel of a backend on a case. ``part``: the fraction of the roofline, or without one of the fastest's speed.
 
-    A bar without a part says in ``row.status`` what became of the kernel.
+    If ``part`` is None, ``row.status`` has the reason.
     """
 
     solution: str
@@ -51,7 +51,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class CaseBars:
-    """The solutions of one case."""
+    """The backends of one case."""
 
     operator: str
     case: str
@@ -60,7 +60,7 @@ class CaseBars:
 
 @dataclass(frozen=True)
 class Change:
-    """Medians of one kernel on one case, in microseconds, one a run; None where a run did not measure it."""
+    """Medians of one kernel on one case, in microseconds, one per run; None if a run did not measure it."""
 
     operator: str
     case: str
@@ -69,7 +69,7 @@ class Change:
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
-        """Each in terms of the first that was measured: 0.5 is half the time."""
+        """Each time relative to the first one measured: 0.5 is half the time."""
         first = next(time_us for time_us in self.times_us if time_us is not None)
         return tuple(None if time_us is None else time_us / first for time_us in self.times_us)
 
@@ -92,11 +92,11 @@ class Device:
 
     @property
     def roofline(self) -> Roofline | None:
-        """The newest."""
+        """The newest roofline."""
         return next((run.report.roofline for run in reversed(self.runs) if run.report.roofline is not None), None)
 
     def rows(self) -> list[tuple[Row, Run]]:
-        """Of each kernel on each case the newest row, with the run that it is from; none of a case that a kernel does not serve."""
+        """Returns the newest row of each kernel and case, with its run. Skipped cases are left out."""
         newest: dict[tuple[str, str, str], tuple[Row, Run]] = {}
         for run in self.runs:
             for row in run.report.rows:
@@ -106,16 +106,16 @@ class Device:
         return sorted(newest.values(), key=lambda pair: pair[0].operator)
 
     def skipped(self) -> int:
-        """How many rows of all runs are of cases that their kernel does not serve."""
+        """Counts the rows of all runs whose kernel is not eligible for the case."""
         return sum(row.status == "skipped" for run in self.runs for row in run.report.rows)
 
     def points(self) -> list[Point]:
-        """The rows that compute."""
+        """Returns the rows that have both a FLOP rate and a memory rate."""
         rows = [row for row, _ in self.rows() if row.tflops and row.gb_per_s]
         return [Point(row, 1e3 * row.tflops / row.gb_per_s, row.tflops) for row in rows if row.tflops and row.gb_per_s]
 
     def share(self, row: Row) -> Share | None:
-        """A row's part of the roofline. Old reports do not say what is multiplied; there it is taken for bfloat16."""
+        """Returns a row's fraction of the roofline. Old reports lack the operand dtype; bfloat16 is assumed for them."""
         if row.share is not None or self.roofline is None or row.gb_per_s is None or row.tflops is None:
             return row.share
         memory = Share(row.gb_per_s / self.roofline.memory_gb_per_s, "memory")
@@ -124,7 +124,7 @@ class Device:
         return max(memory, computing, key=lambda share: share.part)
 
     def bars(self) -> dict[str, list[CaseBars]]:
-        """By operator, the solutions of its cases."""
+        """Returns the backends of each case, by operator."""
         found: dict[str, list[CaseBars]] = {}
         rows = [row for row, _ in self.rows()]
         for (operator, case), group in _grouped(rows, lambda row: (row.operator, row.case)):
@@ -143,7 +143,7 @@ class Device:
         return None if share is None else share.part
 
     def changes(self) -> dict[str, list[Change]]:
-        """By operator, what was measured in two runs or more."""
+        """Returns, by operator, the kernels and cases that were measured in two or more runs."""
         found: dict[str, list[Change]] = {}
         times = [{row.key: row.timing.median_us for row in run.report.rows if row.timing is not None} for run in self.runs]
         for key in dict.fromkeys(itertools.chain(*times)):
@@ -154,7 +154,7 @@ class Device:
         return dict(sorted(found.items()))
 
     def notes(self) -> list[str]:
-        """In what the runs differ, besides the code."""
+        """Returns the differences between the runs other than the code."""
         notes = []
         for what in ("driver", "python", "torch", "triton"):
             values = list(dict.fromkeys(getattr(run.report.metadata, what) or "unknown" for run in self.runs))
@@ -167,14 +167,15 @@ class Device:
 
 
 def devices_of(reports: Iterable[tuple[str, Report]]) -> list[Device]:
-    """Reports, each with its name, by the device that they were measured on, in the order in which they were made."""
+    """Groups named reports by device, in the order of their dates."""
     runs = [Run(name, report) for name, report in reports]
     grouped = _grouped(runs, lambda run: run.report.metadata.device)
     return [Device(name, tuple(sorted(of_one, key=lambda run: run.report.metadata.date))) for name, of_one in grouped]
 
 
 def solution_of(row: Row) -> str:
-    """What a kernel is made with. Old reports do not say; there a kernel that is named after its operator begins with it."""
+    """Returns a kernel's backend. Old reports lack it; there it is the prefix of a kernel name that contains its operator's
+    name."""
     return row.solution or row.kernel.partition("_" + row.operator.partition(".")[2])[0]
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Sorting and filtering. Without scripts the table is whole, in the order of the operators.
+// Sorting and filtering. Without scripts the table is complete, in the order of the operators.
 (() => {
   const table = document.querySelector("table");
   const body = table.tBodies[0];
@@ -12,7 +12,7 @@
     return cell.classList.contains("number") ? (value === "" ? null : Number(value)) : value;
   };
 
-  // What is not known comes last, whichever the direction.
+  // Unknown values sort last in both directions.
   const compare = (column, sign) => (a, b) => {
     const [x, y] = [valueOf(a, column), valueOf(b, column)];
     if (x === null || y === null) return (x === null) - (y === null);

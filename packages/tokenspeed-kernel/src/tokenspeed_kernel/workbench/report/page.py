@@ -1,4 +1,4 @@
-"""The page itself, and its plots as files."""
+"""Renders the page, and writes its plots as files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the table's. ``value`` is what it is sorted by, where that is not its text."""
+    """A cell of the table. ``value``: the sort key, if it is not the text."""
 
     text: str
     value: float | str | None = None
@@ -32,17 +32,17 @@ COLUMNS = (
     "operator", "case", "kernel", "median µs", "of roofline", "TFLOP/s", "GB/s", "p10", "p90", "launch µs", "status", "run",
 )  # fmt: skip
 _NUMBERS = frozenset({"median µs", "p10", "p90", "TFLOP/s", "GB/s", "of roofline", "launch µs"})
-# What is left out where there is little room, and what where there is next to none; and what may break into lines.
+# Columns that are hidden on narrow screens ("minor") and on very narrow ones ("spare"); and columns whose text may wrap ("words").
 _ROOM = dict.fromkeys(("p10", "p90", "launch µs", "run"), "minor") | dict.fromkeys(("operator", "GB/s"), "spare")
 _ROOM |= {"case": "words", "kernel": "words"}
 
 
 def render_page(devices: Sequence[Device], title: str) -> str:
-    """HTML that needs no other file and no network.
+    """Renders HTML that needs no other file and no network.
 
     Args:
         devices: at least one.
-        title: of the page.
+        title: title of the page.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE),
@@ -72,10 +72,10 @@ def render_page(devices: Sequence[Device], title: str) -> str:
 
 
 def write_plots(devices: Sequence[Device], folder: Path) -> list[Path]:
-    """The plots as SVG and PNG. Returns the files, whose names are made of the device's and of what is shown.
+    """Writes the plots as SVG and PNG. Returns the files, which are named after the device and the plot.
 
     Raises:
-        OSError: one cannot be written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []

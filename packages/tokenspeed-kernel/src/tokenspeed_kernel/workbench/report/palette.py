@@ -1,18 +1,18 @@
-"""Colours: of the page, and of its plots, in light and dark.
+"""Colours of the page and of its plots, in light and dark mode.
 
-Inside the page plots are drawn in stand-ins, in whose places the variables of its style sheet are put, so that the reader's choice
-of light or dark holds for them, too. In files of their own they are light.
+Plots within the page are drawn in placeholder colours, which are then replaced by the variables of its style sheet, so that they
+follow the reader's choice of light or dark mode. Plots in separate files use the light colours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# From a name to the colour that a plot is drawn in.
+# Maps a colour's name to the colour that a plot is drawn in.
 Paint = Callable[[str], str]
 
-# Name of a CSS variable to its colours on a light and on a dark page. Whatever carries meaning has a contrast of 3 : 1 or more to
-# the background, text of 4.5 : 1.
+# CSS variables with their colours on a light and on a dark page. Meaningful graphics have a contrast of at least 3 : 1 to the
+# background, text of at least 4.5 : 1.
 COLOURS: dict[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#15181d"),
     "ink": ("#1d2229", "#e6e9ee"),
@@ -33,33 +33,33 @@ COLOURS: dict[str, tuple[str, str]] = {
 }
 SERIES = tuple(name for name in COLOURS if name.startswith("series-"))
 
-# Colours that nothing else has, one for each name.
+# Placeholder colours, one per name, that occur nowhere else.
 _STAND_INS = {name: f"#0102{index:02x}" for index, name in enumerate(COLOURS, 16)}
 
 
 def light(name: str) -> str:
-    """The paint of a plot in a file of its own."""
+    """Returns the colours of a plot in a separate file."""
     return COLOURS[name][0]
 
 
 def stand_in(name: str) -> str:
-    """The paint of a plot that `as_variables` makes part of the page."""
+    """Returns the placeholder colours of a plot within the page, for `as_variables`."""
     return _STAND_INS[name]
 
 
 def as_variables(svg: str) -> str:
-    """A drawing that takes its colours from the page around it."""
+    """Replaces placeholder colours in a drawing by the page's CSS variables."""
     for name, colour in _STAND_INS.items():
         svg = svg.replace(colour, f"var(--{name})")
     return svg
 
 
 def series(index: int) -> str:
-    """The name of some series' colour; after the last comes the first again."""
+    """Returns the colour name of a series; colours repeat cyclically."""
     return SERIES[index % len(SERIES)]
 
 
 def style() -> tuple[str, str]:
-    """The variables of a light page and of a dark one."""
+    """Returns the CSS variables of a light page and of a dark one."""
     light, dark = ("; ".join(f"--{name}: {colours[index]}" for name, colours in COLOURS.items()) for index in range(2))
     return light, dark

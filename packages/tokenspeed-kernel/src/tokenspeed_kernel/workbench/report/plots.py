@@ -1,7 +1,7 @@
-"""The plots: where kernels stand under the roofline, solutions side by side, and times over commits.
+"""The plots: kernels in the roofline plot, backends side by side, and times over commits.
 
-One unit of a drawing is one pixel at its natural size. A drawing of 380 pixels can be read on a telephone; where there is room
-several stand side by side.
+Sizes are in pixels at the drawing's natural size. A drawing of 380 pixels is readable on a phone; wide pages show several side by
+side.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tokenspeed_kernel.workbench.report.palette import Paint, series
 NARROW, WIDE = 380, 900
 _SMALL, _PLAIN = 11.0, 12.0
 _MARKERS = "osD^vPX<>"
-# Of changes over commits so many are named in a plot.
+# The most changes over commits that a plot names.
 _NAMED_CHANGES = 5
-# matplotlib's measures are in points; so is a pixel here.
+# matplotlib measures in points; at this resolution a pixel is a point.
 _DPI = 72
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -47,10 +47,10 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 
 class Drawing:
-    """A figure, and what a reader is told who points at its parts.
+    """A figure, and the tooltips of its parts.
 
     Attributes:
-        title: what it shows, for those who cannot see it.
+        title: description of the figure, also for screen readers.
         width, height: in pixels.
     """
 
@@ -60,7 +60,7 @@ class Drawing:
         self.hints: dict[str, str] = {}
 
     def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
-        """Axes with these margins, in pixels."""
+        """Adds axes with these margins, in pixels."""
         size = (self.width - left - right) / self.width, (self.height - top - bottom) / self.height
         axes = self.figure.add_axes((left / self.width, bottom / self.height, *size), facecolor="none")
         axes.tick_params(which="both", colors=self.paint("faint"), labelsize=_SMALL, length=0)
@@ -71,14 +71,14 @@ class Drawing:
         return axes
 
     def hint(self, text: str) -> str:
-        """A name for a part of the drawing that shows this text when pointed at."""
+        """Returns an id for a part of the drawing that gets this text as its tooltip."""
         name = f"hint-{len(self.hints)}"
         self.hints[name] = text
         return name
 
     @matplotlib.rc_context(_STYLE)
     def svg(self, prefix: str) -> str:
-        """The element ``svg`` for an HTML page, as wide as its surroundings. ``prefix`` keeps its ids apart from others'."""
+        """Returns an ``svg`` element for an HTML page, as wide as its container. ``prefix`` makes its ids unique."""
         file = io.StringIO()
         self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         ElementTree.register_namespace("", _SVG)
@@ -101,7 +101,7 @@ class Drawing:
 
     @matplotlib.rc_context(_STYLE)
     def save(self, *files: Path) -> None:
-        """With its title above it, as PNG, at twice the size, or as SVG, by the names' endings."""
+        """Saves the figure with its title above it, as PNG at twice the size or as SVG, by the file extension."""
         above: dict[str, Any] = {"va": "bottom", "fontsize": 1.15 * _PLAIN, "fontweight": "bold", "color": self.paint("ink")}
         title = self.figure.text(8 / self.width, 1 + 8 / self.height, self.title, **above)
         for file in files:
@@ -111,7 +111,7 @@ class Drawing:
 
 
 def _rename(element: ElementTree.Element, prefix: str) -> None:
-    """Puts a prefix before an element's id, and before those that it refers to."""
+    """Prefixes an element's id, and the ids that it refers to."""
     for key, value in element.attrib.items():
         if key == "id":
             element.set(key, prefix + value)
@@ -126,12 +126,12 @@ def _rename(element: ElementTree.Element, prefix: str) -> None:
 
 @matplotlib.rc_context(_STYLE)
 def roofline_plot(device: str, roofline: Roofline | None, points: Sequence[Point], paint: Paint, width: int = WIDE) -> Drawing:
-    """Arithmetic intensity against TFLOP/s, in logarithmic scales, with what the device was measured to reach.
+    """Plots TFLOP/s over arithmetic intensity on logarithmic scales, with the device's measured roofline.
 
     Args:
-        device: its name.
-        roofline: None to show the points alone.
-        points: at least one; their operators' families get colours and markers.
+        device: the device's name.
+        roofline: None to show only the points.
+        points: at least one; each family of operators has its colour and marker.
     """
     families = list(dict.fromkeys(_family(point.row) for point in points))
     columns = max(1, width // 130)
@@ -201,7 +201,7 @@ def _draw_roofs(drawing: Drawing, axes: Axes, roofline: Roofline) -> None:
 
 
 def _alike(rates: Sequence[tuple[float, str]]) -> list[list[tuple[float, str]]]:
-    """Rates, the highest first, in groups whose lines and names would lie on each other."""
+    """Groups rates, the highest first, whose lines and labels would overlap."""
     groups: list[list[tuple[float, str]]] = []
     for rate in rates:
         if groups and rate[0] > 0.75 * groups[-1][0][0]:
@@ -222,7 +222,7 @@ def _family(row: Row) -> str:
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
-    """From below the least to above the largest, and never nothing."""
+    """Returns a range with margins around all positive values, never empty."""
     listed = [value for value in values if value > 0] or [1.0]
     return min(listed) / 1.6, max(listed) * 1.6
 
@@ -234,19 +234,21 @@ _NAME_LINE, _BAR_LINE, _GAP = 17, 15, 9
 
 @matplotlib.rc_context(_STYLE)
 def bars_plot(operator: str, cases: Sequence[CaseBars], solutions: Sequence[str], of_roofline: bool, paint: Paint) -> Drawing:
-    """The solutions of an operator's cases: how near each comes to the roofline, or to the fastest.
+    """Plots the backends of an operator's cases: their fraction of the roofline, or of the fastest's speed.
 
     Args:
+        operator: the operator.
         cases: at least one.
-        solutions: of the device; they have the same colours in all of its plots.
-        of_roofline: what the bars' parts are of.
+        solutions: all backends of the device, which have the same colours in all of its plots.
+        of_roofline: whether the bars are fractions of the roofline rather than of the fastest's speed.
+        paint: the colours.
     """
     there = list(dict.fromkeys(bar.solution for case in cases for bar in case.bars))
     height = sum(_NAME_LINE + _BAR_LINE * len(case.bars) + _GAP for case in cases) + 26
     drawing = Drawing(f"{operator}: solutions on {len(cases)} cases", NARROW, height, paint)
     axes = drawing.axes(4, 0, 4, 0)
     most = max([1.0, *(bar.part for case in cases for bar in case.bars if bar.part is not None)])
-    # What is right of the bars holds their values.
+    # The space to the right of the bars is for their values.
     room = 0.5 if len(there) == 1 else 0.42
     axes.set_xlim(0, most / room)
     axes.set_ylim(height, 0)
@@ -287,7 +289,7 @@ def _draw_bar(drawing: Drawing, axes: Axes, bar: Bar, y: float, colour: str, nam
 
 @matplotlib.rc_context(_STYLE)
 def history_plot(operator: str, changes: Sequence[Change], runs: Sequence[Run], paint: Paint) -> Drawing:
-    """Medians over runs, each in terms of its first. Those that changed most are named; the thick line is the geometric mean."""
+    """Plots medians over runs relative to the first. The largest changes are named; the thick line is the geometric mean."""
     by_change = sorted(changes, key=lambda change: -abs(math.log(change.last)))
     named = [change for change in by_change if abs(math.log(change.last)) > math.log1p(THRESHOLD)][:_NAMED_CHANGES]
     lines = len(named) + 1
@@ -307,7 +309,7 @@ def history_plot(operator: str, changes: Sequence[Change], runs: Sequence[Run], 
     means = [_mean(change.ratios[place] for change in changes) for place in places]
     axes.plot(*zip(*[(p, m) for p, m in zip(places, means, strict=True) if m], strict=True), color=paint("ink"), linewidth=2.4)
     low, high = axes.get_ylim()
-    # What is within the noise must not fill the plot.
+    # Noise must not fill the plot.
     axes.set_ylim(min(low, 1 / 1.15), max(high, 1.15))
     axes.set_xlim(-0.2, len(runs) - 0.8)
     every = math.ceil(len(runs) / 5)
@@ -336,12 +338,12 @@ def _mean(ratios: Iterable[float | None]) -> float | None:
 
 
 def _name_upright(axes: Axes, name: str, paint: Paint) -> None:
-    """Names the upright axis above it, where no number is too long for it."""
+    """Places the label of the vertical axis above the axis, where tick labels of any length leave room for it."""
     axes.annotate(name, (0, 1), (-32, 8), "axes fraction", "offset points", fontsize=_SMALL, color=paint("faint"))
 
 
 def _place(drawing: Drawing, x: float, y: float, text: str, **style: Any) -> None:
-    """One entry of a legend, at pixels from the lower left corner: a marker or a piece of line, and its text."""
+    """Adds an entry of a legend, at pixels from the lower left corner: a marker or a short line, and its text."""
     across = [x] if "marker" in style else [x - 6, x + 8]
     line = Line2D(
         [each / drawing.width for each in across], [y / drawing.height] * len(across), transform=drawing.figure.transFigure, **style
@@ -361,7 +363,7 @@ def _time(time_us: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Formats with three significant digits, or with all integer digits."""
     return f"{value:.0f}" if value >= 1e3 else f"{value:.3g}"
 
 

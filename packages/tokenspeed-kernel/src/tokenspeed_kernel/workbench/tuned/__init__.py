@@ -1,8 +1,8 @@
-"""What was measured on this machine, or on one like it: tables of tuned results, and which of them still hold.
+"""Tables of tuned results from this machine or similar ones, and the check which results are still valid.
 
-A table says, for one operator, formats, traits and bucket of sizes on one device, how long each kernel takes with its best
-configuration. Tables lie in three places, asked in this order: what this process measured, the user's cache directory, and the
-tables that wheels ship for devices they know. Selection reads them through `find`; the package `tuning` measures and writes.
+For one operator, formats, traits and bucket of sizes on one device, a table has each kernel's time with its best configuration.
+There are three sources, searched in this order: results of this process, the user's cache directory, and the tables that wheels
+ship for known devices. Selection reads them through `find`; the package `tuning` measures and writes them.
 """
 
 from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, entry_key

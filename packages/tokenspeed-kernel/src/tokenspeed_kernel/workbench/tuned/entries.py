@@ -1,4 +1,4 @@
-"""One tuned result: what it is found by, what it holds, and how it is written down."""
+"""One tuned entry: its key, its fields, and its serialisation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ FORMAT = 1
 
 
 def entry_key(operator: str, formats: str, traits: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """What an entry is found by, as text. ``sizes`` are buckets."""
+    """Returns the key of an entry, as text. ``sizes`` are buckets."""
     return json.dumps([operator, formats, dict(traits), dict(sizes)], sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What results hold for: the device's name as the driver gives it, its architecture, and its multiprocessors (parts of a
-    device are devices of their own)."""
+    """The device that results are valid for: the driver's name of it, its architecture, and its number of SMs/CUs.
+
+    A partition of a device counts as a separate device.
+    """
 
     name: str
     arch: str
@@ -34,7 +36,7 @@ class Device:
 
     @property
     def file_name(self) -> str:
-        """Of its table in the user's directory."""
+        """The file name of its table in the user's directory."""
         words = f"{self.name} {self.arch} {self.sm_count}"
         return "".join(c if c.isalnum() or c in "_.-" else "-" for c in words) + ".json"
 
@@ -44,14 +46,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Result:
-    """One kernel's best.
+    """One kernel's best configuration.
 
     Attributes:
         kernel: its name.
-        config: the configuration that was quickest, a value for each of the kernel's tunables; empty for the kernel's own choice.
-        us: what a call takes with it, in microseconds: the median.
-        own_us: what it takes with the kernel's own choice, where that was measured too.
-        source: fingerprint of the source that was measured, see `source_fingerprint`.
+        config: the fastest configuration, a value for each of the kernel's tunables; empty for the kernel's default.
+        us: the median time of a call with it, in microseconds.
+        own_us: the median time with the kernel's default, in microseconds, if it was measured.
+        source: fingerprint of the measured source, see `source_fingerprint`.
     """
 
     kernel: str
@@ -63,19 +65,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured for one kind of call on one device.
+    """The tuned results for one kind of call on one device.
 
     Attributes:
         operator: ``"family.mode"``.
         formats: the format signature, as text.
-        traits: of the request.
+        traits: traits of the request.
         sizes: buckets of the request's sizes, see `buckets`.
-        device: where it was measured.
-        results: one a kernel.
-        driver: version of the device's driver; empty where there is none.
-        toolchain: versions of what the kernels were built with.
-        case: what was measured: a case's name, or the sizes of a call.
-        date: when, ISO 8601.
+        device: the device of the measurement.
+        results: one per kernel.
+        driver: version of the device's driver; empty if there is none.
+        toolchain: versions of the software that compiled the kernels.
+        case: the measured case's name, or the sizes of the measured call.
+        date: date of the measurement, ISO 8601.
     """
 
     operator: str
@@ -98,19 +100,19 @@ class Entry:
         return min(self.results, key=lambda result: (result.us, result.kernel))
 
     def merged_onto(self, older: Entry) -> Entry:
-        """This entry, with the older one's results of kernels that it has none of, if they were measured alike."""
+        """Adds the older entry's results for kernels missing here, if both were measured with the same driver and toolchain."""
         if (older.driver, dict(older.toolchain)) != (self.driver, dict(self.toolchain)):
             return self
         mine = {result.kernel for result in self.results}
         return replace(self, results=(*self.results, *(r for r in older.results if r.kernel not in mine)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         return {**asdict(self), "results": [asdict(result) for result in self.results]}
 
     @classmethod
     def from_dict(cls, value: Any) -> Entry:
-        """An entry as `to_dict` gave it. Raises ValueError for anything else."""
+        """Builds an entry from the result of `to_dict`. Raises ValueError for anything else."""
         entry = from_plain(cls, value)
         if not entry.results:
             raise ValueError("results must not be empty")

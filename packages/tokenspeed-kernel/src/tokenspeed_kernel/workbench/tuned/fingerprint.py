@@ -1,6 +1,6 @@
-"""What a kernel was when it was measured: a hash of its source, and the versions of what compiles it.
+"""The identity of a measured kernel: a hash of its source, and the versions of the software that compiles it.
 
-A kernel is found by the name of its module, and nothing is imported to read it: not the module, and not its packages.
+The source is located by the module's name, without importing the module or its packages.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from pathlib import Path
 
 import torch
 
-# Kernels of every package use the helpers of the operators. The rest of the framework (the registry, the selector) does not change
-# what a kernel runs.
+# Kernels of every package use the operators' helpers, so these count. The rest of the framework (the registry, the selector) does
+# not affect the code that a kernel runs.
 _OPERATORS = "tokenspeed_kernel_base.ops"
 
 
 @functools.cache
 def source_fingerprint(module: str) -> str:
-    """A hash of a module and of every module of its package that it imports, directly or through others.
+    """Returns a hash of a module and of all modules of its package that it imports, directly or indirectly.
 
-    Device code that a launcher reaches through `DeviceModule` counts, and so does what it imports from operators' declarations.
-    A package's ``__init__`` counts where something is imported from it that is not a module. For a module in no package, the
-    modules beside it count. Read once in a process: what was imported before a file changed is what runs.
+    Device code that a launcher reaches through `DeviceModule` counts, and so do modules of the operators' declarations that it
+    imports. A package's ``__init__`` counts if something other than a module is imported from it. For a module outside any package,
+    modules in the same folder count. The hash is computed once per process, because a process runs what it imported before a file
+    changed.
 
     Returns:
-        16 hexadecimal digits; empty where the module's source is not to be found.
+        16 hexadecimal digits; empty if the module's source cannot be found.
     """
     own = _locate(module)
     if own is None:
@@ -58,7 +59,7 @@ def source_fingerprint(module: str) -> str:
 
 @functools.cache
 def toolchain() -> dict[str, str]:
-    """Versions of what kernels are built with: PyTorch, and Triton where it is installed."""
+    """Returns the versions of the software that compiles kernels: PyTorch, and Triton if it is installed."""
     try:
         return {"torch": torch.__version__, "triton": metadata.version("triton")}
     except metadata.PackageNotFoundError:
@@ -67,7 +68,7 @@ def toolchain() -> dict[str, str]:
 
 @functools.cache
 def _locate(module: str) -> Path | None:
-    """The file of a module; None where there is none."""
+    """Returns the file of a module; None if there is none."""
     loaded = getattr(sys.modules.get(module), "__file__", None)
     if loaded is not None:
         path = Path(loaded)
@@ -75,7 +76,7 @@ def _locate(module: str) -> Path | None:
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # __main__ of an interactive session
+    except (ImportError, ValueError):  # for example __main__ of an interactive session
         return None
     if spec is None:
         return None
@@ -91,12 +92,12 @@ def _locate(module: str) -> Path | None:
 
 
 def _imports(module: str, path: Path) -> list[str]:
-    """Names of the modules that a module imports, wherever in its source, with ``import`` or as a `DeviceModule`."""
+    """Returns the names of the modules that a module imports anywhere in its source, by ``import`` or as a `DeviceModule`."""
     if path.suffix != ".py":
         return []
     try:
         tree = ast.parse(path.read_bytes())
-    except SyntaxError:  # it cannot be loaded, and the selector says so; its text is its fingerprint all the same
+    except SyntaxError:  # the selector reports that it cannot be loaded; its text still counts for the fingerprint
         return []
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[str] = []
@@ -110,7 +111,7 @@ def _imports(module: str, path: Path) -> list[str]:
             if node.level:
                 try:
                     base = importlib.util.resolve_name("." * node.level + base, package)
-                except ImportError:  # beyond the top: it does not load either
+                except ImportError:  # a relative import beyond the top level, which would not load either
                     continue
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
@@ -119,7 +120,8 @@ def _imports(module: str, path: Path) -> list[str]:
 
 
 def _device_module(module: str, argument: ast.expr) -> str:
-    """The module's name in ``DeviceModule(__name__ + "_device")`` or ``DeviceModule("package.module_device")``; else empty."""
+    """Returns the module's name in ``DeviceModule(__name__ + "_device")`` or ``DeviceModule("package.module_device")``; else
+    empty."""
     prefix = ""
     if isinstance(argument, ast.BinOp) and isinstance(argument.op, ast.Add) and ast.unparse(argument.left) == "__name__":
         prefix, argument = module, argument.right

@@ -1,5 +1,4 @@
-"""Tables on disk. A writer takes the table's lock and merges what it has into what is there, so that neither of two writers at
-once loses the other's results."""
+"""Tables on disk. A writer locks the table and merges its entries into it, so that concurrent writers lose no results."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from tokenspeed_kernel_base.storage import locked, replace_file, set_aside, warn
 
 
 class CorruptTableError(ValueError):
-    """A file is not a table."""
+    """A file is not a valid table."""
 
 
 def parse_table(text: bytes) -> list[Entry]:
-    """The entries of a file. Raises CorruptTableError for anything that `format_table` does not write."""
+    """Parses the entries of a file. Raises CorruptTableError for anything that `format_table` does not write."""
     try:
         table = json.loads(text)
         if not isinstance(table, dict) or table.get("format") != FORMAT or not isinstance(table.get("entries"), list):
@@ -28,21 +27,21 @@ def parse_table(text: bytes) -> list[Entry]:
 
 
 def format_table(entries: Iterable[Entry]) -> str:
-    """One line for each entry, so that versions of a shipped table can be compared."""
+    """Formats a table with one line per entry, so that versions of a shipped table can be diffed."""
     listed = sorted(entries, key=lambda entry: (str(entry.device), entry.key))
     lines = ",\n".join(json.dumps(entry.to_dict(), allow_nan=False) for entry in listed)
     return f'{{"format": {FORMAT}, "entries": [\n{lines}\n]}}\n'
 
 
 def read_table(path: Path, *, keep_corrupt: bool = True) -> list[Entry]:
-    """The entries of a file; none where there is no file, or it cannot be read, or is corrupt.
+    """Reads the entries of a file; none if the file does not exist, cannot be read, or is corrupt.
 
     Args:
         path: the file.
-        keep_corrupt: rename a corrupt file to ``*.corrupt``, so that it can be looked at and a new one takes its place.
+        keep_corrupt: rename a corrupt file to ``*.corrupt`` for inspection, so that a new one can replace it.
 
     Warns:
-        StorageWarning: it cannot be read or is corrupt; once in a process.
+        StorageWarning: the file cannot be read or is corrupt; once per process.
     """
     try:
         return parse_table(path.read_bytes())
@@ -59,7 +58,7 @@ def read_table(path: Path, *, keep_corrupt: bool = True) -> list[Entry]:
 
 
 def _read_locked(path: Path) -> list[Entry]:
-    """The entries of a file that nobody else may write to now. A corrupt one is renamed."""
+    """Reads the entries of a file whose lock is held. A corrupt file is renamed."""
     try:
         return parse_table(path.read_bytes())
     except FileNotFoundError:
@@ -70,14 +69,15 @@ def _read_locked(path: Path) -> list[Entry]:
 
 
 def save_entry(path: Path, entry: Entry) -> bool:
-    """Puts an entry into a file, in place of the one of its device and key. Results of other kernels in that are kept if they were
-    measured with the same driver and toolchain.
+    """Writes an entry to a file, replacing the entry with the same device and key.
+
+    Results of other kernels in the replaced entry are kept if they were measured with the same driver and toolchain.
 
     Returns:
         Whether it was written.
 
     Warns:
-        StorageWarning: it cannot be written; once in a process for each reason.
+        StorageWarning: the file cannot be written; once per process and reason.
     """
 
     def put(entries: list[Entry]) -> list[Entry]:
@@ -89,10 +89,10 @@ def save_entry(path: Path, entry: Entry) -> bool:
 
 
 def remove_entries(path: Path, keep: Callable[[Entry], bool]) -> int:
-    """Takes out the entries of a file that are not to be kept; how many those were.
+    """Removes the entries of a file for which ``keep`` is false, and returns their number.
 
     Warns:
-        StorageWarning: the file cannot be written; then it is as it was, and the answer 0.
+        StorageWarning: the file cannot be written; it is unchanged then, and the result is 0.
     """
     removed = 0
 

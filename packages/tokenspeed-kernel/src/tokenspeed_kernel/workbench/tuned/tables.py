@@ -1,9 +1,9 @@
-"""Which results hold for a request, and why others do not.
+"""Finds the valid tuned results for a request, and explains why others are stale.
 
-Three sources, in order: what this process measured, the user's table for this device, the tables that wheels ship for its
-architecture. The first that has a result that holds is used. A result is stale where what was measured is not what would run:
-the kernel's source, the driver or the toolchain changed, or the kernel no longer declares the configuration. A shipped table was
-measured elsewhere, so that its driver and the patch level of its Triton may differ.
+There are three sources, in this order: results of this process, the user's table for this device, and the tables that wheels ship
+for its architecture. The first valid result is used. A result is stale if the measured code is not the code that would run: the
+kernel's source, the driver or the toolchain changed, or the kernel no longer declares the configuration. A shipped table was
+measured elsewhere, so its driver and the patch level of its Triton may differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 
 @dataclass(frozen=True)
 class Listed:
-    """An entry, where it lies, and why it is stale; empty where it holds."""
+    """An entry, its source, and why it is stale; empty if it is valid."""
 
     entry: Entry
     source: str
@@ -41,8 +41,10 @@ _lock = threading.Lock()
 
 
 def register_tuned_tables(directory: str | Path) -> None:
-    """Adds a directory of tables that a wheel ships: ``<architecture>.json``, as ``tokenspeed-kernel tune --export`` writes them.
-    A plugin calls this beside its `register_kernel`; nothing is read before a kernel is selected."""
+    """Adds a directory of tables that a wheel ships: ``<architecture>.json``, as written by ``tokenspeed-kernel tune --export``.
+
+    A plugin calls this next to its `register_kernel`. Tables are read when a kernel is selected.
+    """
     path = Path(directory)
     with _lock:
         if path not in _shipped:
@@ -51,13 +53,16 @@ def register_tuned_tables(directory: str | Path) -> None:
 
 
 def tuned_directory() -> Path | None:
-    """Where results of this machine lie: ``TOKENSPEED_KERNEL_TUNED``, or ``tokenspeed_kernel/tuned`` in the user's cache directory
-    (``XDG_CACHE_HOME``, ``~/.cache``). None where tables are switched off, or there is no home."""
+    """Returns the directory of this machine's results.
+
+    It is ``TOKENSPEED_KERNEL_TUNED``, or ``tokenspeed_kernel/tuned`` in the user's cache directory (``XDG_CACHE_HOME``,
+    ``~/.cache``). None if tables are switched off, or there is no home directory.
+    """
     return config.kept_in(config.settings().tuned, "tuned")
 
 
 def user_table(device: Device) -> Path | None:
-    """The file of a device's results on this machine; None where `tuned_directory` is."""
+    """Returns the file of a device's results on this machine; None if `tuned_directory` is None."""
     directory = tuned_directory()
     return None if directory is None else directory / device.file_name
 
@@ -68,7 +73,7 @@ _files: dict[Path, tuple[tuple[int, ...], Entries]] = {}
 
 
 def _load(path: Path, *, keep_corrupt: bool) -> Entries:
-    """A file's entries; it is read again where it has changed."""
+    """Returns a file's entries, from memory unless the file has changed."""
     try:
         status = path.stat()
     except OSError:
@@ -83,14 +88,17 @@ def _load(path: Path, *, keep_corrupt: bool) -> Entries:
 
 @functools.lru_cache(maxsize=256)
 def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
-    """The files that may have results for a device, the user's first, each with whether it was shipped. ``chosen``: the setting."""
+    """Returns the files that may have results for a device, the user's first, each with whether it is shipped.
+
+    ``chosen``: the setting.
+    """
     path = user_table(device)
     own = [] if path is None or pretended else [(path, False)]
     return (*own, *((directory / f"{device.arch}.json", True) for directory in shipped if chosen != config.OFF))
 
 
 def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Entries]]:
-    """Name, whether it was shipped, and entries, of each source for a device, in the order in which they are asked."""
+    """Yields name, whether it is shipped, and entries of each source for a device, in the order of the search."""
     if not pretended:
         yield "this process", False, _measured
     for path, shipped in _places(config.settings().tuned, tuple(_shipped), device, pretended):
@@ -101,8 +109,10 @@ _known_operators: dict[Any, Any] = memo.new_memo()
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    """Whether some table has results of an operator on a device, so that it matters how large a call is. Tables that other
-    processes write meanwhile are seen when decisions are forgotten."""
+    """Whether some table has results of an operator on a device, so that a call's sizes matter for selection.
+
+    Tables that other processes write later are seen when memoised decisions are invalidated.
+    """
     key = operator, platform
     known: bool | None = _known_operators.get(key)
     if known is None:
@@ -120,13 +130,13 @@ def has_results(operator: str, platform: PlatformInfo) -> bool:
 
 
 def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo) -> Found:
-    """The results that hold for a request.
+    """Returns the valid results for a request.
 
     Args:
         operator: ``"family.mode"``.
         formats: the format signature, or its text.
         traits, buckets: of the request.
-        platform: where it shall run. An emulated device has none: its times say nothing.
+        platform: the platform to run on. An emulated device has no results, because its times are meaningless.
     """
     if platform.emulated:
         return Found()
@@ -146,7 +156,7 @@ def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Map
 
 
 def staleness(entry: Entry, platform: PlatformInfo, *, shipped: bool) -> str:
-    """Why an entry does not hold; empty where it does. Kernels that are not registered here do not matter."""
+    """Returns why an entry is stale; empty if it is valid. Kernels that are not registered here are ignored."""
     driver = driver_version(platform.vendor)
     if not shipped and entry.driver != driver:
         return f"the driver was {entry.driver or 'unknown'} and is {driver or 'unknown'}"
@@ -178,7 +188,7 @@ def _result_staleness(result: Result) -> str:
 
 
 def all_entries(platform: PlatformInfo) -> list[Listed]:
-    """Every entry for a device, of all sources, with what is wrong with it."""
+    """Returns all entries for a device, from all sources, with why they are stale."""
     device = Device.of(platform)
     return [
         Listed(entry, source, staleness(entry, platform, shipped=shipped))
@@ -189,21 +199,21 @@ def all_entries(platform: PlatformInfo) -> list[Listed]:
 
 
 def record(entry: Entry) -> Path | None:
-    """Puts a result in force in this process, and writes it to the user's table.
+    """Applies a result in this process, and writes it to the user's table.
 
     Returns:
-        The file; None where it was not written: tables are switched off, there is no place for them, or a kernel's source is
-        not to be found, so that nobody could tell whether it changed.
+        The file; None if it was not written: tables are switched off, there is no directory for them, or a kernel's source cannot
+        be found, so that later changes could not be detected.
 
     Warns:
-        StorageWarning: the file cannot be written; once in a process.
+        StorageWarning: the file cannot be written; once per process.
     """
     path = user_table(entry.device)
     traceable = all(result.source for result in entry.results)
     saved = path is not None and traceable and save_entry(path, entry)
     with _lock:
         if saved:
-            _measured.pop((entry.device, entry.key), None)  # the file has it, merged with what others wrote
+            _measured.pop((entry.device, entry.key), None)  # the file has it, merged with other processes' results
         else:
             _measured[entry.device, entry.key] = entry
     memo.invalidate()
@@ -211,7 +221,7 @@ def record(entry: Entry) -> Path | None:
 
 
 def forget(keep: Callable[[Entry], bool] = lambda entry: False) -> None:
-    """Drops what this process measured and did not write, but for what is to be kept."""
+    """Drops results that this process measured and did not write, except those for which ``keep`` is true."""
     with _lock:
         for key, entry in [*_measured.items()]:
             if not keep(entry):

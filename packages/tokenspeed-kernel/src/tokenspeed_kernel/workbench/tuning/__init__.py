@@ -1,4 +1,4 @@
-"""Measuring which kernel, with which configuration, serves a kind of call best. What is found goes to `workbench.tuned`."""
+"""Tuning: finds the fastest kernel and configuration for a kind of call. `workbench.tuned` stores the results."""
 
 from tokenspeed_kernel.workbench.tuning.autotune import autotune
 from tokenspeed_kernel.workbench.tuning.pick import Outcome

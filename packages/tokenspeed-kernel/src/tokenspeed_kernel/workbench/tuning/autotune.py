@@ -1,4 +1,4 @@
-"""Measuring on a call as it comes: what `SelectionStrategy.AUTOTUNE` does the first time it meets a kind of call."""
+"""Tuning on live calls: `SelectionStrategy.AUTOTUNE` tunes on the first call of each kind."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from tokenspeed_kernel_base.parameters import resource_arguments, tensor_argumen
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request, gate
 
-# Of the memory that is free, what copies of arguments that kernels write to may take.
-_COPIED_SHARE = 0.25
-_COPIED_BYTES = 4 << 30  # where that is not known
+# The fraction of free memory that copies of mutated arguments may take.
+_COPIED_FRACTION = 0.25
+_COPIED_BYTES = 4 << 30  # the limit if free memory is unknown
 
 _one_at_a_time = threading.RLock()
 
 
 def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) -> str:
-    """Measures the kernels and configurations that could serve a call, on its own arguments, and records the quickest.
+    """Measures the kernels and configurations that are eligible for a call, on its own arguments, and records the fastest.
 
-    What kernels write to is copied first; all else is read where it lies. A winner must agree with the untuned choice, within the
-    operator's tolerance.
+    Mutated arguments are copied first; others are read in place. The winner's results must agree with those of the untuned choice,
+    within the operator's tolerance.
 
     Args:
-        request: what the call asks.
-        arguments: all of them, by name, checked.
-        budget_s: seconds, compilation included. Each kernel's own choice is measured in any case.
+        request: the call's request.
+        arguments: all arguments, by name, already checked.
+        budget_s: time budget in seconds, compilation included. Each kernel's default configuration is always measured.
 
     Returns:
-        Why nothing was measured; empty where it was, there was nothing to choose from, or several processes take part in the call,
-        which is never measured.
+        Why nothing was measured. Empty if something was measured, if there is only one candidate, or for calls of several
+        processes, which are never measured.
     """
     op = get_operator(request.operator)
     if any(resource.world_size > 1 for _, resource in resource_arguments(op.parameters, arguments)):
-        return ""  # the others would have to measure the same calls as this process, and to decide alike
+        return ""  # all processes would have to measure the same calls, and reach the same decision
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     with _one_at_a_time, torch.no_grad():
         if tuned.find(request.operator, request.signature, request.traits, request.buckets, request.platform).results:
-            return ""  # another thread measured meanwhile
+            return ""  # another thread has measured it in the meantime
         try:
             return _measure(op, request, dict(arguments), budget_s)
         except torch.OutOfMemoryError as error:
@@ -59,7 +59,7 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
 
 
 def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any], budget_s: float) -> str:
-    request = dataclasses.replace(request, solution=None)  # what holds for all of them
+    request = dataclasses.replace(request, solution=None)  # results apply to all backends
     registry = KernelRegistry.get()
     specs = [spec for spec in registry.get_for_operator(op.family, op.mode) if gate(spec, request) is None]
     chosen = candidates(request, [spec for spec in specs if registry.load_or_leave_out(spec.name) is not None])
@@ -69,12 +69,12 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
     device = tensors[0][1].device
     written = {name: arguments[name] for name in (*op.mutates, *op.outs) if arguments[name] is not None}
     size = sum(nbytes(tensor) for name, tensor in tensors if name.partition(".")[0] in written)
-    room = torch.cuda.mem_get_info(device)[0] * _COPIED_SHARE if device.type == "cuda" else _COPIED_BYTES
+    room = torch.cuda.mem_get_info(device)[0] * _COPIED_FRACTION if device.type == "cuda" else _COPIED_BYTES
     if size > room:
         return f"copies of {', '.join(written)} would take {size / 2**30:.1f} GiB"
 
     def ran(kernel: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-        """What a kernel returns, and its tensors afterwards."""
+        """Runs a kernel, and returns its result and the tensor arguments after the call."""
         fresh = arguments | copy.deepcopy(written)
         returned = run(request, kernel, config, tuple(fresh.values()))
         return returned, dict(tensor_arguments(op.parameters, fresh))
@@ -83,7 +83,7 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
     expected: Callable[[], Any] = functools.cache(lambda: ran(*untuned))
 
     def check(trial: Trial) -> str:
-        """How a trial's results differ from those of the untuned choice; empty where they agree."""
+        """Returns how a trial's results differ from those of the untuned choice; empty if they agree."""
         if (trial.kernel, trial.config) == untuned:
             return ""
         tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)

@@ -1,7 +1,7 @@
-"""The flow that picks a winner: candidates, without those that traits or tunables refuse; timed; checked; the results recorded.
+"""Picks a winner: lists the candidates that traits and tunables allow, times and checks them, and records the results.
 
-`tune_case` goes through it for ``tokenspeed-kernel tune``, `autotune` for `SelectionStrategy.AUTOTUNE`. They differ in where the
-arguments come from, and in what a candidate's results are compared with.
+`tune_case` uses it for ``tokenspeed-kernel tune``, and `autotune` for `SelectionStrategy.AUTOTUNE`. They differ in the source of
+the arguments, and in the results that candidates are compared with.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What tuning found on one case. Kernels that want their arguments prepared differently do not compete: each kind is one
+    """The outcome of tuning on one case. Kernels that need differently prepared arguments do not compete; each group has an
     outcome.
 
     Attributes:
         operator, case: names.
-        trials: every candidate.
-        untuned: the kernel that runs where nothing was measured; None if none does.
-        results: what was recorded, the quickest first; empty if there was nothing to choose from, or nothing was right.
-        saved: the file that it was written to; None if it holds for this process only.
+        trials: one per candidate.
+        untuned: the kernel that would run without tuned results; None if none would.
+        results: the recorded results, the fastest first; empty if there was only one candidate, or none was correct.
+        saved: the file that the results were written to; None if they apply to this process only.
         reason: why there are no results.
     """
 
@@ -50,17 +50,17 @@ class Outcome:
 
     @property
     def untuned_us(self) -> float | None:
-        """What a call takes where nothing was measured."""
+        """The time of a call with the untuned choice, in microseconds."""
         return next((t.us for t in self.trials if t.kernel == self.untuned and t.own_choice), None)
 
     @property
     def gain(self) -> float | None:
-        """How many times quicker the tuned choice is than the untuned one."""
+        """The speedup of the tuned choice over the untuned one."""
         before = self.untuned_us
         return before / self.results[0].us if before is not None and self.results else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         best = self.results[0] if self.results else None
         return {
             "operator": self.operator,
@@ -78,16 +78,16 @@ class Outcome:
 
 
 def untuned_choice(request: Request) -> str | None:
-    """The kernel that would serve a request if nothing had been measured; None if none does."""
+    """Returns the kernel that would be selected for a request without tuned results; None if there is none."""
     chosen = consider(request, found=Found()).chosen
     return chosen.name if chosen is not None else None
 
 
 def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str, Config]]:
-    """Kernels with the configurations that do for a request, by name.
+    """Returns kernel names with the configurations that are valid for a request.
 
-    Each kernel's own choice (an empty configuration) comes before all else, the untuned choice first, the others by priority. A
-    reference is left out: it says what is right, and is no candidate.
+    All default configurations (empty: the kernel chooses itself) come first, starting with the untuned choice, then by priority.
+    The reference is not a candidate.
     """
     first = untuned_choice(request)
     real = sorted((s for s in specs if not s.is_reference), key=lambda s: (s.name != first, -s.priority, s.name))
@@ -96,7 +96,7 @@ def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str,
 
 
 def run(request: Request, kernel: str, config: Config, values: Sequence[Any]) -> Any:
-    """Runs a kernel with a configuration. Selecting it anew costs nothing that counts: decisions are remembered."""
+    """Runs a kernel with a configuration. Selecting it each time is cheap, because decisions are memoised."""
     return select(request, Override(kernel, "tuning", tuple(config.items()))).impl(*values)
 
 
@@ -109,16 +109,16 @@ def pick(
     budget_s: float,
     case: str,
 ) -> Outcome:
-    """Times candidates, and records the quickest configuration of each kernel that is right.
+    """Times candidates, and records the fastest correct configuration of each kernel.
 
     Args:
-        request: what they serve.
+        request: the request of the call.
         chosen: see `candidates`.
-        values: a kernel's arguments, by its name; given to each of its candidates, again and again.
-        check: what is wrong with a trial's results; empty if nothing is.
-        device: where they run.
-        budget_s: seconds for all timing, compilation included. Each kernel's own choice is timed in any case.
-        case: what was measured, for the record.
+        values: returns the arguments for a kernel's name, which are reused in every call of its candidates.
+        check: returns the error in a trial's results; empty if they are correct.
+        device: the device that they run on.
+        budget_s: seconds for all timing, compilation included. Each kernel's default configuration is always timed.
+        case: name or sizes of the measured call, for the record.
     """
     untuned = untuned_choice(request)
     if len(chosen) < 2:
@@ -151,7 +151,7 @@ def pick(
 
 
 def _call(request: Request, kernel: str, config: Config, values: Sequence[Any]) -> Callable[[], Any]:
-    """A callable that runs a candidate. The kernel is loaded when it is first called."""
+    """Returns a callable that runs a candidate. The kernel is loaded at the first call."""
     impl: Callable[..., Any] | None = None
 
     def call() -> Any:
@@ -165,7 +165,7 @@ def _call(request: Request, kernel: str, config: Config, values: Sequence[Any]) 
 def _is_right(trial: Trial, check: Callable[[Trial], str]) -> bool:
     try:
         problem = check(trial)
-    except Exception as error:  # it may be the kind that fails now and then
+    except Exception as error:  # a kernel may fail intermittently
         problem = first_line(error)
     if problem:
         trial.status, trial.reason = TrialStatus.FAILED, problem
@@ -173,7 +173,7 @@ def _is_right(trial: Trial, check: Callable[[Trial], str]) -> bool:
 
 
 def _result(best: Trial, trials: Sequence[Trial]) -> Result:
-    """What is recorded of a kernel whose trials these are."""
+    """Returns the record of a kernel, given its trials and the best of them."""
     own = next((t.us for t in trials if t.own_choice and t.status in (TrialStatus.MEASURED, TrialStatus.HOPELESS)), None)
     assert best.us is not None
     source = source_fingerprint(KernelRegistry.get().module_of(best.kernel))

@@ -1,12 +1,12 @@
-"""Finding the quickest of some candidates in a given time.
+"""Finds the fastest of several candidates within a time budget.
 
-First each is called twice. One that takes several times as long as the best so far, also once more, is hopeless and is given up.
-The others are measured in rounds (successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943): after each round the slower
-half goes, and the rest get its time in the next. In a round they take turns, so that a drift of the machine meets all alike. What a
-kernel does by its own choice always stays: it is what the result is told against.
+First each candidate is called twice. A candidate that takes several times as long as the best so far, also in a third call, is
+dropped as hopeless. The others are measured in rounds (successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943). After
+each round the slower half is dropped, and the others get its time in the next round. A round measures one candidate after another,
+so that drift of the machine affects all rounds alike. A kernel's default configuration always stays, as the baseline of the result.
 
-On a GPU a candidate is timed in a CUDA graph: launching a few kernels from Python takes longer than small ones run, and serving
-captures its calls. One that cannot be captured is timed as it is called, launches included.
+On a GPU a candidate is timed in a CUDA graph: launching a few kernels from Python takes longer than small kernels run, and
+inference engines capture their calls. A candidate that cannot be captured is timed as called, launch overhead included.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import torch
 
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 
-# How much slower than the best a candidate may be at first sight, when clocks and caches have not settled.
+# The slowdown over the best beyond which a candidate is hopeless in the first calls, when clocks and caches have not settled.
 _HOPELESS = 3.0
-# At first sight, times below this do not count: a single call and the wait for the device take as long.
+# Differences below this are ignored in the first calls: a single call and the synchronisation take as long.
 _BLURRED_US = 100.0
-# Calls in a round: the median of fewer is not reliable, that of more no better.
+# Calls per round: the median of fewer is unreliable, that of more is no better.
 _FEWEST, _MOST = 5, 300
 _ROUNDS = 4
-# The part of the time that looking at each candidate first may take, compilation included.
-_FIRST_SHARE = 0.7
-# A configuration replaces a kernel's own choice if it is quicker by this share; less is noise.
+# The fraction of the budget for the first calls of all candidates, compilation included.
+_FIRST_FRACTION = 0.7
+# The relative gain from which a configuration replaces a kernel's default; less is noise.
 WORTHWHILE = 0.02
 
 
 class TrialStatus(str, enum.Enum):
-    """What became of a candidate."""
+    """The outcome of a candidate."""
 
     MEASURED = "measured"
     HOPELESS = "hopeless"  # stopped early
-    FAILED = "failed"  # raised, or gives wrong results
-    NOT_REACHED = "not reached"  # the time was up
+    FAILED = "failed"  # raised an error, or gave wrong results
+    NOT_REACHED = "not reached"  # the time budget was used up
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One kernel with one configuration (empty: its own choice), and a callable that runs it."""
+    """One kernel with one configuration (empty: the kernel's default), and a callable that runs it."""
 
     kernel: str
     config: Mapping[str, Any]
@@ -55,8 +55,11 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """A candidate's record: ``us`` is the median of what was measured, in microseconds; of a hopeless one, what was seen of it.
-    ``uncaptured``: why it was timed with its launches on a GPU."""
+    """A candidate's record.
+
+    ``us``: the median time in microseconds; for a hopeless candidate, the time of its first calls. ``uncaptured``: why it could not
+    be captured, and was timed with launch overhead on a GPU.
+    """
 
     kernel: str
     config: Mapping[str, Any]
@@ -86,23 +89,23 @@ def search(candidates: Sequence[Candidate], device: torch.device, budget_s: floa
     """Measures candidates.
 
     Args:
-        candidates: those that matter most first: where time is up, the last were not reached.
-        device: where they run.
-        budget_s: seconds for all together. Each kernel's own choice is seen in any case, however long that takes.
+        candidates: the most important first: the last ones are not reached if the budget is used up.
+        device: the device that they run on.
+        budget_s: seconds for all candidates. Each kernel's default configuration is always called, however long that takes.
 
     Returns:
-        One trial a candidate, in order. Nothing is raised for a candidate that raises.
+        One trial per candidate, in order. A candidate that raises an error does not raise here.
     """
     start = time.monotonic()
     trials = [Trial(candidate.kernel, candidate.config) for candidate in candidates]
     best = float("inf")
     for candidate, trial in zip(candidates, trials, strict=True):
-        if not trial.own_choice and time.monotonic() - start > _FIRST_SHARE * budget_s:
+        if not trial.own_choice and time.monotonic() - start > _FIRST_FRACTION * budget_s:
             continue
         try:
             _once(candidate.call, device)
             trial.us = _once(candidate.call, device)
-            if _is_hopeless(trial.us, best):  # or the machine was busy: look once more
+            if _is_hopeless(trial.us, best):  # the machine may have been busy: try again
                 trial.us = min(trial.us, _once(candidate.call, device))
         except Exception as error:  # a candidate may fail in any way: too much shared memory, no such instruction...
             trial.status, trial.reason = TrialStatus.FAILED, first_line(error)
@@ -131,7 +134,7 @@ def _is_hopeless(us: float, best: float) -> bool:
 def _timed_calls(
     racing: list[int], candidates: Sequence[Candidate], trials: list[Trial], device: torch.device
 ) -> dict[int, Callable[[], Any]]:
-    """What is called to time each candidate: on a GPU a graph of it, where it can be captured."""
+    """Returns the callable to time for each candidate: on a GPU its CUDA graph, if it can be captured."""
     calls = {i: candidates[i].call for i in racing}
     if device.type != "cuda":
         return calls
@@ -139,7 +142,7 @@ def _timed_calls(
     for i in racing:
         try:
             calls[i] = captured([candidates[i].call], device, pool)
-        except Exception as error:  # what waits for the device, or allocates in ways of its own
+        except Exception as error:  # the call synchronises, or allocates memory in a way that cannot be captured
             trials[i].uncaptured = first_line(error)
     return calls
 
@@ -147,7 +150,7 @@ def _timed_calls(
 def _round(
     racing: list[int], calls: Mapping[int, Callable[[], Any]], trials: list[Trial], device: torch.device, budget_s: float
 ) -> list[int]:
-    """Measures those in the race once more; which of them still are."""
+    """Measures the remaining candidates for one round, and returns those that did not fail."""
     left = []
     for i in racing:
         trial = trials[i]
@@ -162,7 +165,7 @@ def _round(
 
 
 def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
-    """The quicker half, what is as quick as the slowest of that, and each kernel's own choice."""
+    """Returns the faster half, candidates as fast as the slowest of that half, and each kernel's default."""
     times = {i: trials[i].us or 0.0 for i in racing}
     ordered = sorted(racing, key=times.__getitem__)
     bar = times[ordered[(len(ordered) - 1) // 2]] * (1 + WORTHWHILE / 2)
@@ -173,8 +176,10 @@ def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
 
 
 def by_merit(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials of one kernel that were measured to the end, the best first: the quickest, but the kernel's own choice where
-    nothing is quicker by a share that is worth while."""
+    """Returns the measured trials of one kernel, the best first.
+
+    The best is the fastest; but it is the kernel's default if no other trial is faster by more than `WORTHWHILE`.
+    """
     done = [trial for trial in trials if trial.status is TrialStatus.MEASURED and trial.us is not None]
     ordered = sorted(done, key=lambda trial: trial.us or 0.0)
     own = next((trial for trial in ordered if trial.own_choice), None)
@@ -185,7 +190,7 @@ def by_merit(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _once(call: Callable[[], Any], device: torch.device) -> float:
-    """Microseconds of a call, the wait for the device included."""
+    """Returns the microseconds of a call, synchronisation included."""
     start = time.perf_counter_ns()
     call()
     if device.type == "cuda":
@@ -194,6 +199,6 @@ def _once(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """An error as a table shows it."""
+    """Formats an error in one line, for tables."""
     text = str(error).strip() or "no message"
     return f"{type(error).__name__}: {text.splitlines()[0]}"

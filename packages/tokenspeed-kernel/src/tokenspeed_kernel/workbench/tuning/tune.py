@@ -1,4 +1,4 @@
-"""Tuning on cases: what ``tokenspeed-kernel tune`` does."""
+"""Tuning on cases, for ``tokenspeed-kernel tune``."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def tune_case(
     kernels: Collection[str] | None = None,
     budget_s: float = 10.0,
 ) -> list[Outcome]:
-    """Measures the kernels that serve a case, with the configurations that they declare, and records the quickest that is right.
+    """Measures the kernels that are eligible for a case, with their declared configurations, and records the fastest correct ones.
 
     Args:
         operator: ``"family.mode"``.
-        case: its inputs; those that a kernel wants prepared are prepared for it.
-        device: where; `default_device` if not given.
-        kernels: names of those to measure; all that pass the gates if not given.
-        budget_s: seconds of measuring for each outcome, compilation included, verification left out. Each kernel's own choice is
-            measured in any case.
+        case: the case; its arguments are prepared for each kernel that needs it.
+        device: the device; `default_device` if not given.
+        kernels: names of the kernels to measure; all eligible ones if not given.
+        budget_s: seconds of measuring per outcome, compilation included, without verification. Each kernel's default configuration
+            is always measured.
 
     Returns:
-        One outcome for each kind of prepared arguments; at least one.
+        One outcome per kind of prepared arguments; at least one.
     """
     op, registry = get_operator(operator), KernelRegistry.get()
     where = default_device() if device is None else torch.device(device)

@@ -1,6 +1,6 @@
-"""Watching the calls of a program: ranges in a profile, times of calls, captures of their shapes, and calls like captured ones.
+"""Watches a program's calls: ranges in a profile, times of calls, captures of their shapes, and replays of captured calls.
 
-All three are watchers of calls (see `tokenspeed_kernel_base.watch`) and cost nothing while they are off.
+The first three are watchers of calls (see `tokenspeed_kernel_base.watch`) and cost nothing while they are off.
 """
 
 from tokenspeed_kernel.workbench.watching.captures import (
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def begin(settings: Settings) -> None:
-    """Watches calls as the settings say, from the import of the package on."""
+    """Starts the watchers that the settings enable, when the package is imported."""
     if settings.capture_path is not None:
         capture_to_file(settings.capture_path)
     if settings.profile:

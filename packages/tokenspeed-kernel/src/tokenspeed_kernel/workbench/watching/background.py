@@ -1,4 +1,4 @@
-"""What watchers that keep a file have in common: it is written now and then, when the process ends, and by each forked process."""
+"""Base class of watchers that keep a file: it is written periodically, when the process ends, and by each forked process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 class Background:
-    """Counts in memory, which a thread writes to a file now and then. A failure is warned of, and tried again.
+    """Counts in memory that a thread periodically writes to a file. A failed write gives a warning and is retried.
 
     Args:
         place: the file or folder; None to write nothing.
-        content: what a warning calls it.
-        seconds: between two writes: what a killed process loses at most.
+        content: the name of the content in warnings.
+        seconds: seconds between two writes, which is the most that a killed process loses.
     """
 
     def __init__(self, place: Path | None, content: str, seconds: float) -> None:
@@ -23,30 +23,30 @@ class Background:
         self._restart()
         if place is not None:
             _kept.add(self)
-            # A child that multiprocessing has forked ends without what atexit knows.
+            # A child forked by multiprocessing exits without running atexit handlers.
             from multiprocessing import util
 
             util.register_after_fork(self, lambda kept: util.Finalize(kept, Background.finish, (kept,), exitpriority=0))
 
     def _restart(self) -> None:
-        """Begins at nothing. Also in a forked process: what was counted before is its parent's to write."""
+        """Resets the counts; also called in a forked process, because its parent writes the counts from before the fork."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
 
     def write(self) -> None:
-        """Writes what has changed.
+        """Writes the changes.
 
         Raises:
-            OSError: it cannot be written; nothing is lost.
+            OSError: the file cannot be written; nothing is lost.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Writes for the last time. Nothing may be counted after that.
+        """Writes for the last time. Nothing may be counted afterwards.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self._stop.set()
         if self._place is not None:
@@ -54,7 +54,7 @@ class Background:
             self.write()
 
     def _written_from_now_on(self) -> None:
-        """Starts the thread at the first count of this process. To be called under the lock."""
+        """Starts the writer thread at the first count of this process. Call it under the lock."""
         if self._writer is None and self._place is not None:
             self._writer = threading.Thread(target=self._write_on, name=f"tokenspeed-kernel: {self._content}", daemon=True)
             self._writer.start()
@@ -65,7 +65,7 @@ class Background:
             try:
                 self.write()
                 failed = False
-            except OSError as error:  # the disk may be full
+            except OSError as error:  # for example a full disk
                 if not failed:
                     warnings.warn(f"{self._content} cannot be written to {self._place}: {error}", stacklevel=1)
                 failed = True

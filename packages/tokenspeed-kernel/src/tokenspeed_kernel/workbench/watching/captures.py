@@ -1,4 +1,4 @@
-"""Capturing calls: counting them by what they look like."""
+"""Captures calls: counts them by shapes, dtypes and options."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tokenspeed_kernel_base.config import ConfigurationError
 from tokenspeed_kernel_base.signature import dtype_name
 
 MAX_RECORDS = 10_000
-# A longer list of values is thinned to so many in a sample.
+# The most values of a sample; longer lists are thinned.
 _LONGEST_SAMPLE = 1024
-# Reading values waits for the device. Between two reads for one record pass so many seconds.
+# The time between two reads of values for one record, because reading values synchronises with the device.
 _SECONDS_BETWEEN_READS = 0.5
 _SECONDS_BETWEEN_WRITES = 0.25
 
@@ -29,7 +29,7 @@ Work = Mapping[str, Sequence[int]]
 
 
 def described(value: Any) -> Any:
-    """An argument as JSON can hold it, without its data."""
+    """Describes an argument as JSON values, without its data."""
     if isinstance(value, torch.Tensor):
         told = {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "device": value.device.type}
         return told if value.is_contiguous() else {**told, "stride": list(value.stride())}
@@ -46,17 +46,16 @@ def described(value: Any) -> Any:
 
 
 class ShapeCapture(Background):
-    """How often each operator ran with each combination of shapes, dtypes and options, which kernel served it, and the values that
-    decide how much work that was.
+    """Counts operator calls by shapes, dtypes and options, with the kernel that ran and the values that determine the work.
 
-    Memory is bounded: after ``max_records`` distinct combinations, further new ones are only counted, in ``dropped``.
+    Memory is bounded: after ``max_records`` distinct combinations, new ones are only counted, in ``dropped``.
 
     Args:
-        path: a file that the records are added to as well, while they are counted. Other processes may add to it, too.
-        max_records: distinct combinations.
+        path: a file that the records are also added to, while they are counted. Other processes may add to it, too.
+        max_records: the most distinct combinations.
 
     Raises:
-        OSError: nothing can be written there, or the file holds something else.
+        OSError: the file cannot be written, or holds something else.
     """
 
     def __init__(self, path: str | Path | None = None, max_records: int = MAX_RECORDS) -> None:
@@ -69,7 +68,7 @@ class ShapeCapture(Background):
         super()._restart()
         self._numbers: dict[Hashable, int] = {}
         self._read_at: list[float] = []
-        # By number: all that was counted, and the part of it that is not in the file yet.
+        # By number: all counts, and the counts that are not in the file yet.
         self._records: dict[int, Record] = {}
         self._unsaved: dict[int, Record] = {}
         self._dropped: dict[str, int] = {}
@@ -77,12 +76,12 @@ class ShapeCapture(Background):
 
     @property
     def dropped(self) -> int:
-        """Calls that were not recorded, because there were too many different ones."""
+        """The number of calls that were not recorded because there were too many distinct ones."""
         with self._lock:
             return sum(self._dropped.values())
 
     def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A watcher of calls that counts each one."""
+        """Counts a call: the watcher to register."""
         self.record(f"{call.family}.{call.mode}", call.kernel, call.key, call.arguments, call.traits, call.read_work)
         return run
 
@@ -99,11 +98,11 @@ class ShapeCapture(Background):
 
         Args:
             operator: ``"family.mode"``.
-            kernel: that serves it.
-            key: the same for calls of the same description, of one operator.
-            arguments, traits: by name. They are described when the key is new.
-            read_work: reads the values that decide how much work the call is; may wait for the device. Not called every time, nor
-                while a CUDA graph is captured.
+            kernel: the kernel that runs the call.
+            key: equal for calls of one operator with the same description.
+            arguments, traits: by name. They are described if the key is new.
+            read_work: reads the values that determine the call's work; it may synchronise with the device. It is not called every
+                time, and not while a CUDA graph is captured.
         """
         with self._lock:
             self._written_from_now_on()
@@ -129,7 +128,7 @@ class ShapeCapture(Background):
                     record["work"] = merged_work(record["work"], _work_of_one(work))
 
     def _copies(self, number: int) -> list[Record]:
-        """Where a record is counted."""
+        """Returns the copies of a record to count in: the total, and the unsaved counts if there is a file."""
         record = self._records[number]
         if self._place is None:
             return [record]
@@ -138,15 +137,15 @@ class ShapeCapture(Background):
         return [record, self._unsaved[number]]
 
     def get(self) -> list[Record]:
-        """The records, the most frequent first."""
+        """Returns the records, the most frequent first."""
         with self._lock:
             return sorted(map(dict, self._records.values()), key=lambda record: -record["count"])
 
     def clear(self) -> None:
-        """Forgets what was counted.
+        """Resets all counts.
 
         Raises:
-            ValueError: it is kept in a file, which would keep it.
+            ValueError: the capture is kept in a file, which cannot be reset.
         """
         if self._place is not None:
             raise ValueError("a capture that is kept in a file cannot be cleared")
@@ -155,13 +154,13 @@ class ShapeCapture(Background):
     reset = clear
 
     def contents(self) -> Contents:
-        """What was recorded, and what was not."""
+        """Returns the records, and the numbers of dropped calls."""
         records = self.get()
         with self._lock:
             return Contents(records, dict(self._dropped))
 
     def dump(self, path: str | Path) -> None:
-        """Writes what was recorded to a file, in place of what is there. The file is whole at any time."""
+        """Writes the records to a file, replacing it atomically."""
         write(path, self.contents())
 
     def write(self) -> None:
@@ -198,7 +197,7 @@ def _new_record(operator: str, kernel: str, arguments: Mapping[str, Any], traits
 
 
 def _work_of_one(work: Work) -> dict[str, Any]:
-    """What was read of one call, as records keep it."""
+    """Converts the values that were read from one call to the form of records."""
     histograms: dict[str, dict[str, int]] = {}
     for name, values in work.items():
         bins = histograms.setdefault(name, {})
@@ -209,7 +208,7 @@ def _work_of_one(work: Work) -> dict[str, Any]:
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
-    """Values; of too many, some that are evenly spaced."""
+    """Returns the values, or evenly spaced ones if there are too many."""
     if len(values) <= _LONGEST_SAMPLE:
         return list(values)
     return [values[i * len(values) // _LONGEST_SAMPLE] for i in range(_LONGEST_SAMPLE)]
@@ -221,19 +220,19 @@ def _capturing_graph() -> bool:
 
 # -- of a process --------------------------------------------------------------------------------------------------------------
 
-_started: ShapeCapture | None = None  # the one that `start_shape_capture` began
+_started: ShapeCapture | None = None  # the capture that `start_shape_capture` began
 _lock = threading.Lock()
 
 
 def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
-    """Records every operator call from now on, in this process. Returns the capture, the one begun before if it still runs.
+    """Records every operator call of this process from now on. Returns the capture, or the previous one if it still runs.
 
     Args:
-        path: a file that the records are added to, which other processes may do at the same time. What has been captured is there
-            a second later, also if the process is killed; `tokenspeed_kernel.workbench.watching.load` reads it.
+        path: a file that the records are added to; other processes may add to it concurrently. Records are in the file within a
+            second, also if the process is killed. `tokenspeed_kernel.workbench.watching.load` reads it.
 
     Raises:
-        OSError: nothing can be written there, or the file holds something else.
+        OSError: the file cannot be written, or holds something else.
     """
     global _started
     with _lock:
@@ -244,7 +243,7 @@ def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
 
 
 def stop_shape_capture(output_path: str | Path | None = None) -> list[Record]:
-    """Ends what `start_shape_capture` began and writes it, if a path is given. Returns the records; none if it was not begun."""
+    """Ends the capture of `start_shape_capture`, and writes it if a path is given. Returns the records; none without a capture."""
     global _started
     with _lock:
         capture, _started = _started, None
@@ -259,7 +258,7 @@ def stop_shape_capture(output_path: str | Path | None = None) -> list[Record]:
 
 @contextlib.contextmanager
 def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCapture]:
-    """Records the calls made while the block runs, by any thread. Blocks nest, each with a capture of its own.
+    """Records the calls of all threads while the block runs. Blocks may be nested; each has its own capture.
 
     Args:
         output_path: see `start_shape_capture`.
@@ -277,7 +276,7 @@ def capture_to_file(path: Path) -> None:
     """Records the whole process.
 
     Raises:
-        ConfigurationError: nothing can be written there.
+        ConfigurationError: the file cannot be written.
     """
     try:
         start_shape_capture(path)

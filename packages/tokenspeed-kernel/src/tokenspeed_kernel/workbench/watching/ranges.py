@@ -1,4 +1,4 @@
-"""Named ranges in a profile, one for each operator call."""
+"""Named ranges in a profile, one per operator call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tokenspeed_kernel_base import watch
 from tokenspeed_kernel_base.signature import dtype_name
 
-# PyTorch has ranges only where it is built for a GPU. On ROCm, those that it calls NVTX are ROCTX.
+# PyTorch has ranges only in GPU builds. On ROCm its NVTX functions emit ROCTX ranges.
 _MARKS_RANGES = torch.version.cuda is not None or torch.version.hip is not None
 
 _profiling = False
@@ -24,14 +24,14 @@ _lock = threading.Lock()
 def kernel_scope(
     family: str, mode: str, dtype: Any, *, kernel_name: str = "", shape: str = "", **metrics: object
 ) -> Iterator[None]:
-    """A range of this name while profiling is on; nothing otherwise.
+    """Opens a named range while profiling is on; does nothing otherwise.
 
-    It is seen by whichever profiler looks: ``torch.profiler``; those that read NVTX (Nsight Systems) or, with PyTorch for ROCm,
-    ROCTX (rocprof); and Triton's Proton, if a session of it has been started.
+    These profilers show it: ``torch.profiler``; profilers that read NVTX (Nsight Systems) or, with PyTorch for ROCm, ROCTX
+    (rocprof); and Triton's Proton, if a session has been started.
 
     Args:
         family, mode: the operator.
-        dtype, kernel_name, shape: shown in the range's name; ``shape`` is that of what is worked on, ``"64x2880"``.
+        dtype, kernel_name, shape: shown in the range's name; ``shape`` is the shape of the operands, ``"64x2880"``.
         metrics: shown as the range's arguments by ``torch.profiler``.
     """
     if not _profiling:
@@ -45,7 +45,7 @@ def kernel_scope(
         if _MARKS_RANGES:
             torch.cuda.nvtx.range_push(label)  # type: ignore[no-untyped-call]
             ranges.callback(torch.cuda.nvtx.range_pop)
-        # Whoever has started a session has imported it.
+        # A session can only have been started if the module has been imported.
         proton = getattr(sys.modules.get("triton.profiler.scope"), "scope", None)
         if proton is not None:
             ranges.enter_context(proton(label))
@@ -53,7 +53,7 @@ def kernel_scope(
 
 
 def start_profiling() -> None:
-    """Puts every operator call into a `kernel_scope` of its own. Idempotent."""
+    """Wraps every operator call in its own `kernel_scope`. Idempotent."""
     global _profiling
     with _lock:
         if not _profiling:
@@ -62,7 +62,7 @@ def start_profiling() -> None:
 
 
 def stop_profiling() -> None:
-    """Ends what `start_profiling` began; nothing if it was not begun."""
+    """Ends `start_profiling`; does nothing if profiling is off."""
     global _profiling
     with _lock:
         if _profiling:

@@ -1,7 +1,8 @@
-"""Captured calls in files: records of calls, their counts, and the values that decided how much work they were.
+"""Files of captured calls: records of calls, their counts, and the values that determined their work.
 
-A capture is one SQLite file (see `tokenspeed_kernel_base.storage`). Any number of processes add to it at once, it is whole whenever
-one of them is killed, and it can be copied like any file. Captures of earlier releases, which were JSON lines, are not read.
+A capture is one SQLite file (see `tokenspeed_kernel_base.storage`). Any number of processes may add to it concurrently, it stays
+consistent if one of them is killed, and it can be copied like any file. Captures of earlier releases, which were JSON lines, are
+not supported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from tokenspeed_kernel_base.storage import DamagedFileError, Database, part_of, set_aside
 
-MAX_SAMPLES = 4  # of the values that decide work, for each record
+MAX_SAMPLES = 4  # samples per record of the values that determine the work
 _CONTENT, _VERSION = "tkca", 2
 _DROPPED = "dropped "
 
@@ -24,24 +25,24 @@ Record = dict[str, Any]
 
 
 class UnreadableCaptureError(OSError, ValueError):
-    """A file holds no captured calls, or of another release; the message names it."""
+    """A file has no captured calls, or is from another release; the message names it."""
 
 
 @dataclass
 class Contents:
-    """What a capture holds.
+    """The contents of a capture.
 
     Attributes:
-        records: a call's description (``operator``, ``kernel``, ``traits``, ``arguments``), its ``count``, and ``work``, see
-            `merged_work`.
-        dropped: calls that were not recorded, because there were too many different ones, by operator.
+        records: each has a call's description (``operator``, ``kernel``, ``traits``, ``arguments``), its ``count``, and ``work``,
+            see `merged_work`.
+        dropped: calls per operator that were not recorded because there were too many distinct ones.
     """
 
     records: list[Record] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Contents) -> None:
-        """Adds counts and work, record by record."""
+        """Adds the counts and the work of another capture, record by record."""
         records = {_key(record): record for record in self.records}
         for record in other.records:
             key = _key(record)
@@ -52,24 +53,24 @@ class Contents:
 
 
 def _key(record: Mapping[str, Any]) -> str:
-    """What two records of the same call have in common."""
+    """Returns the key of a record, which is equal for records of the same call."""
     described = json.dumps([record[name] for name in ("operator", "kernel", "traits", "arguments")], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()
 
 
 def merged(mine: Record | None, other: Record) -> Record:
-    """One record of two of the same call."""
+    """Merges two records of the same call."""
     if mine is None:
         return other
     return {**mine, "count": mine["count"] + other["count"], "work": merged_work(mine["work"], other["work"])}
 
 
 def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The work of two records of one call.
+    """Merges the work of two records of one call.
 
-    ``seen`` is how many calls' values were read. ``samples`` are the values of a few of them: the first, often the largest, and the
-    latest. ``histograms`` count all values that were read: under ``name``, by the smallest power of two that is not below
-    the value (0 apart, as ``"0"``).
+    ``seen``: the number of calls whose values were read. ``samples``: the values of a few of them: the first, often the largest,
+    and the latest. ``histograms``: counts of all values that were read, by name and by the smallest power of two that is not below
+    the value (``"0"`` for 0).
     """
     samples = [*mine["samples"], *(sample for sample in other["samples"] if sample not in mine["samples"])]
     if len(samples) > MAX_SAMPLES:
@@ -86,7 +87,7 @@ def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def load(path: str | Path) -> Contents:
-    """What was captured to a file, the most frequent calls first, also while processes add to it or after they were killed.
+    """Reads a capture, the most frequent calls first. It works while processes add to the file, and after they were killed.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -104,13 +105,13 @@ def load(path: str | Path) -> Contents:
 
 
 def add_to(path: Path, contents: Contents) -> None:
-    """Adds to what a file holds: all of it, or nothing if this raises. Other processes may do the same at any time.
+    """Adds contents to a file: all of them, or nothing if this raises. Other processes may do the same concurrently.
 
-    A capture that was damaged is kept aside, with a warning, and a new one begun.
+    A damaged capture is set aside with a warning, and a new one is begun.
 
     Raises:
-        UnreadableCaptureError: the file is something else, and left alone.
-        OSError: it cannot be written.
+        UnreadableCaptureError: the file holds something else, and is left unchanged.
+        OSError: the file cannot be written.
     """
     database = Database(path, _CONTENT, _VERSION)
     try:
@@ -132,7 +133,7 @@ def _add_to(database: Database, contents: Contents) -> None:
 
 
 def write(path: str | Path, contents: Contents) -> None:
-    """Writes a file in place of what is there."""
+    """Writes a file, replacing an existing one."""
     part = part_of(Path(path))
     try:
         add_to(part, contents)
@@ -142,10 +143,10 @@ def write(path: str | Path, contents: Contents) -> None:
 
 
 def merge(paths: Iterable[str | Path], output: str | Path) -> Contents:
-    """Adds up captures, and writes the sum in place of what ``output`` held.
+    """Merges captures, and writes the result to ``output``, replacing an existing file.
 
     Raises:
-        FileNotFoundError, UnreadableCaptureError: see `load`; nothing has been written then.
+        FileNotFoundError, UnreadableCaptureError: see `load`; nothing is written then.
     """
     total = Contents()
     for path in paths:

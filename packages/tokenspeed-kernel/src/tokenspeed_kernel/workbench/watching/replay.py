@@ -1,4 +1,4 @@
-"""Calls like those that were captured: the same shapes, strides, dtypes, options, lengths and skew; values drawn anew."""
+"""Recreates captured calls: the same shapes, strides, dtypes, options, lengths and skew, with newly drawn values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import Kind, Parameter
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Cases that take more are for a GPU.
+# Larger cases are marked as sized for a GPU.
 _LARGE_BYTES = 64 << 20
 TAG = "captured"
 
@@ -25,18 +25,18 @@ Make = Callable[[Draw], dict[str, Any]]
 
 
 class ReplayError(ValueError):
-    """A captured call cannot be made again; the message says why."""
+    """A captured call cannot be recreated; the message says why."""
 
 
 @dataclass(frozen=True)
 class CapturedCase:
-    """A case that stands for captured calls.
+    """A case that represents captured calls.
 
     Attributes:
         operator: ``"family.mode"``.
-        case: tagged ``"captured"``, and named after what it stands for.
-        count: how many calls.
-        kernel: that served them.
+        case: tagged ``"captured"``, and named after the calls.
+        count: the number of calls.
+        kernel: the kernel that ran them.
     """
 
     operator: str
@@ -46,15 +46,15 @@ class CapturedCase:
 
 
 def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCase]:
-    """Cases for the calls in a capture, the most frequent first. Calls that kernels of different names served are one case.
+    """Returns cases for the calls in a capture, the most frequent first. Equal calls that different kernels ran are one case.
 
     Args:
-        path: of the capture.
-        operator: only this one's, ``"mode"`` or ``"family.mode"``.
+        path: the capture's file.
+        operator: return only this operator's cases, ``"mode"`` or ``"family.mode"``.
 
     Raises:
         FileNotFoundError, UnreadableCaptureError: see `load`.
-        ReplayError: a call cannot be made again: its operator does not exist here, or is another now.
+        ReplayError: a call cannot be recreated: its operator does not exist here, or has changed.
     """
     wanted = None if operator is None else str(get_operator(operator))
     cases: dict[tuple[str, str], CapturedCase] = {}
@@ -70,7 +70,7 @@ def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCa
 
 
 def replay(record: Record) -> Case:
-    """A case for one record of a capture, with the lengths and skew of the sample that was the most work.
+    """Returns a case for one record of a capture, with the lengths and skew of the sample with the most work.
 
     Raises:
         ReplayError: see `load_cases`.
@@ -95,12 +95,12 @@ def _amount(sample: Mapping[str, Sequence[int]]) -> int:
 
 @recipe
 def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> Make:
-    """The arguments of a captured call: what the operator's ``vary`` hook gives, and everything else by its description.
+    """Recreates the arguments of a captured call: by the operator's ``vary`` hook, and otherwise from their descriptions.
 
     Args:
-        operator: whose call it was.
+        operator: the operator.
         arguments: descriptions of its arguments.
-        work: the values that decided how much work it was.
+        work: the values that determined its work.
     """
     op = get_operator(operator)
 
@@ -126,7 +126,7 @@ def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Seq
 
 
 def _described(parameter: Parameter, told: Any) -> Any:
-    """An argument as far as its description goes: tensors lie on the meta device, and objects that are not described are None."""
+    """Recreates an argument from its description: tensors are on the meta device, and objects without a description are None."""
     if _is_tensor(told):
         return torch.empty(told["shape"], dtype=_dtype(told["dtype"]), device="meta")
     if told is None or parameter.kind is Kind.HINT:
@@ -157,9 +157,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tensor:
-    """A tensor of which no value matters more than another."""
+    """Draws a tensor whose values have no special meaning."""
     scales = name in op.scales
-    if like.dtype == torch.uint8:  # codes of two numbers, or powers of two
+    if like.dtype == torch.uint8:  # pairs of fp4 values, or e8m0 scales
         return draw.integers(*((120, 128) if scales else (0, 256)), *like.shape, dtype=like.dtype)
     if not like.is_floating_point():
         raise ReplayError(f"{op}: {name} of a captured call cannot be made again: its values mean something")
@@ -167,12 +167,12 @@ def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tenso
 
 
 def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
-    """The same values, lying as they did; the first axis may have been another (a cache of more pages)."""
+    """Returns the same values with the captured strides; the first axis may have had another size (a cache with more pages)."""
     if stride is None or tuple(stride) == tensor.stride() or not tensor.numel():
         return tensor
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
     room = torch.zeros(reach, dtype=tensor.dtype, device=tensor.device)
-    if 0 in stride:  # expanded: one of the values stands for all
+    if 0 in stride:  # an expanded axis: one value is repeated
         index = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
         room.as_strided(tensor[index].shape, stride).copy_(tensor[index])
     else:
@@ -181,7 +181,7 @@ def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
 
 
 def _name(op: Operator[Any, Any], arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> str:
-    """What the call looks like, in a line: shapes of the operands, options that are not the default, and lengths."""
+    """Summarises a call in one line: shapes of the operands, options that are not the default, and lengths."""
     words = []
     for parameter in op.parameters:
         told = arguments[parameter.name]

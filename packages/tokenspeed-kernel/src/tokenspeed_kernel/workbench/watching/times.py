@@ -1,12 +1,12 @@
-"""How long calls take, counted by operator, kernel and shapes, while a program runs as it always does.
+"""Times the calls of a running program, by operator, kernel and shapes.
 
-Memory is bounded, however long the program runs: of each kind of call the times go into bins that are 1% wide, so a median is
-right to half of that, and the counts of several processes add up. Each process keeps a file of its own in one folder, replaced
-every second and when the process ends: what a killed process loses is that second.
+Memory is bounded, however long the program runs. Times of each kind of call are counted in bins that are 1% wide, so a median is
+accurate to 0.5%, and the counts of several processes can be added. Each process has its own file in a common folder, which it
+replaces every second and when it ends, so a killed process loses at most one second.
 
-On a GPU a call is timed by events on its stream. Where the device waits for the host to launch, as it does when a program
-issues one small kernel after another, the time between two events would be that of the host. So the device spins while the host
-issues a call, and a call whose issuing took longer than that (the first one, which is compiled) does not count there.
+On a GPU a call is timed by events on its stream. If the device waits for the host, as it does when a program launches one small
+kernel after another, the time between two events would be the host's. So the device spins while the host issues a call. A call
+whose issuing took longer than the spin (such as the first one, which is compiled) gets no device time.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.storage import StorageWarning, replace_file
 
 FORMAT, VERSION = "tokenspeed-kernel call times", 2
-# At most so many kinds of calls are counted apart. The shapes of further ones are ignored.
+# The most kinds of calls that are counted separately. The shapes of further ones are ignored.
 MAX_KINDS = 10_000
 OTHER_SHAPES = "other shapes"
 _BINS_PER_E = 1 / math.log(1.01)
 _SECONDS_BETWEEN_WRITES = 1.0
-# From so many calls on whose events have not been read, reading them is tried; from so many on, it waits for the device.
+# Calls with unread events from which reading is attempted, and from which it waits for the device.
 _SOME_PENDING, _MAX_PENDING = 32, 1024
-# How long the device spins: twice what it takes to issue such a call, between these two. No device's clock is faster.
+# The device spins for twice the shortest time to issue such a call: _FIRST_SPIN_US at first, later at most _LONGEST_SPIN_US. No
+# device's clock is faster than _CYCLES_PER_US.
 _CYCLES_PER_US = 2500
 _FIRST_SPIN_US, _LONGEST_SPIN_US = 100.0, 2000.0
 
 
 @dataclass(frozen=True)
 class CallKind:
-    """What calls have in common that are counted together. ``shape`` is that of the operands, ``dtype`` the first one's."""
+    """The key of calls that are counted together. ``shape``: the operands' shapes. ``dtype``: the first operand's dtype."""
 
     operator: str
     kernel: str
@@ -59,7 +60,7 @@ class CallKind:
 
 @dataclass
 class Times:
-    """Times of calls, in microseconds: how many, their sum, the least, and how many in each bin; bin i begins at 1.01**i us."""
+    """Times of calls, in microseconds: count, sum, minimum, and counts per bin; bin i begins at 1.01**i us."""
 
     count: int = 0
     total_us: float = 0.0
@@ -82,7 +83,7 @@ class Times:
 
     @property
     def median_us(self) -> float:
-        """The middle of the median's bin; 0 if there are no times."""
+        """The middle of the median's bin, in microseconds; 0 if there are no times."""
         passed = 0
         for index in sorted(self.bins):
             passed += self.bins[index]
@@ -101,9 +102,9 @@ class Times:
 
 @dataclass
 class CallTime:
-    """Times of one kind of calls: until each returned to its caller, and on the device.
+    """Times of one kind of calls: ``host`` until each returned to its caller, and ``device`` on the device.
 
-    ``device`` has fewer calls than ``host``, none on a CPU or in a CUDA graph: see this module's beginning.
+    ``device`` has fewer calls than ``host``, and none on a CPU or in a CUDA graph: see the module's docstring.
     """
 
     kind: CallKind
@@ -117,7 +118,7 @@ class CallTime:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a profiled program, ``seconds`` after it began to be profiled."""
+    """One process of a profiled program. ``seconds``: the duration of profiling so far."""
 
     pid: int
     command: tuple[str, ...]
@@ -125,10 +126,10 @@ class Process:
 
 
 class CallTimes(Background):
-    """Times of the calls of this process, kept in a file of a folder that other processes may share.
+    """Times of the calls of this process, kept in a file in a folder that other processes may also use.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,12 +147,12 @@ class CallTimes(Background):
         self._local = threading.local()
 
     def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A watcher of calls that times each one."""
+        """Times a call: the watcher to register."""
         kind = CallKind(f"{call.family}.{call.mode}", call.kernel, dtype_name(call.first.dtype), call.operand_shapes)
         return self.timed(kind, call.first.device, run)
 
     def timed(self, kind: CallKind, device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, whose time is counted. A call made inside another is part of that one; one that raises does not count."""
+        """Wraps ``call`` so that its time is counted. A nested call is part of the outer one; a call that raises is not counted."""
 
         def run(*args: Any) -> Any:
             if getattr(self._local, "inside", False):
@@ -170,7 +171,7 @@ class CallTimes(Background):
         return run
 
     def _run(self, found: CallTime, call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float]:
-        """What it returns, and the microseconds until it did."""
+        """Runs a call, and returns its result and the microseconds until it returned."""
         start = time.perf_counter_ns()
         result = call(*args)
         host_us = (time.perf_counter_ns() - start) / 1e3
@@ -188,7 +189,7 @@ class CallTimes(Background):
         if host_us < spin_us:
             with self._lock:
                 self._pending.append((found, begin, end))
-        # Not in the thread that writes: looking at events would spoil the capture of a graph, even one in another thread.
+        # Not in the writer thread: querying events would invalidate a graph capture, even one in another thread.
         if len(self._pending) >= _SOME_PENDING:
             self._read_events(len(self._pending) // 2 if len(self._pending) >= _MAX_PENDING else 0)
         return result
@@ -203,7 +204,7 @@ class CallTimes(Background):
             return self._found[kind]
 
     def _read_events(self, waited_for: int) -> None:
-        """Takes the times of calls that the device has finished, and waits for so many of them."""
+        """Reads the times of calls that the device has finished, after waiting for the first ``waited_for`` of them."""
         with self._lock:
             try:
                 while self._pending:
@@ -215,7 +216,7 @@ class CallTimes(Background):
                         return
                     found.device.add(begin.elapsed_time(end) * 1e3)
                     self._pending.popleft()
-            except RuntimeError:  # the device has failed, which the program will notice
+            except RuntimeError:  # the device has failed; the program itself will get the error
                 self._pending.clear()
 
     def write(self) -> None:
@@ -226,22 +227,21 @@ class CallTimes(Background):
             replace_file(self._file, json.dumps({"format": FORMAT, "version": VERSION, "process": process, "calls": calls}))
 
     def finish(self) -> None:
-        """Waits for the device, and writes for the last time."""
+        """Synchronises with the device, and writes for the last time."""
         self._read_events(len(self._pending))
         super().finish()
 
 
 def to_list(found: Iterable[CallTime]) -> list[Any]:
-    """As JSON can hold it."""
+    """Converts times to JSON values."""
     return [[vars(each.kind), each.host.to_dict(), each.device.to_dict()] for each in found]
 
 
 def read_times(folder: Path) -> tuple[list[Process], list[CallTime]]:
-    """What the processes that kept times in a folder did, the longest-running first, and their calls added up. A file of something
-    else is left out.
+    """Reads all files of a folder: returns the processes, the longest-running first, and the sums of their calls' times.
 
     Warns:
-        StorageWarning: for each file that is left out.
+        StorageWarning: for each file that holds something else, which is skipped.
     """
     processes, total = [], dict[CallKind, CallTime]()
     for path in sorted(folder.glob("*.json")):
@@ -261,15 +261,15 @@ def read_times(folder: Path) -> tuple[list[Process], list[CallTime]]:
     return sorted(processes, key=lambda process: -process.seconds), [*total.values()]
 
 
-_times: CallTimes | None = None  # those that `time_calls` began
+_times: CallTimes | None = None  # the instance that `time_calls` created
 _lock = threading.Lock()
 
 
 def time_calls(folder: Path) -> None:
-    """Counts the times of every operator call from now until the process ends, in a folder that other processes may share.
+    """Times every operator call from now until the process ends, in a folder that other processes may also use.
 
     Raises:
-        ConfigurationError: nothing can be written there.
+        ConfigurationError: the folder cannot be written.
     """
     global _times
     with _lock:

@@ -1,10 +1,10 @@
-"""The conformance kit: everything that a kernel must do, and a table of what it did.
+"""The conformance kit: checks everything that a kernel must do, and reports the findings in a table.
 
 ::
 
     tokenspeed-kernel verify --plugin my-kernels --junit report.xml --output report.json
 
-or, in a test of the package that brings the kernels::
+or, in a test of the package that has the kernels::
 
     @pytest.mark.parametrize("finding", conformance(plugin="my-kernels"), ids=str)
     def test_conformance(finding):

@@ -1,4 +1,4 @@
-"""Cases at the edges of what a kernel declares, and empty ones.
+"""Generates cases at the edges of a kernel's declared constraints, and empty cases.
 
 They are made by changing the operator's own small cases, see `tokenspeed_kernel.workbench.numerics.recipes`.
 """
@@ -23,13 +23,13 @@ from tokenspeed_kernel_base.selection import gate
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.traits import Constraint
 
-# Elements of all arguments together; larger cases take too long for a check.
+# The most elements over all arguments; larger cases take too long for a check.
 _MOST_ELEMENTS = 1 << 22
 _MOST_TRIES = 400
 
 
 def edge_values(constraint: Constraint) -> tuple[list[Any], list[Any]]:
-    """Values at the edges of a constraint: those that it accepts, and their neighbours that it does not.
+    """Returns the values at the edges of a constraint: those that it accepts, and neighbours that it rejects.
 
     Example:
         >>> from tokenspeed_kernel_base.traits import at_most, multiple_of
@@ -70,7 +70,7 @@ def _positive(value: Any) -> bool:
 
 @dataclass
 class Known:
-    """A case of an operator, and what it asks of a kernel."""
+    """A case of an operator, with its traits and its number of elements."""
 
     case: Case
     traits: dict[str, Any]
@@ -79,11 +79,11 @@ class Known:
 
 @dataclass
 class CaseSpace:
-    """The small cases of an operator on one device, from which cases at the edges are made.
+    """The small cases of an operator on one device, from which edge cases are made.
 
     Attributes:
-        taken: the cases that the kernel takes, the smallest first.
-        wrong: names of the cases for which the kernel gives wrong results.
+        taken: the cases that the kernel is eligible for, the smallest first.
+        wrong: names of the cases with wrong results.
         said: the kernel's known faults besides wrong results, by `Fault.check`.
     """
 
@@ -97,25 +97,25 @@ class CaseSpace:
 
     @classmethod
     def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> CaseSpace:
-        """The space around these cases."""
+        """Builds the space from these cases."""
         space = cls(op, spec, device, seed)
         known = (space.look(case) for case in cases)
         space.taken = sorted((k for k in known if k is not None and space.takes(k.case)), key=lambda k: k.elements)
         return space
 
     def look(self, case: Case) -> Known | None:
-        """A case with its traits; None if the operator refuses it or it is too large."""
+        """Returns a case with its traits; None if the operator rejects it or it is too large."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
             check_with_values(self.op, arguments)
             request = self.op.request(arguments)
-        except Exception:  # whatever a maker of inputs raises for values that do not go together
+        except Exception:  # a recipe may raise anything for inconsistent values
             return None
         elements = sum(t.numel() for _, t in tensor_arguments(self.op.parameters, arguments))
         return Known(case, dict(request.traits), elements) if elements <= _MOST_ELEMENTS else None
 
     def gap(self, case: Case) -> tuple[str, str] | None:
-        """The gate at which selection rejects the kernel for this case, and why; None if it takes the case."""
+        """Returns the gate at which selection rejects the kernel for this case, and the reason; None if it is eligible."""
         arguments = self.op.complete(case.build(self.device, self.seed))
         rejected = refusal(self.op, self.spec, arguments)
         return rejected or gate(self.spec, self.op.request(self.op.prepared(arguments, self.spec)))
@@ -124,14 +124,14 @@ class CaseSpace:
         return self.gap(case) is None
 
     def reach(self, trait: str, value: Any, *, taken: bool, most: int = 2) -> list[Case]:
-        """Cases in which a trait has this value.
+        """Returns cases in which a trait has this value.
 
         Args:
-            trait, value: what is wanted.
-            taken: cases that the kernel takes; False: cases that it refuses because of its traits.
-            most: no more than so many, and at most one made from each case.
+            trait, value: the wanted trait value.
+            taken: True: cases that the kernel is eligible for; False: cases for which its traits reject it.
+            most: the most cases to return; at most one is made from each case.
 
-        Cases with known wrong results are left out; they are reported by the comparison with the reference.
+        Cases with known wrong results are left out; the comparison with the reference reports them.
         """
 
         def fits(known: Known | None) -> bool:
@@ -142,8 +142,7 @@ class CaseSpace:
 
         usable = [known for known in self.taken if known.elements and known.case.name not in self.wrong]
         found = [known.case for known in _spread([known for known in usable if fits(known)], most)]
-        # The smallest cases hide faults (a single token attends to itself alone, whatever its scores are), so larger ones are
-        # tried as well.
+        # The smallest cases hide faults (a single token attends only to itself, whatever its score), so larger ones are tried, too.
         for known in _spread([known for known in usable if isinstance(known.case.make, Recipe)], 4):
             if len(found) >= most:
                 break
@@ -152,10 +151,10 @@ class CaseSpace:
         return found
 
     def _changed(self, known: Known, trait: str, value: Any) -> Iterator[Case]:
-        """A case with one value changed, then with two."""
+        """Yields a case with one value changed, then with two."""
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
-        # A case has to be drawn to know its size, so changes that may make it enormous are left out beforehand.
+        # A case must be drawn to know its size, so changes that may make it huge are left out beforehand.
         found = changes_towards(self.op, recipe, known.traits.get(trait), trait, value)
         changes = [(change, growth(recipe, change)) for change in found]
         room = _MOST_ELEMENTS / known.elements
@@ -168,14 +167,14 @@ class CaseSpace:
 
 
 def _spread(sorted_by_size: list[Known], most: int) -> list[Known]:
-    """A few of many, from the middle down to the smallest: neither trivial nor slow ones first."""
+    """Selects a few of many, from the middle down to the smallest, so that the first are neither trivial nor slow."""
     middle = len(sorted_by_size) // 2
     steps = max((middle + 1) // most, 1)
     return sorted_by_size[middle::-steps][:most] if sorted_by_size else []
 
 
 def empty_cases(space: CaseSpace, most: int = 12) -> Iterator[Case]:
-    """Empty calls, and calls some of whose items are empty: sizes of 0, lengths of 0, no items at all."""
+    """Yields empty calls, and calls with some empty items: sizes of 0, lengths of 0, no items at all."""
     seen: set[str] = set()
     makers: dict[Any, int] = {}
     count = 0

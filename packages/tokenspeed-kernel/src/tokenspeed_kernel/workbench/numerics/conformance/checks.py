@@ -1,9 +1,9 @@
-"""The checks of conformance beyond correct results: does a kernel keep its declaration, and does it touch only its own memory?
+"""Conformance checks beyond correct results: a kernel fulfils its declaration, and accesses only its own memory.
 
 `tokenspeed_kernel.workbench.numerics.verify` compares results. The checks here run the same cases in every way that a caller may:
 at the edges of the declared traits, with empty inputs, with other values where a value must not matter, with guards around every
-tensor, with strides, without waiting for the device, in a CUDA graph, and alone instead of in a batch. Each check yields one
-`CaseResult` a call and writes no file.
+tensor, with strides, without synchronisation with the device, in a CUDA graph, and alone instead of in a batch. Each check yields
+one `CaseResult` per call and writes no file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import Decoded
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# The tag of a kernel that waits for the device. It cannot be captured in a graph, and is not asked to be.
+# The tag of a kernel that synchronises with the device. It cannot be captured in a graph, and is exempt from that check.
 WAITS = "waits"
 BATCH_INVARIANT = "batch_invariant"
 # The values of `Fault.check` that mean wrong results.
@@ -60,10 +60,10 @@ class Changed:
 
 
 def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callable[[Case], bool] = lambda case: True) -> list[Case]:
-    """A few cases that the kernel takes: for each combination of flags the smallest one that is not empty.
+    """Returns a few cases that the kernel is eligible for: the smallest nonempty case for each combination of flags.
 
     ``right``: only cases with correct results. A check that looks for changed results needs them.
-    ``suits``: whether a case is of use; asked of no more cases than needed.
+    ``suits``: whether a case is useful; called for no more cases than needed.
     """
     found: dict[tuple[Any, ...], Case] = {}
     for known in space.taken:
@@ -78,7 +78,7 @@ def sample(space: CaseSpace, most: int = 6, *, right: bool = True, suits: Callab
 
 
 def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
-    """Cases at the edges of every trait that the kernel constrains: served rightly within, refused beyond."""
+    """Runs cases at the edges of every trait that the kernel constrains: correct within the constraint, rejected beyond it."""
     spec = space.spec
     result = functools.partial(CaseResult, spec.name, spec.operator)
     for trait, constraint in sorted(spec.traits.items()):
@@ -93,14 +93,16 @@ def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
                 said = f"declares {trait}: {constraint}, but is wrong at {trait}={value}"
                 yield _blamed(space, outcome, name, said, f"traits {trait}")
         for value in refused:
-            # The kernel is never selected there, so what it would compute does not matter.
+            # The kernel is never selected for these cases, so its results do not matter.
             for case in space.reach(trait, value, taken=False, most=1):
                 yield result(f"{trait}={value}, {case.name}", Status.PASSED, "refused, as declared")
 
 
 def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
-    """The outcome in words of the check that made the case. Faults that the unchanged cases have too, other than wrong results,
-    are left out: they are reported there."""
+    """Rewords an outcome for the check that made the case.
+
+    Faults other than wrong results that the unchanged cases also have are left out, because they are reported there.
+    """
     if not outcome.wrong:
         return replace(outcome, case=case)
     faults = tuple(fault for fault in outcome.faults if fault.check not in space.said)
@@ -111,14 +113,14 @@ def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: s
 
 
 def option_edges(space: CaseSpace) -> Iterator[CaseResult]:
-    """Integer options at 0, -1 and the edges of 32 and 64 bits: results are right, unless the operator refuses the call."""
+    """Sets integer options to 0, -1 and the limits of 32 and 64 bits: results are correct, or the operator rejects the call."""
     op = space.op
     options = [parameter for parameter in op.parameters if parameter.kind is Kind.VALUE and int in parameter.types]
     for case, option in itertools.product(sample(space, most=1), options):
         largest = NO_LIMIT if option.unlimited else 1 << 31
         given = {case.build(space.device, space.seed).get(option.name)}
         for value in (-1, 0, largest - 1, (1 << 63) - 1, 1 << 63):
-            normal = option.normal(value)  # what kernels are given, the same for several values
+            normal = option.normal(value)  # the value that kernels get, which several values may map to
             if normal not in given:
                 given.add(normal)
                 edge = replace(case, name=f"{option.name}={value}, {case.name}")
@@ -145,7 +147,7 @@ def _option_faults(space: CaseSpace, case: Case, option: str, value: int) -> lis
 
 
 def empties(space: CaseSpace) -> Iterator[CaseResult]:
-    """Empty calls, and calls some of whose items are empty."""
+    """Runs empty calls, and calls with some empty items."""
     for case in empty_cases(space):
         outcome = verify_case(space.spec, case, space.device, seed=space.seed)
         yield _blamed(space, outcome, case.name, "is wrong where there is nothing to do", "empty")
@@ -155,7 +157,7 @@ def empties(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
-    """The same calls with other values where none may matter, as the operator's ``vary`` hook says."""
+    """Repeats calls with other values where values must not matter, as the operator's ``vary`` hook specifies."""
     op, device, seed = space.op, space.device, space.seed
 
     def changed(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -168,13 +170,13 @@ def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
         make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
         outcome = verify_case(space.spec, replace(case, make=make), device, seed=seed)
         yield _blamed(space, outcome, case.name, said, "unused")
-    if device.type == "cuda":  # on a CPU an index out of range raises above, and the process goes on
+    if device.type == "cuda":  # on a CPU an index out of range has raised an error above, and the process goes on
         for outcome in reach(space.spec, cases, device, seed):
             yield _blamed(space, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
 
 def layouts(space: CaseSpace) -> Iterator[CaseResult]:
-    """The same calls with tensors that are not contiguous."""
+    """Repeats calls with tensors that are not contiguous."""
     for case in sample(space):
         for name, layout in guards.LAYOUTS.items():
             make = Changed(space.op, case.make, functools.partial(_laid_out, space.op, layout))
@@ -190,20 +192,20 @@ def _laid_out(op: Operator[Any, Any], layout: Callable[[Tensor], Tensor], argume
 
 
 def bounds(space: CaseSpace) -> Iterator[CaseResult]:
-    """The same calls with guards before and behind every tensor, outputs included: a kernel must neither write nor use them."""
+    """Repeats calls with guards before and after every tensor, outputs included: a kernel must neither write nor use them."""
     for case in sample(space):
         yield _attempt(space, case, "bounds", functools.partial(_bounds_faults, space, case))
 
 
 def _attempt(space: CaseSpace, case: Case, kind: str, check: Callable[[], list[str]]) -> CaseResult:
-    """The outcome of a check that returns faults as text, raises LookupError to be skipped, or raises anything else."""
+    """Returns the outcome of a check that returns faults as text, raises LookupError to be skipped, or raises another error."""
     result = functools.partial(CaseResult, space.spec.name, space.spec.operator, case.name)
     try:
         with torch.no_grad():
             faults = tuple(Fault(kind, text) for text in check())
     except LookupError as refused:
         return result(Status.SKIPPED, str(refused))
-    except Exception as error:  # a kernel may fail in any way; every one of them is reported
+    except Exception as error:  # a kernel may fail in any way; every failure is reported
         said = f"{type(error).__name__}: {error}"
         return result(Status.ERROR, said, traceback=traceback.format_exc(), faults=(Fault(f"{kind} {type(error).__name__}", said),))
     if faults:
@@ -241,7 +243,7 @@ def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
 
 
 def host_kernel(space: CaseSpace) -> str:
-    """Why a kernel may wait for the device; empty if it may not."""
+    """Returns why a kernel may synchronise with the device; empty if it may not."""
     if space.spec.is_reference:
         return "the reference reads lengths on the host, by contract"
     if space.spec.capability.vendors == frozenset({"cpu"}):
@@ -250,7 +252,7 @@ def host_kernel(space: CaseSpace) -> str:
 
 
 def waits(space: CaseSpace) -> Iterator[CaseResult]:
-    """The same calls, watched for whatever waits for the device."""
+    """Repeats calls, and detects synchronisation with the device."""
     if not host_kernel(space):
         for case in sample(space, right=False):
             yield _attempt(space, case, "waits", functools.partial(_wait_faults, space, case))
@@ -261,11 +263,11 @@ def _wait_faults(space: CaseSpace, case: Case) -> list[str]:
     arguments = op.complete(case.build(space.device, space.seed))
     for parameter in op.parameters:
         if parameter.kind is Kind.HINT:
-            arguments[parameter.name] = None  # a hint lies on the host so that kernels can read it
+            arguments[parameter.name] = None  # a hint is in host memory, where kernels may read it
     arguments = op.prepared(arguments, spec)
     implementation = KernelRegistry.get().get_impl(spec.name)
     call = functools.partial(implementation, *arguments.values())
-    call()  # the first call may compile or measure, and wait for that
+    call()  # the first call may compile or autotune, and wait for that
     if space.device.type == "cuda":
         try:
             with waiting.refusing():
@@ -281,7 +283,7 @@ def _wait_faults(space: CaseSpace, case: Case) -> list[str]:
 
 
 def graphs(space: CaseSpace) -> Iterator[CaseResult]:
-    """The same calls captured in a CUDA graph and replayed, on other values too. On a GPU only."""
+    """Captures calls in a CUDA graph and replays it, also on other values. On a GPU only."""
     if space.device.type == "cuda" and not host_kernel(space):
         for case in sample(space):
             yield _attempt(space, case, "graph", functools.partial(replay_faults, space.spec, case, space.device, space.seed))
@@ -291,9 +293,9 @@ def graphs(space: CaseSpace) -> Iterator[CaseResult]:
 
 
 def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
-    """For kernels tagged `BATCH_INVARIANT`: the first items of a batch have the same bits when computed without the others."""
+    """Checks kernels tagged `BATCH_INVARIANT`: the first items of a batch have the same bits when computed without the others."""
     if BATCH_INVARIANT in space.spec.tags:
-        # Where all cases have a single item, their results say so.
+        # If all cases have a single item, run them anyway: their results say that there is no batch.
         for case in sample(space, right=False, suits=functools.partial(_has_items, space)) or sample(space, right=False):
             yield _attempt(space, case, "batch", functools.partial(_batch_faults, space, case))
 
@@ -304,7 +306,7 @@ def _has_items(space: CaseSpace, case: Case) -> bool:
 
 
 def _values(op: Operator[Any, Any], arguments: dict[str, Any], outputs: list[Tensor]) -> list[Tensor]:
-    """What outputs stand for, where they are codes and scales."""
+    """Returns the decoded values of outputs that are quantised values and scales."""
     return [part.values if isinstance(part, Decoded) else part for part in decoded_outputs(op, arguments, outputs)]
 
 
@@ -317,7 +319,7 @@ def _batch_faults(space: CaseSpace, case: Case) -> list[str]:
     arguments = op.complete(build())
     whole = lowering.as_list(without_padding(op, arguments, run_kernel(op, spec, op.prepared(arguments, spec))))
     complete, total = first_items(op, op.complete(build()), items)
-    # Scales of a matrix that lie in tiles do not lie along its rows; what they and the codes stand for does.
+    # Scales in tiles cannot be split by rows, but the decoded values can.
     in_rows = not op.has_hook("decoded") or all(output.shape[:1] == (total,) for output in whole)
     whole = whole if in_rows else _values(op, complete, whole)
     faults = []

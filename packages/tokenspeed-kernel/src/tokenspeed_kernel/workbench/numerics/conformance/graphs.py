@@ -1,8 +1,8 @@
-"""Does a kernel give correct results when a CUDA graph of it is replayed? Needs a GPU.
+"""Checks that a kernel gives correct results when a CUDA graph of it is replayed. Needs a GPU.
 
-A graph repeats launches as they were captured. A kernel that reads a length on the host, sizes its grid by one, or frees its
-workspace gives wrong results in a replay. So each graph is replayed on the inputs that it was captured with, and on others that are
-copied over them, which the operator's ``vary`` hook makes.
+A graph repeats launches as they were captured. A kernel that reads a length on the host, sizes its grid by it, or frees its
+workspace gives wrong results in a replay. So each graph is replayed on the inputs of the capture, and on other inputs copied over
+them, which the operator's ``vary`` hook makes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 @dataclass
 class Inputs:
-    """One set of arguments twice: for the reference, and as a kernel wants them."""
+    """One set of arguments in two copies: plain for the reference, and prepared for the kernel."""
 
     op: Operator[Any, Any]
     plain: dict[str, Any]
@@ -43,7 +43,8 @@ class Inputs:
         return cls(op, one, op.prepared(other, spec))
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Arguments that are tensors and that the kernel takes unchanged. Tensors in objects are a model's weights: they stay."""
+        """Returns the tensor arguments that preparation leaves unchanged. Tensors in objects are model weights, and stay
+        constant."""
         tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
         taken = {name: self.prepared[name] for name in tensors}
         return {
@@ -59,8 +60,10 @@ class Inputs:
 
 
 def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
-    """Legal inputs of the same shapes, with the same values on the host: those that another seed drew, if they are such, changed
-    further by the operator's ``vary`` hook."""
+    """Returns other valid inputs of the same shapes and with the same host values.
+
+    They are inputs drawn with another seed, if these meet the conditions, further changed by the operator's ``vary`` hook.
+    """
     op, mine, theirs = inputs.op, inputs.plain_tensors(), drawn.plain_tensors()
     on_host = [p.name for p in op.parameters if p.kind in (Kind.VALUE, Kind.HINT) and not isinstance(inputs.plain[p.name], Tensor)]
     alike = all(drawn.plain[name] == inputs.plain[name] for name in on_host)
@@ -68,7 +71,7 @@ def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]
     values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
     device = next(iter(mine.values())).device
     changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
-    if changed.keys() <= values.keys():  # else some of it is in a layout of the kernel's own
+    if changed.keys() <= values.keys():  # otherwise some tensors are in a kernel-specific layout
         values.update(changed)
     return values
 
@@ -78,7 +81,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
-    """The reference's results, and what it wrote to copies of the inputs."""
+    """Returns the reference's results, and the mutated copies of the inputs."""
     op = inputs.op
     copies = {name: inputs.plain[name].clone() for name in op.mutates if inputs.plain[name] is not None}
     arguments = {**inputs.plain, **copies}
@@ -86,11 +89,11 @@ def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
 
 
 def replay_faults(spec: KernelSpec, case: Case, device: torch.device, seed: int = 0) -> list[str]:
-    """Captures a kernel's call and replays it. Returns what is wrong; nothing if all is well.
+    """Captures a kernel's call and replays it. Returns the faults; empty if there are none.
 
     Raises:
-        RuntimeError: the call cannot be captured: it waits for the device, say.
-        LookupError: the kernel does not take the case; the message says why.
+        RuntimeError: the call cannot be captured, for example because it synchronises with the device.
+        LookupError: the kernel is not eligible for the case; the message has the reason.
     """
     with torch.no_grad():
         return _replay(spec, case, device, seed)
@@ -109,7 +112,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     untouched = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
 
     def run() -> tuple[Any, dict[str, Tensor]]:
-        """An eager run; what is written to is put back."""
+        """Runs eagerly, then restores the mutated arguments."""
         result = call(*arguments)
         written = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
         put_back()
@@ -135,9 +138,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 
     def replay() -> tuple[Any, dict[str, Tensor]]:
         put_back()
-        for tensor in filter(
-            torch.is_tensor, lowering.as_list(captured)
-        ):  # so that elements that the replay does not write are found
+        for tensor in filter(torch.is_tensor, lowering.as_list(captured)):  # detects elements that the replay does not write
             if tensor.is_contiguous() and tensor.dim():
                 _bytes(tensor).fill_(0x7F)
         graph.replay()

@@ -1,4 +1,4 @@
-"""Tensors inside larger buffers: guards that show writes outside of a tensor, and gaps between its elements."""
+"""Places tensors in larger buffers, with guards that detect out-of-bounds writes, and with gaps between elements."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements on either side: several cache lines, and a multiple of every alignment that kernels rely on.
+# Guard elements on either side: several cache lines, and a multiple of every alignment that kernels rely on.
 _GUARD = 256
-# Elements between two rows.
+# Gap elements between two rows.
 _GAP = 16
 
 
@@ -19,11 +19,11 @@ class Guarded:
     """A tensor inside a larger buffer.
 
     Attributes:
-        name: of the argument.
+        name: the argument's name.
         tensor: the view to pass to a kernel.
-        buffer: all of it.
-        outside: a mask of the buffer's elements that are not the tensor's.
-        before: what the buffer held before.
+        buffer: the whole buffer.
+        outside: a mask of the buffer's elements that are not in the tensor.
+        before: a copy of the buffer before the call.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Guarded:
     before: Tensor
 
     def fault(self) -> str:
-        """What was written outside of the tensor; empty if nothing was."""
+        """Describes writes outside the tensor; empty if there were none."""
         changed = (_codes(self.buffer) != _codes(self.before)) & self.outside
         if not bool(changed.any()):
             return ""
@@ -50,7 +50,7 @@ class Guarded:
 
 
 def guard(name: str, tensor: Tensor) -> Guarded:
-    """A copy of a tensor, of the same strides where it does not overlap itself, with NaN or huge integers around it."""
+    """Copies a tensor into a buffer filled with NaN or huge integers, with the same strides unless it overlaps itself."""
     strides = tensor.stride()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
     if tensor.numel() > reach:  # it overlaps itself
@@ -65,14 +65,17 @@ def guard(name: str, tensor: Tensor) -> Guarded:
 
 
 def filled(count: int, like: Tensor) -> Tensor:
-    """Elements that no kernel may use: NaN, or integers larger than every size. Integers on a GPU are 0: a kernel that used a huge
-    one as an index would make an illegal access, after which nothing more can be checked."""
+    """Returns elements that no kernel may use: NaN, or integers larger than every size.
+
+    Integers on a GPU are 0: a kernel that used a huge integer as an index would make an illegal access, after which the process can
+    check nothing more.
+    """
     made = torch.empty(count, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
         return made.fill_(True)
     if like.is_cuda and not like.is_floating_point():
         return made.zero_()
-    # The largest number of bytes 0x7f is NaN in 8-bit floats; all ones are NaN in wider ones.
+    # The byte 0x7f is NaN in 8-bit floats; all ones are NaN in wider floats.
     code = 0xFF if like.is_floating_point() and like.element_size() > 1 else 0x7F
     made.untyped_storage().fill_(code)  # type: ignore[attr-defined]
     return made
@@ -83,12 +86,13 @@ def _codes(tensor: Tensor) -> Tensor:
 
 
 def _gaps(count: int, like: Tensor) -> Tensor:
-    """Elements for gaps: NaN, or 0 for integers, because a kernel that ignores strides reads them as lengths and indices."""
+    """Returns elements for gaps: NaN, or 0 for integers, because a kernel that ignores strides reads these as lengths or
+    indices."""
     return filled(count, like) if like.is_floating_point() else torch.zeros(count, dtype=like.dtype, device=like.device)
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same values with gaps between rows, as in a slice of a fused projection."""
+    """Returns the same values with gaps between rows, as in a slice of a fused projection."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
     rows, row = tensor.shape[:-1], tensor.shape[-1]
@@ -97,7 +101,7 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same values in every second element of a wider last axis."""
+    """Returns the same values in every second element of a wider last axis."""
     if not tensor.dim() or not tensor.numel():
         return tensor
     wide = _gaps(2 * tensor.numel(), tensor).view(*tensor.shape, 2)
@@ -105,7 +109,7 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def swapped(tensor: Tensor) -> Tensor:
-    """The same values with the first two axes exchanged in memory: heads before tokens, say."""
+    """Returns the same values with the first two axes exchanged in memory, such as heads before tokens."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)

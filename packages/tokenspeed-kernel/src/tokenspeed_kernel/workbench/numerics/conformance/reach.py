@@ -1,7 +1,7 @@
-"""Does a kernel look up indices that no length reaches? On a GPU that is an illegal access, after which a process can do no more.
+"""Checks that a kernel does not use indices beyond the given lengths. On a GPU that is an illegal access, which ends the process.
 
-So the kernel runs in a process of its own. The operator's ``vary`` hook runs on the host, where unused entries of a page table
-become ones that name no page; then everything is copied to the device and the kernel runs.
+So the kernel runs in a separate process. The operator's ``vary`` hook runs on the host, where it replaces unused entries of a page
+table by invalid ones. Then everything is copied to the device, and the kernel runs.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Importing, compiling and running a few small calls takes seconds.
+# Seconds. Importing, compiling and running a few small calls takes seconds.
 _TIMEOUT_S = 300
 
 
 def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: int) -> Iterator[CaseResult]:
-    """Runs a kernel in another process, on cases with other values where none may matter.
+    """Runs a kernel in another process, on cases with other values where values must not matter.
 
     Args:
-        spec: the kernel. The other process finds it if importing tokenspeed_kernel registers it there, as it does those of
-            installed plugins; else the check is skipped.
-        cases: of the operator. Those that it does not list, captured ones for instance, are left out.
-        device: where the kernel runs.
-        seed: of the inputs.
+        spec: the kernel. The other process must find it by importing tokenspeed_kernel, which registers the kernels of installed
+            plugins; otherwise the check is skipped.
+        cases: cases of the operator. Cases that the operator does not list, such as captured ones, are left out.
+        device: the device that the kernel runs on.
+        seed: seed of the inputs.
 
     Yields:
-        One result a case, up to the first that ends the process.
+        One result per case, up to the first that ends the process.
     """
     known = {case.name for case in get_operator(spec.operator).all_cases()}
     names = [case.name for case in cases if case.name in known and _looks_up(spec.operator, case, seed)]
@@ -68,20 +68,20 @@ def _fault(error: str) -> tuple[Fault, ...]:
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
-    """Whether there are indices, integers, that must not matter; other values are checked by what comes of them."""
+    """Whether a case has integer indices that must not matter; the comparison of results checks other values."""
     changed = _changed_on_host(operator, case, seed)[1]
     return any(isinstance(value, Tensor) and not value.is_floating_point() for value in changed.values())
 
 
 def _changed_on_host(operator: str, case: Case, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A case's arguments on the CPU, and those of them that change where values must not matter."""
+    """Returns a case's arguments on the CPU, and the changed arguments for values that must not matter."""
     op = get_operator(operator)
     arguments = op.complete(case.build("cpu", seed))
     return arguments, op.varied(arguments, Variation(Want.UNUSED, Draw("cpu", seed)))
 
 
 def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) -> dict[str, Any]:
-    """A case's arguments for a kernel on its device, with other values where none may matter."""
+    """Returns a case's prepared arguments on the device, with other values where values must not matter."""
     arguments, changed = _changed_on_host(spec.operator, case, seed)
     moved = {n: value.to(device) if isinstance(value, Tensor) else value for n, value in {**arguments, **changed}.items()}
     return get_operator(spec.operator).prepared(moved, spec)
@@ -104,10 +104,10 @@ def _main() -> None:
         print(json.dumps({"case": name}), flush=True)
         try:
             run_kernel(op, spec, _arguments(cases[name], spec, options.device, options.seed))
-        except Exception as error:  # whatever it is, the caller reports it
+        except Exception as error:  # the parent process reports any error
             line = (str(error).strip() or "no message").splitlines()[0]
             print(json.dumps({"case": name, "error": f"{type(error).__name__}: {line}"}), flush=True)
-            # Nothing can be freed after an illegal access: leave at once.
+            # Nothing can be freed after an illegal access: exit immediately.
             os._exit(1)
         print(json.dumps({"case": name, "error": ""}), flush=True)
 

@@ -1,4 +1,4 @@
-"""Runs every check of conformance on kernels, and makes one finding of each kernel and check."""
+"""Runs all conformance checks on kernels, and returns one finding per kernel and check."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tokenspeed_kernel_base.spec import KernelSpec
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says of one kernel: a row of the table.
+    """The finding of one check on one kernel: a row of the table.
 
     Attributes:
         kernel, operator: names.
         check: see `CHECKS`.
         status: FAILED if any case failed, PASSED if any was run, UNREACHED if no case reaches the kernel, else SKIPPED.
-        detail: what is wrong, or how much was looked at, or why nothing was.
-        results: one a case.
-        shrunk: the smallest call with the fault, where it was looked for.
-        seconds: how long the check took; 0 for a check that reads the results of another one.
+        detail: the fault, or the number of calls checked, or why none was checked.
+        results: one per case.
+        shrunk: the smallest call with the fault, if it was searched for.
+        seconds: duration of the check; 0 for a check that reads the results of another one.
     """
 
     kernel: str
@@ -56,15 +56,15 @@ class Finding:
         return f"{self.kernel}: {self.check}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """Converts to plain values, for JSON."""
         smallest = None if self.shrunk is None else self.shrunk.to_dict()
         told = plain_fields(replace(self, shrunk=None))
         del told["shrunk"]
         return {**told, "smallest": smallest}
 
 
-# Checks that read the results of the comparison with the reference, with the faults (by `Fault.check`) that each looks for; and
-# checks that run the kernel themselves.
+# _COMPARED: checks that read the results of the comparison with the reference, with the faults (by `Fault.check`) that each
+# reports. _RUN: checks that run the kernel themselves.
 _COMPARED = {
     "values": ("values", "error"),
     "out=": ("out=",),
@@ -88,14 +88,15 @@ CHECKS = (*_COMPARED, *_RUN)
 
 @dataclass
 class Options:
-    """How thorough to be.
+    """The extent of the checks.
 
     Attributes:
-        large: also the cases that are sized for a GPU.
-        repeat: how many runs must give the same bits, of every kernel; None asks it of those tagged ``determinism``, twice.
-        seed: of the inputs.
-        shrink_seconds: for each kernel and check that fails, how long to look for a smaller call; 0 for not at all.
-        leave_out: checks that take too long where this is run; those of the comparison with the reference always run.
+        large: also run the cases that are sized for a GPU.
+        repeat: number of runs that must give the same bits, for every kernel; None requires two runs of kernels tagged
+            ``determinism`` only.
+        seed: seed of the inputs.
+        shrink_seconds: time limit of the search for a smaller call, per failing kernel and check; 0 for no search.
+        leave_out: checks to skip because they would take too long; the comparison with the reference always runs.
         begin: called before each step, with its name.
     """
 
@@ -114,16 +115,16 @@ def conformance(
     plugin: str | None = None,
     options: Options | None = None,
 ) -> list[Finding]:
-    """Runs every check on some kernels.
+    """Runs all checks on some kernels.
 
     Args:
         specs: the kernels; those of the plugin if not given.
-        device: where; `tokenspeed_kernel.workbench.numerics.default_device` if not given.
+        device: the device; `tokenspeed_kernel.workbench.numerics.default_device` if not given.
         plugin: the name of a loaded plugin.
-        options: how thorough to be.
+        options: the extent of the checks.
 
     Returns:
-        One finding a kernel and check, in order; nothing is raised for a kernel that is wrong.
+        One finding per kernel and check, in order; a wrong kernel raises nothing.
 
     Raises:
         LookupError: no plugin of that name is loaded.
@@ -135,7 +136,7 @@ def conformance(
 
 
 def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
-    """The kernels of a loaded plugin. Raises LookupError, saying why, if it is not loaded."""
+    """Returns the kernels of a loaded plugin. Raises LookupError with the reason if it is not loaded."""
     loaded = {info.name: info for info in list_plugins()}
     if plugin in loaded:
         return [spec for spec in KernelRegistry.get().list_kernels() if spec.name in loaded[plugin].kernel_names]
@@ -147,7 +148,8 @@ def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
 
 
 def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
-    """Every check of one kernel. ``cases``: what to run and to vary; the operator's if not given, and then one must reach it."""
+    """Runs all checks on one kernel. ``cases``: the cases to run and vary; the operator's if not given, one of which must reach
+    it."""
     if (wrong := undeclared(spec)) is not None:
         return [Finding(spec.name, spec.operator, "values", wrong.status, wrong.reason)]
     op = get_operator(spec.operator)
@@ -191,7 +193,7 @@ def _took(finding: Finding, seconds: float) -> Finding:
 
 
 def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: list[CaseResult], options: Options) -> Finding:
-    """One check that reads the comparison with the reference: a case fails it only for faults of these kinds."""
+    """Returns the finding of a check that reads the comparison with the reference: only faults of these kinds fail a case."""
     judged = []
     for result in results:
         mine = tuple(fault for fault in result.faults if fault.check in kinds)
@@ -213,7 +215,7 @@ def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: lis
 
 
 def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing: str) -> Finding:
-    """A check's results as one row."""
+    """Summarises a check's results as one row."""
     wrong = [result for result in results if result.wrong]
     ran = [result for result in results if result.status is not Status.SKIPPED]
     if wrong:
@@ -248,8 +250,8 @@ def _why_nothing(check: str, space: CaseSpace) -> str:
 
 
 def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
-    """What the calls that fail have in common, as far as traits say it: ``only where sinks=True`` if those that pass have it not,
-    ``all with sinks=True`` if few of them have."""
+    """Describes the traits common to the failing calls: ``only where sinks=True`` if no passing call has them, ``all with
+    sinks=True`` if few passing calls have them."""
     if not right:
         return ""
     said = []
@@ -282,7 +284,7 @@ def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
 
 
 def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], device: torch.device, options: Options) -> Finding:
-    """The finding with the smallest call that has the fault of the first wrong case, which is often the smallest case already."""
+    """Adds the smallest call with the fault of the first wrong case, which is often the smallest case already."""
     wrong = [result for result in finding.results if result.wrong and result.faults]
     if not wrong or not options.shrink_seconds:
         return finding
@@ -294,7 +296,7 @@ def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], de
 
 
 def junit(findings: Sequence[Finding], name: str = "tokenspeed-kernel verify") -> str:
-    """The findings as JUnit XML, as CI systems read it: a suite a kernel, a test a check."""
+    """Converts findings to JUnit XML for CI systems: one suite per kernel, one test per check."""
     suites = ElementTree.Element("testsuites", name=name)
     for kernel in dict.fromkeys(finding.kernel for finding in findings):
         mine = [finding for finding in findings if finding.kernel == kernel]
@@ -328,5 +330,5 @@ def _long_texts(finding: Finding) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Without the control characters that XML does not have."""
+    """Removes control characters that XML does not allow."""
     return "".join(c for c in text if c in "\t\n" or c >= " ")

@@ -1,8 +1,8 @@
-"""Does a kernel wait for the device?
+"""Detects kernels that synchronise with the device.
 
-On a GPU PyTorch reports it. On a CPU nothing waits, so the calls are looked for that would wait on a GPU: those that read a
-tensor's values on the host, like ``lengths.tolist()``, and operations whose result has a size that depends on values. Waits inside
-compiled code are not seen here; the capture of a graph on a GPU finds them.
+On a GPU PyTorch reports synchronisation. On a CPU nothing synchronises, so this module detects calls that would on a GPU: calls
+that read a tensor's values on the host, like ``lengths.tolist()``, and operations whose output size depends on values. It does not
+see waits inside compiled code; the capture of a graph on a GPU finds those.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Methods that read values or copy to the host, and operations that do.
+# Methods and operations that read values or copy to the host.
 _READING = frozenset({"tolist", "numpy", "__array__", "cpu"})
 _WAITING_OPS = frozenset(
     {
@@ -29,13 +29,13 @@ _WAITING_OPS = frozenset(
         "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount",
     }
 )  # fmt: skip
-# Modules that emulate a device on the host and read values in its place.
+# Modules that emulate a device on the host, and so read values on its behalf.
 _EMULATORS = ("triton.",)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """One wait: what was called, and where."""
+    """One synchronising call, and its location."""
 
     what: str
     where: str
@@ -45,7 +45,7 @@ class Wait:
 
 
 class Waits:
-    """The waits that were seen in a `watching` block, each line of code once."""
+    """The waits seen in a `watching` block, one per line of code."""
 
     def __init__(self) -> None:
         self.found: list[Wait] = []
@@ -69,14 +69,14 @@ class Waits:
 
 @contextlib.contextmanager
 def watching() -> Iterator[Waits]:
-    """Records what reads values on the host in the block, on a machine whose tensors all lie there."""
+    """Records calls in the block that read values on the host. For machines whose tensors are all in host memory."""
     waits = Waits()
     with _Calls(waits), _Operations(waits):
         yield waits
 
 
 class _Calls(TorchFunctionMode):
-    """Python's calls on tensors, before they are dispatched."""
+    """Intercepts Python calls on tensors before they are dispatched."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations as they are dispatched to a backend."""
+    """Intercepts operations as they are dispatched to a backend."""
 
     def __init__(self, waits: Waits) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an index is a mask whose true elements have to be counted. Writing a single value through a mask needs no count."""
+    """Whether an index is a mask whose true elements must be counted. Writing a single value through a mask needs no count."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
     masks = any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
     return masks and not ("put" in name and len(indices) == 1 and args[2].numel() == 1)
@@ -125,7 +125,7 @@ def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """On a GPU: PyTorch raises RuntimeError for every call in the block that waits for the device."""
+    """On a GPU: makes PyTorch raise RuntimeError for every call in the block that synchronises with the device."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,7 +1,8 @@
-"""Looking for the last token kept: among the tokens that were copied because it is expected there, or in a whole row.
+"""The cutoff search: finds the last token that top-k and top-p keep, in order of descending logit (the cutoff token).
 
-One program a row narrows the range of sort keys that holds the token, `_PARTS` parts at a time, to one logit. Once few tokens are
-in the range their keys are copied, so that what is narrowed next is short; the last few are compared pair by pair.
+It searches the tokens that were copied because the cutoff is expected among them, or a whole row. One program per row splits the
+range of sort keys that holds the cutoff into `_PARTS` parts per step, and keeps one part, until one key is left. Once few tokens
+are in the range, their keys are copied, so that later steps read a short list. The last few keys are compared pairwise.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ _PART_BITS = tl.constexpr(3)
 FEW = tl.constexpr(_state.FEW)
 _PAIRED = tl.constexpr(32)
 _NO_KEY = tl.constexpr(-0x80000000)
-# Tokens whose count and weight fit into one int64.
+# The most tokens whose count and total weight fit into one int64; see `_state_device`.
 _CHUNK = tl.constexpr(1024)
 
 
 @triton.jit
 def _keys(keys, vocab_stride, index, number):
-    """Sort keys of a row's logits, of copied tokens (int64, see `copied`), or what are sort keys (int32); the least beyond their
-    number."""
+    """Loads sort keys from a row's logits, from copied tokens (int64, see `copied`), or from sort keys (int32).
+
+    Positions at or beyond ``number`` get the smallest key.
+    """
     live = index < number
     if keys.dtype.element_ty == tl.int32:
         key = tl.load(keys + index, mask=live, other=_NO_KEY)
@@ -41,25 +44,25 @@ def _keys(keys, vocab_stride, index, number):
 
 @triton.jit
 def copied(x, token):
-    """int64 of a copied token: the bits of its float32 logit above its number."""
+    """Packs a copied token into an int64: the bits of its float32 logit in the upper half, its id in the lower half."""
     return (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | token.to(tl.int64)
 
 
 @triton.jit
 def logit_of(pair):
-    """float32 logit of what is `copied`."""
+    """Returns the float32 logit of a `copied` token."""
     return (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def number_of(pair):
-    """int32 token of what is `copied`."""
+    """Returns the int32 id of a `copied` token."""
     return pair.to(tl.int32)
 
 
 @triton.jit
 def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: tl.constexpr):
-    """int64 [_PARTS] counts and weights of the tokens with keys from each end up to high."""
+    """Returns int64 [_PARTS] counts and weights of the tokens whose keys lie between each element of ``ends`` and ``high``."""
     counts = tl.zeros([_PARTS], tl.int64)
     weights = tl.zeros([_PARTS], tl.int64)
     for chunk in range(0, number, LANES * _CHUNK):
@@ -67,7 +70,7 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
         for start in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES):
             key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
             key = tl.where(key <= high, key, _NO_KEY)
-            # What stands for no key is a NaN, but reaches no end.
+            # _NO_KEY decodes to NaN, but it is below every end, so its weight is never added.
             both = token_weights(from_sort_key(key), largest, scale, floor) | ONE_TOKEN
             added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
         if number <= _CHUNK:
@@ -82,9 +85,10 @@ def _sums(keys, vocab_stride, number, ends, high, largest, scale, floor, LANES: 
 
 @triton.jit
 def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, largest, scale, floor):
-    """Returns the key of the last token kept of at most FEW, how many tokens are above it, what they weigh, and how many have it.
+    """Finds the cutoff key among at most FEW keys by comparing all pairs.
 
-    Comparing all pairs takes one step, where narrowing a range takes several that wait for each other.
+    Returns the key, the number and the weight of the tokens above it, and the number of tokens that have this key. Comparing all
+    pairs takes one step, whereas narrowing a range takes several dependent steps.
     """
     own = tl.arange(0, FEW)
     live = own < number
@@ -108,25 +112,25 @@ def _last_of_few(keys, number, stage, above_count, above_weight, k, limit, large
 
 @triton.jit
 def _copy(keys, vocab_stride, number, low, high, to, LANES: tl.constexpr):
-    """Copies the keys from low to high. Returns how many there are, int32, and the least and the greatest of them, int64."""
+    """Copies the keys in [low, high]. Returns their number, int32, and the smallest and the largest of them, int64."""
     copied = tl.zeros([], tl.int32)
     least = tl.full([LANES], 0x7FFFFFFF, tl.int32)
     greatest = tl.full([LANES], _NO_KEY, tl.int32)
     for start in range(0, number, LANES):
         key = _keys(keys, vocab_stride, start + tl.arange(0, LANES), number)
         wanted = (key >= low) & (key <= high)
-        place = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
-        tl.store(to + place, key, mask=wanted)
+        position = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+        tl.store(to + position, key, mask=wanted)
         copied += tl.sum(wanted.to(tl.int32), axis=0)
         least = tl.minimum(least, tl.where(wanted, key, 0x7FFFFFFF))
         greatest = tl.maximum(greatest, tl.where(wanted, key, _NO_KEY))
-    tl.debug_barrier()  # other threads read what these have stored
+    tl.debug_barrier()  # the stores must be visible to the program's other threads
     return copied, tl.min(least, axis=0).to(tl.int64), tl.max(greatest, axis=0).to(tl.int64)
 
 
 @triton.jit
 def _ties_needed(base, weight, ties, limit):
-    """How many tokens of one weight, on top of base, reach a limit; at least 1."""
+    """Returns how many of ``ties`` tokens of equal weight, added to base, reach a limit; at least 1."""
     low = ties * 0 + 1
     high = ties
     while low < high:
@@ -140,7 +144,7 @@ def _ties_needed(base, weight, ties, limit):
 
 @triton.jit
 def _token_of_tie(keys, vocab_stride, number, key, needed, vocab, LANES: tl.constexpr):
-    """The needed-th token of those with a key; needed: int64, at least 1."""
+    """Returns the id of the needed-th token, in id order, among the tokens with a key. needed: int64, at least 1."""
     part = tl.arange(0, _PARTS)
     low = tl.zeros([], tl.int32)
     high = low + vocab - 1
@@ -163,7 +167,7 @@ def _token_of_tie(keys, vocab_stride, number, key, needed, vocab, LANES: tl.cons
 
 
 @triton.jit
-def find_cut(
+def find_cutoff(
     row,
     vocab_stride,
     vocab,
@@ -184,34 +188,34 @@ def find_cut(
     LANES: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """Looks for the last token kept.
+    """Searches for the cutoff token.
 
     Args:
         row: pointer to the row's logits, or to tokens that were `copied`.
-        short: int32 [SHORT + FEW], is written to.
-        number: how many of them there are.
-        low_key, high_key: int64, the first and the last key that the token may have, of finite logits; all tokens between them are
-            among them.
-        base_count, base_weight: int64, the tokens above, which are kept.
+        short: int32 [SHORT + FEW], a buffer for copied keys.
+        number: tokens at ``row``.
+        low_key, high_key: int64, the range of keys to search, both of finite logits; ``row`` has all tokens within this range.
+        base_count, base_weight: int64, number and weight of the tokens above the range, which are kept.
         total: the weight of all of the row's tokens.
-        restricted, k, p: what is asked for.
+        restricted, k, p: whether top-k is in effect, top-k, and top-p.
         largest, scale, floor: of the row, see `token_weights`.
-        complete: whether tokens below the first key weigh nothing, so that it does not matter which of them are kept.
+        complete: whether tokens below low_key weigh nothing, so that it does not matter which of them are kept.
 
     Returns:
-        The token's sort key; of those with that key the last token kept; both int32; and whether they are right. They are not if
-        the token does not lie between the two keys; if what is listed is complete, it then weighs nothing, and all are kept.
+        The cutoff token's sort key, int32; the last id kept among the tokens with this key, int32; and whether both are valid. They
+        are invalid if the cutoff lies outside the range. If it lies below the range and ``complete`` holds, the result is valid and
+        keeps all tokens in the range.
     """
     part = tl.arange(0, _PARTS)
-    cut_key = low_key
-    # Sums, so that a size of 1 is no constant.
+    cutoff_key = low_key
+    # Adding zeros makes this a tensor: Triton specialises an argument of 1 to a constant.
     whole = tl.zeros([], tl.int32) + vocab
-    cut_token = whole
+    cutoff_token = whole
     kept = total
     right = tl.full([], 1, tl.int32)
     first = from_sort_key(low_key.to(tl.int32)).to(tl.float64)
     reach = (from_sort_key(high_key.to(tl.int32)).to(tl.float64) - first) / _PARTS
-    # The last token of top-k, then that of top-p.
+    # Stage 0 finds the cutoff of top-k, stage 1 that of top-p.
     for stage in range(2):
         if (right != 0) & tl.where(stage == 0, restricted, ~(p >= 1.0)):
             limit = limit_of(p, kept)
@@ -220,10 +224,10 @@ def find_cut(
             above_count = base_count
             above_weight = base_weight
             inside = low * 0
-            # First equal parts of the range of logits, then of the range of keys.
+            # The first step splits the range of logits into equal parts, later steps split the range of keys.
             ends = tl.where(part == 0, low, sort_key((first + reach * part.to(tl.float64)).to(tl.float32)).to(tl.int64))
             ends = tl.minimum(tl.maximum(ends, low), high)
-            # The tokens above may reach the limit by themselves, where the range is a guess.
+            # If the range is a guess, the tokens above it may reach the limit on their own.
             before = tl.where(stage == 0, above_count < k, above_weight.to(tl.float64) < limit)
             found = before.to(tl.int32)
             going = found
@@ -239,7 +243,7 @@ def find_cut(
                 crossed = tl.where(stage == 0, counts >= k, weights.to(tl.float64) >= limit)
                 last = tl.sum(crossed.to(tl.int32), axis=0) - 1
                 if last < 0:
-                    # There are fewer than k tokens that weigh something, or the guess was wrong.
+                    # Fewer than k tokens have a weight, or the guessed range was wrong.
                     found = going * 0
                     going = going * 0
                 else:
@@ -250,7 +254,7 @@ def find_cut(
                     inside = at_index(counts, last) - above_count
                     low = at_index(ends, last)
                     if (low < high) & (is_short == 0) & (inside <= SHORT):
-                        # Ends that are keys: where all are the same, as they often are in few bits, that is the one.
+                        # Tighten the range to existing keys. If all are equal, as is common for 16-bit logits, the search ends.
                         left, low, high = _copy(row, vocab_stride, left, low, high, short, 2 * LANES)
                         is_short += 1
                     if (low < high) & (is_short != 0) & (inside <= FEW):
@@ -267,10 +271,10 @@ def find_cut(
                 if stage == 1:
                     needed = _ties_needed(above_weight, weight, inside, limit)
                 kept = above_weight + needed * weight
-                cut_key = low
-                cut_token = whole
+                cutoff_key = low
+                cutoff_token = whole
                 if needed < inside:
-                    cut_token = _token_of_tie(row, vocab_stride, number, low.to(tl.int32), needed, vocab, LANES)
+                    cutoff_token = _token_of_tie(row, vocab_stride, number, low.to(tl.int32), needed, vocab, LANES)
             else:
                 right = tl.where(before & complete, right, 0)
-    return cut_key.to(tl.int32), cut_token, right
+    return cutoff_key.to(tl.int32), cutoff_token, right
