@@ -3,7 +3,7 @@
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200.json
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "decode 8K" --contestants ours,fa3 --quick
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "window prefill" \\
-    --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window:mha_prefill
+    --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window.launch:mha_prefill
 
 All implementations run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a
 float32 reference: all rows together, and the worst row. Baselines that are not installed are reported as absent. ``measuring.py``

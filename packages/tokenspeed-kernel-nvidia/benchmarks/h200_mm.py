@@ -42,8 +42,8 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
-from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, sharing_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import launch as ours
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import config_of, sharing_of
 
 _TOUCHED = 130e6  # bytes of weights, for an L2 cache of 50 MB
 _WIDTH = 2880  # elements in a row of the rmsnorm

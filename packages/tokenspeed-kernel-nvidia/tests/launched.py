@@ -13,10 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.launchers import unchecked
+from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_nvidia import _machine, _programs
 
 # A program, its configuration and its launch arguments.
 Launched = tuple[Any, Any, tuple[Any, ...]]
+
+
+def as_operator(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher with the signature of the operator of its name."""
+    return unchecked(get_operator(launcher.__name__).function, launcher)
 
 
 def check(kernel: Callable[..., Any], operator: Callable[..., Any], arguments: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, NoKernelFoundError
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
-from tokenspeed_kernel_nvidia.sm90.gemm.mm import FEW_ROWS, QUICK_N
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_TOP_K, max_k
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import FEW_ROWS, QUICK_N
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_TOP_K, max_k
 
 from .experts import GPT_OSS
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia.sm90.attention import decode
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS
+from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
+from tokenspeed_kernel_nvidia.sm90.attention.decode.config import WIDTHS
 
 from . import oracle
+from .launched import as_operator
 from .oracle import Options
+
+mha_decode_with_kvcache = as_operator(decode.mha_decode_with_kvcache)
 
 GPT_OSS = (64, 8, 64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -38,7 +41,7 @@ def _case(
 def _launch(case: oracle.Paged, lengths: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     bounds = {"max_seqlen_k": max([0, *case.kv_lens]), "max_seqlen_q": max([1, *case.q_lens])}
     out = case.q.new_full((*case.q.shape[:2], case.v_cache.shape[3]), torch.nan)
-    got = decode.mha_decode_with_kvcache(
+    got = mha_decode_with_kvcache(
         case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens if lengths is None else lengths,
         **{**bounds, "return_lse": True, "out": out, **options},
     )  # fmt: skip
@@ -215,13 +218,13 @@ def test_other_strides(sm90: torch.device) -> None:
     table = case.page_table.T.contiguous().T
     wide = torch.full((2, 20, 64), 7.0, dtype=torch.bfloat16, device=sm90)
     out = wide[:, 2:18]
-    got = decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=out)
+    got = mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=out)
     assert got is out
     oracle.check(out, case.wanted(Options()))
     assert (wide[:, :2] == 7).all()
     assert (wide[:, 18:] == 7).all()
     turned = torch.empty_like(case.q).mT.contiguous().mT
-    assert decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=turned) is turned
+    assert mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=turned) is turned
     oracle.check(turned, case.wanted(Options()))
 
 
@@ -247,7 +250,7 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
     sinks = _sinks(64, sm90)
 
     def call() -> tuple[Tensor, Tensor]:
-        got = decode.mha_decode_with_kvcache(
+        got = mha_decode_with_kvcache(
             case.q, case.k_cache, case.v_cache, case.page_table, lengths, 6000, new, sinks=sinks, return_lse=True
         )
         assert isinstance(got, tuple)
@@ -286,8 +289,8 @@ def test_what_the_kernel_before_wrote(sm90: torch.device, monkeypatch: pytest.Mo
         length.copy_(lengths[step % 2])
         out = torch.full_like(q, torch.nan)
         caches = (case.k_cache, case.v_cache, table, length, 3000)
-        decode.mha_decode_with_kvcache(q, *caches, window_left=window_left, out=out)
-        again = decode.mha_decode_with_kvcache(out, *caches, window_left=window_left)
+        mha_decode_with_kvcache(q, *caches, window_left=window_left, out=out)
+        again = mha_decode_with_kvcache(out, *caches, window_left=window_left)
         steps.append((q, out, again))
         q = (again.float() * 30).bfloat16()  # near zero after a few steps, else
     for step, (asked, out, again) in enumerate(steps):

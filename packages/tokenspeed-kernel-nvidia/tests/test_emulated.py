@@ -24,11 +24,17 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.parameters import NO_LIMIT
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
-from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
-from tokenspeed_kernel_nvidia.sm90.moe import grouped, moe_apply
+from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
+from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
 
 from . import oracle
 from .experts import GPT_OSS, RandomLayer, compare
+from .launched import as_operator
+
+mha_decode_with_kvcache = as_operator(decode.mha_decode_with_kvcache)
+mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
 CACHES = ("k_cache", "v_cache")
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "cutedsl"]
@@ -149,7 +155,7 @@ def test_decode_of_much_work(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
     meant = replace(case, k_cache=case.k_cache.float() * k_scale.view(-1, 1), v_cache=case.v_cache.float() * v_scale.view(-1, 1))
     sinks = torch.linspace(-2.0, 3.0, 12)
     with emulated_sm90(seed=1):
-        got = decode.mha_decode_with_kvcache(
+        got = mha_decode_with_kvcache(
             case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 130, 2, sinks=sinks, return_lse=True,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
@@ -181,7 +187,7 @@ def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
     for first, end, scale in ((0, 9, size), (9, 12, size * 1e20)):
         options = oracle.Options(softmax_scale=0.125 / scale)
         with emulated_sm90():
-            got, _ = prefill.mha_extend_with_kvcache(
+            got, _ = mha_extend_with_kvcache(
                 case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 9, 150, True,
                 softmax_scale=options.softmax_scale, return_lse=True,
             )  # fmt: skip

@@ -17,7 +17,7 @@ import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.selection import NoKernelFoundError
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 
 from .experts import GPT_OSS, RandomLayer, compare
 

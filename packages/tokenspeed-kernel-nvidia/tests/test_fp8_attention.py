@@ -13,14 +13,19 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as operator
-from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS, config_of
-from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill as launcher_of_mla_prefill
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import FP8_TILES, Config
+from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
+from tokenspeed_kernel_nvidia.sm90.attention.decode.config import WIDTHS, config_of
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import FP8_TILES, Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.launch_mla import mla_prefill as launcher_of_mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.supported import HEAD_DIMS, PAGE_SIZES
 
 from . import oracle
+from .launched import as_operator
 from .oracle import Options
+
+mha_decode_with_kvcache = as_operator(decode.mha_decode_with_kvcache)
+mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
 mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
@@ -139,7 +144,7 @@ def _decode(
 ) -> None:
     case, wide, scales = _paged(device, [new] * len(kv_lens), kv_lens, shape, page_size, dtype, v_head_dim)
     case, wide = replace(case, q=case.q * queries), replace(wide, q=(case.q * queries).float())
-    got = decode.mha_decode_with_kvcache(
+    got = mha_decode_with_kvcache(
         case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, max([0, *kv_lens]), new, return_lse=True,
         out=case.q.new_full((*case.q.shape[:2], case.v_cache.shape[3]), math.nan), **scales, **options,
     )  # fmt: skip
@@ -236,7 +241,7 @@ def test_extensions_of_other_widths(sm90: torch.device, widths: tuple[int, int],
     q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, (4, 2, widths[0]), page_size, E4M3, widths[1])
     out = torch.full((*case.q.shape[:2], widths[1]), math.nan, dtype=BF16, device=sm90)
-    got = prefill.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 128, 640,
         return_lse=True, out=out, **seen, **scales,
     )  # fmt: skip
@@ -267,7 +272,7 @@ def test_extensions(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, 
     q_lens, kv_lens = [70, 33, 0, 1, 128], [300, 33, 0, 257, 640]
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     out = torch.full(case.q.shape, math.nan, dtype=BF16 if q_dtype == E4M3 else q_dtype, device=sm90)
-    got = prefill.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens, 128, 640, is_causal,
         return_lse=True, out=out, **scales,
     )  # fmt: skip
@@ -284,7 +289,7 @@ def test_wide_heads(sm90: torch.device, dtype: torch.dtype, gqa_ratio: int, page
     freed = case.freed(window_left) if window_left >= 0 else case
     sinks = torch.linspace(-2.0, 3.0, 2 * gqa_ratio, device=sm90)
     out = torch.full(case.q.shape, math.nan, dtype=dtype, device=sm90)
-    got = prefill.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         freed.q, freed.cu_seqlens_q, None, freed.k_cache, freed.v_cache, freed.page_table, freed.cache_seqlens, 128, 640, True,
         window_left=window_left, sinks=sinks, return_lse=True, out=out, **scales,
     )  # fmt: skip
@@ -301,7 +306,7 @@ def test_windows(sm90: torch.device, q_dtype: torch.dtype, shape: tuple[int, int
     case, wide, scales = _paged(sm90, q_lens, kv_lens, shape, page_size, q_dtype)
     freed = case.freed(window_left)
     out = torch.full(case.q.shape, math.nan, dtype=BF16, device=sm90)
-    got = prefill.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         freed.q, freed.cu_seqlens_q, None, freed.k_cache, freed.v_cache, freed.page_table, freed.cache_seqlens, 300, 1640, True,
         window_left=window_left, return_lse=True, out=out, **scales,
     )  # fmt: skip

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tokenspeed_kernel_nvidia.sm90.common.registers import REGISTERS
-from tokenspeed_kernel_nvidia.sm90.moe import grouped, moe_apply
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
+from tokenspeed_kernel_nvidia.sm90.moe import moe_apply
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     PARTS,
     PLAIN,

@@ -20,8 +20,8 @@ from sm90_emulator.launching import launch
 from sm90_emulator.memory import Memory
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia._programs import Program
-from tokenspeed_kernel_nvidia.sm90.moe import grouped
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
     CODES,
     EXACT_FROM,
     FEW_COLUMNS,

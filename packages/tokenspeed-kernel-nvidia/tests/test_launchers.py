@@ -17,10 +17,16 @@ from torch import Tensor
 
 from tokenspeed_kernel_base import alignment
 from tokenspeed_kernel_nvidia import _programs
-from tokenspeed_kernel_nvidia.sm90.attention import decode, decode_config, prefill, prefill_config, window
+from tokenspeed_kernel_nvidia.sm90.attention.decode import config as decode_config
+from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import config as prefill_config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.window import launch as window
 from tokenspeed_kernel_nvidia.sm90.common.launch import CACHES, DTYPES, launched
 from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
+
+from .launched import as_operator
 
 MODULES = (decode, prefill, window)
 
@@ -72,16 +78,16 @@ def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torc
     k, v = torch.zeros(2, 4, kv_heads, head_dim, dtype=dtype)
     for windowed in (False, True):
         module, left = (window, 127) if windowed else (prefill, -1)
-        yield module.mha_prefill, {"q": q, "k": k, "v": v, "cu_seqlens": offsets, "window_left": left}
+        yield as_operator(module.mha_prefill), {"q": q, "k": k, "v": v, "cu_seqlens": offsets, "window_left": left}
         for most in (64, 8192):  # bounds of short and long sequences
             cache = torch.zeros(4, page_size, kv_heads, head_dim, dtype=dtype)
             table = torch.zeros(2, -(-most // page_size), dtype=torch.int32)
             paged = {"k_cache": cache, "v_cache": cache.clone(), "page_table": table, "cache_seqlens": lengths, "window_left": left}
             new = {"cu_seqlens_q": offsets, "cu_seqlens_kv": None, "max_seqlen_q": most, "is_causal": True}
-            yield module.mha_extend_with_kvcache, {"q": q, **paged, **new, "max_seqlen_k": most}
+            yield as_operator(module.mha_extend_with_kvcache), {"q": q, **paged, **new, "max_seqlen_k": most}
             for count in {1, 2, max(decode.ROWS) // (heads // kv_heads)}:
                 rows = torch.zeros(2 * count, heads, head_dim, dtype=dtype)
-                yield decode.mha_decode_with_kvcache, {"q": rows, **paged, "max_seqlen_k": most, "max_seqlen_q": count}
+                yield as_operator(decode.mha_decode_with_kvcache), {"q": rows, **paged, "max_seqlen_k": most, "max_seqlen_q": count}
 
 
 OTHERS = [*itertools.product((1, 8, 16), decode_config.WIDTHS, (1, 16), DTYPES)]

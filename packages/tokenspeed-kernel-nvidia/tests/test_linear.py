@@ -14,8 +14,8 @@ from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_e2m1, decode_mxfp4, decode_nvfp4
 from tokenspeed_kernel_base.platform import named_platform
-from tokenspeed_kernel_nvidia.sm90.gemm import linear
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (
+from tokenspeed_kernel_nvidia.sm90.gemm.linear import launch as linear
+from tokenspeed_kernel_nvidia.sm90.gemm.linear.config import (
     GROUPS,
     HEAD_BYTES,
     MAX_K,
@@ -23,8 +23,8 @@ from tokenspeed_kernel_nvidia.sm90.gemm.linear_config import (
     config_of,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.linear_layout import NVFP4_FACTOR, prepare_weights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import CODE_BYTES
+from tokenspeed_kernel_nvidia.sm90.gemm.linear.layout import NVFP4_FACTOR, prepare_weights
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import CODE_BYTES
 
 from .launched import emulated
 
@@ -97,7 +97,7 @@ def test_layout(weight_format: str, k: int, n: int) -> None:
 def test_many_panels_are_arranged_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, plan = weights_of(64, 200, "nvfp4", bias=torch.randn(200).bfloat16()), plan_of(64, 200, "nvfp4", bias=True)
     whole = prepare_weights(weights, plan)
-    monkeypatch.setattr("tokenspeed_kernel_nvidia.sm90.gemm.linear_layout._AT_ONCE", 3)
+    monkeypatch.setattr("tokenspeed_kernel_nvidia.sm90.gemm.linear.layout._AT_ONCE", 3)
     parts = prepare_weights(weights, plan)
     assert torch.equal(whole.weight, parts.weight)
     assert whole.bias is not None

@@ -13,8 +13,9 @@ import torch
 
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
-from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill
-from tokenspeed_kernel_nvidia.sm90.attention.decode_config import WIDTHS, Work
+from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
+from tokenspeed_kernel_nvidia.sm90.attention.decode.config import WIDTHS, Work
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, PAGE_SIZES
 
 PREFILLS = {"mha_prefill", "mha_extend_with_kvcache", "mla_prefill"}

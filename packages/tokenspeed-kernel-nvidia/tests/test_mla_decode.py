@@ -18,12 +18,14 @@ from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_nvidia.sm90.attention import mla_decode
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE, Config
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_fp8_config import Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import launch as mla_decode
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, PAGE_SIZES, ROPE, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.fp8_config import Fp8Config
 
 from . import launched
-from .launched import Launched
+from .launched import Launched, as_operator
+
+mla_decode_with_kvcache = as_operator(mla_decode.mla_decode_with_kvcache)
 
 NAME = "cutedsl_mla_decode_with_kvcache"
 NAME_FP8 = "cutedsl_mla_decode_with_kvcache_fp8"
@@ -43,12 +45,12 @@ def arguments_of(lengths: list[int], heads: int, new: int = 1, device: torch.dev
 
 
 def check(arguments: dict[str, Any]) -> None:
-    launched.check(mla_decode.mla_decode_with_kvcache, tokenspeed_kernel.mla_decode_with_kvcache, arguments)
+    launched.check(mla_decode_with_kvcache, tokenspeed_kernel.mla_decode_with_kvcache, arguments)
 
 
 def check_fp8(arguments: dict[str, Any]) -> None:
     """Launches the kernel twice with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
-    launched.check_fp8(mla_decode.mla_decode_with_kvcache, tokenspeed_kernel.mla_decode_with_kvcache, arguments)
+    launched.check_fp8(mla_decode_with_kvcache, tokenspeed_kernel.mla_decode_with_kvcache, arguments)
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------
@@ -101,10 +103,10 @@ def test_every_program(sm90: torch.device, heads: int, page_size: int, dtype: to
 
 def test_a_graph_stays_right_when_lengths_change(sm90: torch.device) -> None:
     arguments = arguments_of([900, 70, 5000], 128, device=sm90)
-    mla_decode.mla_decode_with_kvcache(**arguments)
+    mla_decode_with_kvcache(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+        got, _ = mla_decode_with_kvcache(**arguments)
     for lengths in ([900, 70, 5000], [1, 70, 64], [0, 0, 3000]):
         arguments["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
@@ -144,7 +146,7 @@ def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -
     arguments["kv_cache"].mul_(magnitude)
     wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
     with emulated(8):
-        got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+        got, _ = mla_decode_with_kvcache(**arguments)
     torch.testing.assert_close(got.float() / magnitude, wanted.float() / magnitude, rtol=0.01, atol=1e-3)
 
 
@@ -182,7 +184,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
     """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
-    mla_decode.mla_decode_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
+    mla_decode_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_decode.mla_decode_program, mla_decode.mla_merge_program)
     assert config in computes.configs()
@@ -200,7 +202,7 @@ def test_an_fp8_cache_has_a_program_of_its_own(
     launches: list[Launched], options: dict[str, Any], dtype: str, fp8_queries: bool
 ) -> None:
     arguments = arguments_of([70, 3], 128, **options)
-    got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    got, _ = mla_decode_with_kvcache(**arguments)
     (computes, config, handed), (merges, same, _) = launches
     assert (computes, merges) == (mla_decode.mla_decode_fp8_program, mla_decode.mla_merge_program)
     assert config in computes.configs()
@@ -213,7 +215,7 @@ def test_an_fp8_cache_has_a_program_of_its_own(
 
 
 def test_sequences_of_one_block_leave_nothing_to_merge(launches: list[Launched]) -> None:
-    mla_decode.mla_decode_with_kvcache(**{**arguments_of([64, 3], 16), "max_seqlen_k": 64})
+    mla_decode_with_kvcache(**{**arguments_of([64, 3], 16), "max_seqlen_k": 64})
     assert [program for program, _, _ in launches] == [mla_decode.mla_decode_program]
 
 
@@ -225,7 +227,7 @@ def test_other_layouts_are_copied(launches: list[Launched]) -> None:
 
     out = apart(torch.zeros(2, 16, LATENT, dtype=torch.bfloat16))
     changed = {name: apart(arguments[name]) for name in ("q", "kv_cache", "page_table", "cache_seqlens")}
-    got, lse = mla_decode.mla_decode_with_kvcache(**{**arguments, **changed, "out": out})
+    got, lse = mla_decode_with_kvcache(**{**arguments, **changed, "out": out})
     assert got is out
     assert lse.shape == (2, 16)
     (_, _, handed), (_, _, others) = launches
@@ -237,10 +239,10 @@ def test_other_layouts_are_copied(launches: list[Launched]) -> None:
 
 def test_an_empty_cache_and_an_empty_batch(launches: list[Launched]) -> None:
     arguments = arguments_of([0, 0], 16)
-    mla_decode.mla_decode_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
+    mla_decode_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
     assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)
     launches.clear()
-    out, lse = mla_decode.mla_decode_with_kvcache(**{**arguments, "q": arguments["q"][:0]})
+    out, lse = mla_decode_with_kvcache(**{**arguments, "q": arguments["q"][:0]})
     assert (out.shape, lse.shape) == ((0, 16, LATENT), (0, 16))
     assert launches == []
 

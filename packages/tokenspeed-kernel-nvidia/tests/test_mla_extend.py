@@ -18,12 +18,14 @@ from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_nvidia.sm90.attention import mla_extend
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE
-from tokenspeed_kernel_nvidia.sm90.attention.mla_extend_config import Fp8Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, PAGE_SIZES, ROPE
+from tokenspeed_kernel_nvidia.sm90.attention.mla_extend import launch as mla_extend
+from tokenspeed_kernel_nvidia.sm90.attention.mla_extend.config import Fp8Config
 
 from . import launched
-from .launched import Launched
+from .launched import Launched, as_operator
+
+mla_extend_with_kvcache = as_operator(mla_extend.mla_extend_with_kvcache)
 
 NAME = "cutedsl_mla_extend_with_kvcache"
 NAME_FP8 = "cutedsl_mla_extend_with_kvcache_fp8"
@@ -42,12 +44,12 @@ def arguments_of(lengths: list[int], new: list[int], heads: int, device: torch.d
 
 
 def check(arguments: dict[str, Any]) -> None:
-    launched.check(mla_extend.mla_extend_with_kvcache, tokenspeed_kernel.mla_extend_with_kvcache, arguments)
+    launched.check(mla_extend_with_kvcache, tokenspeed_kernel.mla_extend_with_kvcache, arguments)
 
 
 def check_fp8(arguments: dict[str, Any]) -> None:
     """Launches the kernel twice with an fp8 cache. Probabilities are rounded to e4m3 then: an error of 2.6% rms each."""
-    launched.check_fp8(mla_extend.mla_extend_with_kvcache, tokenspeed_kernel.mla_extend_with_kvcache, arguments)
+    launched.check_fp8(mla_extend_with_kvcache, tokenspeed_kernel.mla_extend_with_kvcache, arguments)
 
 
 def drawn(count: int) -> tuple[list[int], list[int]]:
@@ -96,9 +98,9 @@ def test_runs_agree(sm90: torch.device, heads: int) -> None:
     overwrites it.
     """
     arguments = arguments_of(*drawn(200), heads, sm90)
-    first, _ = mla_extend.mla_extend_with_kvcache(**arguments)
+    first, _ = mla_extend_with_kvcache(**arguments)
     for _ in range(60):
-        again, _ = mla_extend.mla_extend_with_kvcache(**arguments)
+        again, _ = mla_extend_with_kvcache(**arguments)
         assert torch.equal(again, first)
 
 
@@ -117,10 +119,10 @@ def test_every_program(sm90: torch.device, heads: int, page_size: int, new: list
 
 def test_a_graph_stays_right_when_lengths_change(sm90: torch.device) -> None:
     arguments = arguments_of([900, 70, 5000], [100, 70, 30], 128, sm90)
-    mla_extend.mla_extend_with_kvcache(**arguments)
+    mla_extend_with_kvcache(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got, _ = mla_extend.mla_extend_with_kvcache(**arguments)
+        got, _ = mla_extend_with_kvcache(**arguments)
     for lengths, offsets in (
         ([900, 70, 5000], [0, 100, 170, 200]),
         ([150, 70, 64], [0, 90, 100, 160]),
@@ -201,7 +203,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 )
 def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, new: int, groups: int) -> None:
     """A group is a cluster of two CTAs, or one CTA if a tile has all new tokens of a sequence."""
-    mla_extend.mla_extend_with_kvcache(**arguments_of([70, 3], [new, 1], heads))
+    mla_extend_with_kvcache(**arguments_of([70, 3], [new, 1], heads))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_extend.mla_extend_program, mla_extend.mla_extend_merge_program)
     assert config in computes.configs()
@@ -212,7 +214,7 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], h
 @pytest.mark.parametrize(("options", "narrow"), [(FP8[0], True), (FP8[1], False)], ids=FP8_NAMES)
 def test_an_fp8_cache_has_a_program_of_its_own(launches: list[Launched], options: dict[str, Any], narrow: bool) -> None:
     arguments = arguments_of([70, 3], [9, 3], 64, **options)
-    got, _ = mla_extend.mla_extend_with_kvcache(**arguments)
+    got, _ = mla_extend_with_kvcache(**arguments)
     (computes, config, handed), (merges, same, _) = launches
     assert (computes, merges) == (mla_extend.mla_extend_fp8_program, mla_extend.mla_extend_merge_program)
     assert config in computes.configs()
@@ -227,12 +229,12 @@ def test_an_fp8_cache_has_a_program_of_its_own(launches: list[Launched], options
 def test_a_loose_bound_of_new_tokens_is_tightened(launches: list[Launched], is_causal: bool, bound: int, handed_on: int) -> None:
     """By their total number, and for causal attention by the longest sequence."""
     arguments = arguments_of([70, 3], [70, 3], 16, is_causal=is_causal)
-    mla_extend.mla_extend_with_kvcache(**{**arguments, "max_seqlen_q": bound, "max_seqlen_k": 70})
+    mla_extend_with_kvcache(**{**arguments, "max_seqlen_q": bound, "max_seqlen_k": 70})
     assert [arguments[8] for _, _, arguments in launches[:1]] == [arguments[4] for _, _, arguments in launches[1:]] == [handed_on]
 
 
 def test_sequences_of_one_block_leave_nothing_to_merge(launches: list[Launched]) -> None:
-    mla_extend.mla_extend_with_kvcache(**{**arguments_of([64, 3], [20, 3], 16), "max_seqlen_k": 64})
+    mla_extend_with_kvcache(**{**arguments_of([64, 3], [20, 3], 16), "max_seqlen_k": 64})
     assert [program for program, _, _ in launches] == [mla_extend.mla_extend_program]
 
 
@@ -244,7 +246,7 @@ def test_other_layouts_are_copied(launches: list[Launched]) -> None:
 
     out = apart(torch.zeros(5, 16, LATENT, dtype=torch.bfloat16))
     names = ("q", "kv_cache", "page_table", "cache_seqlens", "cu_seqlens_q")
-    got, lse = mla_extend.mla_extend_with_kvcache(**{**arguments, **{name: apart(arguments[name]) for name in names}, "out": out})
+    got, lse = mla_extend_with_kvcache(**{**arguments, **{name: apart(arguments[name]) for name in names}, "out": out})
     assert got is out
     assert lse.shape == (5, 16)
     (_, _, handed), (_, _, others) = launches
@@ -257,10 +259,10 @@ def test_other_layouts_are_copied(launches: list[Launched]) -> None:
 
 def test_an_empty_cache_and_no_new_tokens(launches: list[Launched]) -> None:
     arguments = arguments_of([0, 0], [2, 0], 16, is_causal=False)
-    mla_extend.mla_extend_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
+    mla_extend_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
     assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)
     launches.clear()
-    out, lse = mla_extend.mla_extend_with_kvcache(**arguments_of([70, 3], [0, 0], 16))
+    out, lse = mla_extend_with_kvcache(**arguments_of([70, 3], [0, 0], 16))
     assert (out.shape, lse.shape) == ((0, 16, LATENT), (0, 16))
     assert launches == []
 

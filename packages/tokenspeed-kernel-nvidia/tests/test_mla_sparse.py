@@ -14,13 +14,15 @@ from torch import Tensor
 import tokenspeed_kernel
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_nvidia.sm90.attention import mla_sparse
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import mla_merge_program
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, ROPE
-from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse_config import PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, ROPE
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.launch import mla_merge_program
+from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse import launch as mla_sparse
+from tokenspeed_kernel_nvidia.sm90.attention.mla_sparse.config import PAGE_SIZES
 
 from . import launched
-from .launched import Launched
+from .launched import Launched, as_operator
+
+mla_sparse_with_kvcache = as_operator(mla_sparse.mla_sparse_with_kvcache)
 
 NAME = "cutedsl_mla_sparse_with_kvcache"
 CPU = torch.device("cpu")
@@ -68,7 +70,7 @@ def arguments_of(
 
 
 def check(arguments: dict[str, Any]) -> None:
-    launched.check(mla_sparse.mla_sparse_with_kvcache, tokenspeed_kernel.mla_sparse_with_kvcache, arguments)
+    launched.check(mla_sparse_with_kvcache, tokenspeed_kernel.mla_sparse_with_kvcache, arguments)
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------
@@ -99,10 +101,10 @@ def test_every_program(sm90: torch.device, heads: int, page_size: int, dtype: to
 def test_a_graph_stays_right_when_indices_change(sm90: torch.device) -> None:
     arguments = arguments_of([900, 70, 2000], 128, device=sm90)
     arguments["kv_cache"].nan_to_num_()
-    mla_sparse.mla_sparse_with_kvcache(**arguments)
+    mla_sparse_with_kvcache(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got, _ = mla_sparse.mla_sparse_with_kvcache(**arguments)
+        got, _ = mla_sparse_with_kvcache(**arguments)
     for lengths in ([900, 70, 2000], [1, 70, 64], [0, 0, 1500]):
         arguments["topk_length"].copy_(torch.tensor(lengths, dtype=torch.int32))
         arguments["indices"].copy_(arguments["indices"].roll(1, 1))
@@ -147,7 +149,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
 def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
     """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
-    mla_sparse.mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
+    mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
     assert (computes, merges) == (mla_sparse.mla_sparse_program, mla_merge_program)
     assert config in computes.configs()
@@ -156,7 +158,7 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], h
 
 
 def test_tokens_of_one_block_leave_nothing_to_merge(launches: list[Launched]) -> None:
-    mla_sparse.mla_sparse_with_kvcache(**arguments_of([64, 3], 16))
+    mla_sparse_with_kvcache(**arguments_of([64, 3], 16))
     assert [program for program, _, _ in launches] == [mla_sparse.mla_sparse_program]
 
 
@@ -168,7 +170,7 @@ def test_other_layouts_are_copied(launches: list[Launched]) -> None:
 
     out = apart(torch.zeros(2, 16, LATENT, dtype=torch.bfloat16))
     changed = {name: apart(arguments[name]) for name in ("q", "kv_cache", "indices")}
-    got, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, **changed, "out": out})
+    got, lse = mla_sparse_with_kvcache(**{**arguments, **changed, "out": out})
     assert got is out
     assert lse.shape == (2, 16)
     (_, _, handed), (_, _, others) = launches
@@ -180,10 +182,10 @@ def test_other_layouts_are_copied(launches: list[Launched]) -> None:
 
 def test_an_empty_cache_and_an_empty_batch(launches: list[Launched]) -> None:
     arguments = arguments_of([0, 0], 16)
-    mla_sparse.mla_sparse_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
+    mla_sparse_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
     assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)
     launches.clear()
-    out, lse = mla_sparse.mla_sparse_with_kvcache(**{**arguments, "q": arguments["q"][:0], "indices": arguments["indices"][:0]})
+    out, lse = mla_sparse_with_kvcache(**{**arguments, "q": arguments["q"][:0], "indices": arguments["indices"][:0]})
     assert (out.shape, lse.shape) == ((0, 16, LATENT), (0, 16))
     assert launches == []
 

@@ -19,9 +19,8 @@ from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_nvidia import _programs
-from tokenspeed_kernel_nvidia.sm90.gemm import mm as module
-from tokenspeed_kernel_nvidia.sm90.gemm.mm import mm as launcher_of_mm
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import launch as module
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
     BLOCK,
     CLUSTER,
     GROUP,
@@ -33,8 +32,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     layout_of,
     sharing_of,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import CLUSTER as SPLIT
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import MOST_ROWS, SplitConfig, every_split_config, is_split, split_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm as launcher_of_mm
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import CLUSTER as SPLIT
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import MOST_ROWS, SplitConfig, every_split_config, is_split, split_of
 
 mm = unchecked(operator, launcher_of_mm)
 

@@ -13,10 +13,10 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
-from tokenspeed_kernel_nvidia.sm90.gemm import mm_fp8 as module
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import kind_of, mm_fp8_program, signatures_of, steps_of
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import mm_fp8 as launcher_of_mm_fp8
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8_config import SUPPORTED, Config, Scales, Stored, Supported, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8 import launch as module
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.config import SUPPORTED, Config, Scales, Stored, Supported, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.launch import kind_of, mm_fp8_program, signatures_of, steps_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_fp8.launch import mm_fp8 as launcher_of_mm_fp8
 
 from .launched import emulated, fresh
 

@@ -46,7 +46,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 def test_importing_a_function_imports_no_compiler() -> None:
     names = ", ".join(FUNCTIONS)
     loaded = _python(f"import sys; from tokenspeed_kernel_nvidia import {names}; print(*sys.modules)").split()
-    assert "tokenspeed_kernel_nvidia.sm90.attention.prefill" in loaded
+    assert "tokenspeed_kernel_nvidia.sm90.attention.prefill.launch" in loaded
     assert not {"cutlass", "tvm_ffi", "triton", "tokenspeed_kernel"} & set(loaded)
 
 

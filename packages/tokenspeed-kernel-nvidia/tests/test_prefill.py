@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.workspace import keeper
-from tokenspeed_kernel_nvidia.sm90.attention import prefill
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 
 from . import oracle
+from .launched import as_operator
 from .oracle import Options
+
+mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPT_OSS = (64, 8, 64)
@@ -50,7 +53,7 @@ def _extend(
     **options: Any,
 ) -> None:
     case = oracle.paged(q_lens, kv_lens, *shape, page_size, BF16, device, seed=sum(kv_lens))
-    got = prefill.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens,
         max([0, *q_lens]), max([0, *kv_lens]), is_causal, return_lse=True, out=torch.full_like(case.q, math.nan), **options,
     )  # fmt: skip

@@ -11,13 +11,16 @@ import torch
 
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as operator
-from tokenspeed_kernel_nvidia.sm90.attention import prefill
-from tokenspeed_kernel_nvidia.sm90.attention.mla_prefill import mla_prefill as launcher_of_mla_prefill
-from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import TILES, Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import TILES, Config
+from tokenspeed_kernel_nvidia.sm90.attention.prefill.launch_mla import mla_prefill as launcher_of_mla_prefill
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, OTHER_WIDTHS, PAGE_SIZES
 
 from . import oracle
+from .launched import as_operator
 from .oracle import Options
+
+mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
 mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
@@ -57,7 +60,7 @@ def check_extend(
     """Compares extend with float32 likewise; slots without a token are NaN."""
     case = oracle.paged(q_lens, kv_lens, *heads, widths[0], page_size, BF16, device, sum(kv_lens), widths[1])
     out = case.v_cache.new_full((*case.q.shape[:2], widths[1]), math.nan)
-    got = prefill.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens,
         max([0, *q_lens]), max([0, *kv_lens]), is_causal, return_lse=True, out=out, **options,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
-from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import (
+from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
     MOST_HIDDEN,
     MOST_TOKENS,
@@ -21,8 +21,8 @@ from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import (
     every_config,
     launch_parameters_of,
 )
-from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as launcher_of_rmsnorm_qkv_rope
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import HEAD_BYTES, SHARED_BYTES, STAGES
+from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.launch import rmsnorm_qkv_rope as launcher_of_rmsnorm_qkv_rope
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import HEAD_BYTES, SHARED_BYTES, STAGES
 
 rmsnorm_qkv_rope = unchecked(operator, launcher_of_rmsnorm_qkv_rope)
 

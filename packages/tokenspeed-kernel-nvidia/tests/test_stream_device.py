@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from tokenspeed_kernel_nvidia.sm90.moe import stream_rows_device as rows
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
+from tokenspeed_kernel_nvidia.sm90.moe.stream import rows_device as rows
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
     MAX_EXPERTS,
     MAX_PAIRS,
     PARTS,
@@ -17,7 +17,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     Config,
     every_config,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import Entry, Shapes, entry_code, entry_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import Entry, Shapes, entry_code, entry_of
 
 from .snippets import bits, execute
 

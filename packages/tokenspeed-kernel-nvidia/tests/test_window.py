@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia.sm90.attention import window
 from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS
+from tokenspeed_kernel_nvidia.sm90.attention.window import launch as window
 
 from . import oracle
+from .launched import as_operator
 from .oracle import Options
+
+mha_extend_with_kvcache = as_operator(window.mha_extend_with_kvcache)
 
 GPT_OSS = (64, 8, 64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -52,7 +55,7 @@ def _extend(
 
 
 def _launch(case: oracle.Paged, window_left: int = 127, **options: Any) -> tuple[Tensor, Tensor]:
-    got = window.mha_extend_with_kvcache(
+    got = mha_extend_with_kvcache(
         case.q, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens,
         max([0, *case.q_lens]), max([0, *case.kv_lens]), True, window_left, return_lse=True, **options,
     )  # fmt: skip
@@ -174,10 +177,10 @@ def test_graph_replay_with_other_lengths(sm90: torch.device) -> None:
     case = oracle.paged([20, 30, 14], [100, 230, 14], *GPT_OSS, 64, torch.bfloat16, sm90)
     cu_seqlens, lengths = case.cu_seqlens_q, case.cache_seqlens
     call = (case.q, cu_seqlens, None, case.k_cache, case.v_cache, case.page_table, lengths, 64, 256, True, 127)
-    window.mha_extend_with_kvcache(*call)
+    mha_extend_with_kvcache(*call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = window.mha_extend_with_kvcache(*call)
+        out = mha_extend_with_kvcache(*call)
     assert isinstance(out, Tensor)
     graph.replay()
     oracle.check(out, case.wanted(Options(127)))
@@ -197,7 +200,7 @@ def test_kernels_that_overlap(sm90: torch.device) -> None:
     def run(pause: Callable[[], None]) -> Tensor:
         out = case.q
         for step in range(12):
-            got = window.mha_extend_with_kvcache(out, *others)
+            got = mha_extend_with_kvcache(out, *others)
             assert isinstance(got, Tensor)
             out = got
             pause()

@@ -46,13 +46,13 @@ _ENVIRONMENT = {
 
 # Words in the names of kernels, lower case; the first family that fits is taken.
 _FAMILIES = {
-    "attention": ("flash", "attention", "prefill_device", "decode_device", "window"),
+    "attention": ("flash", "attention"),
     "cache": ("cache",),
     "routing": ("topk", "routing", "bitmatrix", "schedule", "sort", "histogram", "moe_align", "permute"),
-    "experts": ("matmul_ogs", "moe", "grouped", "stream_device", "marlin", "reduce_grouped", "combine"),
+    "experts": ("matmul_ogs", "moe", "grouped", "marlin", "reduce_grouped", "combine"),
     "norms": ("norm",),
     "rotary": ("rotary", "rope"),
-    "products": ("nvjet", "gemm", "cublas", "splitk", "mm_device", "cutlass"),
+    "products": ("nvjet", "gemm", "cublas", "splitk", "cutlass"),
     "copies": ("memcpy", "memset"),
 }
 

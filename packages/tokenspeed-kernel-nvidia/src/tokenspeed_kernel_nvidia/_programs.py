@@ -4,8 +4,8 @@ A kernel's launcher module declares a program for its configurations, and import
 
     @program(arch="sm_90a", configs=every_config)
     def decode_program(config: Config):
-        from . import decode_device
-        return decode_device.host(config), decode_device.fake_arguments(config)
+        from . import kernel_device
+        return kernel_device.host(config), kernel_device.fake_arguments(config)
 
 ``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
 process loads it from the cache, which imports neither the compiler nor the device code, or compiles it.

@@ -1,6 +1,6 @@
 """`moe_apply` with mxfp4 weights on Hopper.
 
-Weights are in one layout, see `mxfp4_layout`, which two implementations read: `stream` if an expert has few (token, slot) pairs and
+Weights are in one layout, see `mxfp4.layout`, which two implementations read: `stream` if an expert has few (token, slot) pairs and
 reading weights is the bottleneck, and `grouped` if it has many.
 
 A plan is valid for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one: on an
@@ -25,12 +25,12 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.grouped import moe_apply_many, moe_apply_rounded
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import PARTS, inputs_for
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import LAYOUT
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import prepare_weights
-from tokenspeed_kernel_nvidia.sm90.moe.stream import moe_apply_few
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, inputs_for
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.launch import moe_apply_many, moe_apply_rounded
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import LAYOUT
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.weights import prepare_weights
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
+from tokenspeed_kernel_nvidia.sm90.moe.stream.launch import moe_apply_few
 
 _NAME = "cutedsl_moe_apply_mxfp4"
 _ACCURACY = "up to a quarter of a row's numbers have an error of at most 2^-21 of its largest, unless the plan asks for exact ones"

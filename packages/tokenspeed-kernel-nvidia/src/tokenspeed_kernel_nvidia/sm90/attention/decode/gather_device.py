@@ -1,0 +1,113 @@
+"""The producer warp of `kernel_device` for pages of one token: it gathers rows of the cache by page index, with cp.async."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode.load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.decode.tile_device import Call, Panels
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, load_int
+
+CHUNK_BYTES = 16  # bytes per cp.async
+UNROLL = 4  # copies of a lane whose addresses are computed together
+
+
+def copy_chunk(to: Any, source: Any) -> None:
+    """Starts a 16-byte cp.async from global to shared memory."""
+    cute.arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16;", read_only_args=[to, source])
+
+
+@dataclass(frozen=True)
+class CacheRows:
+    """A cache with pages of one token: its address, and strides of tokens and KV heads in elements."""
+
+    address: Int64
+    token: Int64
+    head: Int64
+
+
+class Gatherer(Loader):
+    """Mixin of the producer warp that gathers rows."""
+
+    @cute.jit
+    def gather(self, call: Call, k: CacheRows, v: CacheRows):
+        """Fills the ring of tiles. Sequence lengths are loaded one sequence ahead, row indices one tile ahead."""
+        sequence, length, offset, left, step = self.plan(call)
+        # Row indices of a tile's keys: 32 keys per element, one key per lane.
+        rows, next_rows = (cute.make_rmem_tensor(((self.block + LANES - 1) // LANES,), Int32) for _ in range(2))
+        index = Int32(0)  # of a tile in the CTA's whole range
+        next_length = self.length_of(call, sequence + step)
+        begin, first, count = self.visible(call, length)
+        first += offset
+        count -= offset
+        self.rows_of(call, sequence, first * self.block, begin, length, next_rows)
+        while left > 0:
+            later_length = self.length_of(call, sequence + 2 * step)
+            next_begin, next_first, next_count = self.visible(call, next_length)
+            count, left = self.take(count, left)
+            for tile in cutlass.range(count, unroll=1):
+                for each in cutlass.range_constexpr(cute.size(rows)):
+                    rows[each] = next_rows[each]
+                if tile + 1 < count:
+                    self.rows_of(call, sequence, (first + tile + 1) * self.block, begin, length, next_rows)
+                else:
+                    self.rows_of(call, sequence + step, next_first * self.block, next_begin, next_length, next_rows)
+                at = nth_to_fill(index, self.stages)
+                call.pipe.acquire(at)
+                self.copy_rows(call, k, self.keys, rows, at.stage)
+                self.copy_rows(call, v, self.values, rows, at.stage)
+                cute.arch.cp_async_mbarrier_arrive_noinc(call.pipe.full.of(at))
+                index += 1
+            sequence += step
+            length, begin, first, count = next_length, next_begin, next_first, next_count
+            next_length = later_length
+
+    @cute.jit
+    def rows_of(self, call: Call, sequence: Int32, start: Int32, begin: Int32, length: Int32, rows: cute.Tensor):
+        """Loads the row indices of the keys from position ``start`` on.
+
+        Positions that no query sees are clamped to the nearest visible one, so that copies need no predicate.
+        """
+        table = call.page_table
+        for each in cutlass.range_constexpr(cute.size(rows)):
+            rows[each] = Int32(0)
+            if length > 0:
+                position = cutlass.min(cutlass.max(start + each * LANES + cute.arch.lane_idx(), begin), length - 1)
+                offset = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(position) * table.page
+                rows[each] = load_int(table.address + offset * 4, False)
+
+    @cute.jit
+    def copy_rows(self, call: Call, cache: CacheRows, panels: cutlass.Constexpr[Panels], rows: cute.Tensor, stage: Int32):
+        """Starts the copies of a tile's keys, or values, of the CTA's KV heads. Adjacent lanes copy a row: coalesced."""
+        lane = cute.arch.lane_idx()
+        element_bytes = self.config.kv_bytes
+        chunks = panels.width * element_bytes // CHUNK_BYTES  # 16-byte chunks of a row
+        in_panel = panels.row_bytes // CHUNK_BYTES
+        to = call.tiles.toint() + stage * self.stage_bytes + panels.begin * element_bytes
+        for head in cutlass.range_constexpr(self.heads):
+            source = cache.address + Int64(call.kv_head + head) * (cache.head * element_bytes)
+            for some in cutlass.range_constexpr(cute.size(rows)):
+                keys = min(LANES, self.block)
+                # Fully unrolled, the addresses would need more registers than there are.
+                for turn in cutlass.range((keys * chunks + LANES - 1) // LANES, unroll=UNROLL):
+                    own = turn * LANES + lane
+                    row, chunk = own // chunks, own % chunks
+                    if const_expr(LANES % chunks == 0):  # a lane copies the same chunk of every row
+                        row, chunk = turn * (LANES // chunks) + lane // chunks, lane % chunks
+                    number = cute.arch.shuffle_sync(rows[some], row % LANES)
+                    offset = panels.row_at(some * LANES + row) + chunk // in_panel * panels.bytes
+                    swizzled = (chunk % in_panel) ^ panels.swizzle_xor(row % 8)
+                    target = to + offset + head * (self.box * panels.row_bytes) + swizzled * CHUNK_BYTES
+                    from_row = source + Int64(number) * (cache.token * element_bytes) + chunk * CHUNK_BYTES
+                    if const_expr(keys * chunks % LANES == 0):
+                        copy_chunk(target, from_row)
+                    if const_expr(keys * chunks % LANES != 0):
+                        if row < keys:
+                            copy_chunk(target, from_row)

@@ -1,0 +1,238 @@
+"""Common to all warps of `kernel_device`: the kernel's arguments, tile layouts, and the CTA's progress through its work."""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode.config import CONSUMERS, Config, Row
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.sm90.common.scales_device import Scales
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
+
+THREADS = 32 * (CONSUMERS + 1)
+# Indices into the CTA's plan in shared memory: the current sequence, the tile offset in it, the tiles left (without split-KV: the
+# sequences left), the tiles done, the tiles of a group's full range, and the arrival counter's previous value.
+SEQUENCE, OFFSET, LEFT, DONE, PER_GROUP, BEFORE = range(6)
+LAZY = 8.0  # log2 by which the row max may grow before the accumulators are rescaled
+PLANNED = 1  # named barrier: the plan has been written
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of q or out: address of the first one, and strides of tokens and heads in elements."""
+
+    address: Int64
+    token: Int64
+    head: Int64
+
+    @cute.jit
+    def at(self, token: Int32, head: Int32):
+        """The address of a row."""
+        return self.address + 2 * (Int64(token) * self.token + Int64(head) * self.head)
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """The page table: its address, and strides of sequences and pages in elements."""
+
+    address: Int64
+    sequence: Int64
+    page: Int64
+
+
+@dataclass(frozen=True)
+class Call:
+    """The kernel's arguments as a CTA sees them, and its shared memory. Tensors in global memory are given by address.
+
+    Attributes:
+        q, out: queries and output.
+        page_table: int32 ``[batch, max_pages]``.
+        cache_seqlens: address of int32 ``[batch]``.
+        batch: sequences.
+        partial: address of partial results.
+        counters: address of int32, one for each group and KV head.
+        lse: address of float32 ``[tokens, heads]``, or 0.
+        sinks: added to the softmax's denominator.
+        q_len: new tokens of each sequence.
+        gqa_ratio, kv_heads: GQA group size (query heads per KV head), and KV heads.
+        max_seqlen_k: larger sequence lengths are clamped to it.
+        window_left: as the operator's.
+        groups: CTA groups, among which the tiles are split; each has CTAs for all KV heads.
+        page_shift: log2 of the page size.
+        scale: softmax_scale * log2(e), or logit_cap * log2(e) where scores are capped.
+        k_scales, v_scales: of an fp8 cache.
+        cap_scale: factor from q @ k to the argument of `softmax_device.cap`; None where scores are not capped.
+        group, kv_head: this CTA's group, and its first KV head. Heads that lie abreast count as one, also in ``kv_heads``.
+        pipe: the barriers of the ring of tiles.
+        plan: the CTA's progress, see SEQUENCE.
+        sums, results: partial results of the warps for a sequence: row max and row sum, and accumulators.
+        sink_values: the sink of each query row.
+        tiles: the ring.
+    """
+
+    q: Rows
+    out: Rows
+    page_table: PageTable
+    cache_seqlens: Int64
+    batch: Int32
+    partial: Int64
+    counters: Int64
+    lse: Int64
+    sinks: Sinks
+    q_len: Int32
+    gqa_ratio: Int32
+    kv_heads: Int32
+    max_seqlen_k: Int32
+    window_left: Int32
+    groups: Int32
+    page_shift: Int32
+    scale: Float32
+    k_scales: Scales
+    v_scales: Scales
+    cap_scale: Optional[Float32]
+    group: Int32
+    kv_head: Int32
+    pipe: Pipeline
+    plan: cute.Pointer
+    sums: cute.Pointer
+    results: cute.Pointer
+    sink_values: cute.Pointer
+    tiles: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Layout of a tile's keys, or of its values, in a stage of the ring.
+
+    Attributes:
+        width: elements of a key or value vector.
+        columns, row_bytes: of a panel's row.
+        count: panels.
+        begin: offset of the first panel in the stage, in elements.
+        bytes: of a panel, with the rows of all KV heads.
+        box: consecutive rows of a KV head.
+        heads: KV heads of a CTA.
+    """
+
+    width: int
+    columns: int
+    row_bytes: int
+    count: int
+    begin: int
+    bytes: int
+    box: int
+    heads: int
+
+    def row_at(self, row: int | Int32) -> int | Int32:
+        """Byte offset of a row in its panel: a box holds its rows of one head, then those of the CTA's next head."""
+        return row // self.box * (self.heads * self.box * self.row_bytes) + row % self.box * self.row_bytes
+
+    def swizzle_xor(self, row: Any) -> Any:
+        """The XOR mask that the swizzle applies to the index of a 16-byte chunk in a row. ``row``: modulo 8."""
+        return row if self.row_bytes == 128 else row // 2
+
+    def chunk_in_row(self, chunk: int) -> int:
+        """Byte offset of a 16-byte chunk in its panel's row, before the swizzle; it may be XORed into a swizzled address."""
+        return chunk % (self.row_bytes // 16) * 16
+
+    def panel_at(self, chunk: int) -> int:
+        """Byte offset of the panel that holds a 16-byte chunk."""
+        return chunk // (self.row_bytes // 16) * self.bytes
+
+
+def panels_of(config: Config, row: Row, box: int, begin: int) -> Panels:
+    """The panels of keys or values with the layout ``row``."""
+    size = config.heads * config.block * row.panel_bytes
+    return Panels(row.width, row.panel, row.panel_bytes, row.panels, begin, size, box, config.heads)
+
+
+class Tiles:
+    """Base of the mixins: shapes that follow from a configuration, and the visible part of a sequence."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.fp8 = config.fp8
+        self.kv_dtype = cutlass.Uint8 if config.fp8 else self.dtype
+        self.mma_dtype = cutlass.Float16 if config.fp8 else self.dtype  # of the MMA operands
+        self.head_dim = config.head_dim
+        self.v_head_dim = config.v_head_dim
+        self.k_width = config.k_row.width  # of a tile's rows
+        self.v_width = config.v_row.width
+        self.block = config.block
+        self.box = config.block if config.gathered else config.box
+        self.boxes = self.block // self.box
+        self.keys = panels_of(config, config.k_row, self.box, 0)
+        self.values = panels_of(config, config.v_row, self.box, config.heads * config.block * config.k_row.columns)
+        self.stage_bytes = config.kv_bytes * config.stage_elements
+        self.stages = config.stages
+        self.rows = config.rows
+        self.parts = config.parts
+        self.heads = config.heads
+        self.abreast = config.abreast
+        self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 query rows, per warp
+        self.used = 1 if config.rows == 8 else 2  # query rows of a tile of 16 that a lane holds
+        self.together = 4 if config.fp8 else 2  # adjacent columns of an accumulator row that a lane holds
+        self.fours = config.v_head_dim // 4  # threads per output row, of 4 elements each
+        self.width = config.width
+
+    def storage(self) -> Any:
+        config, dtype = self.config, self.kv_dtype
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, config.stages]
+            empty: cute.struct.MemRange[Int64, config.stages]
+            begun: cute.struct.MemRange[Int64, 1]
+            plan: cute.struct.MemRange[Int32, 8]
+            sums: cute.struct.MemRange[Float32, 2 * config.parts * config.rows]
+            sinks: cute.struct.MemRange[Float32, config.rows]
+            results: cute.struct.Align[cute.struct.MemRange[Float32, config.merge_floats], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_elements], 1024]
+
+        return Storage
+
+    @cute.jit
+    def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
+        """A sequence's length, clamped to max_seqlen_k; beyond the batch, that of the last one. ``early``: see `load_int`."""
+        length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
+        return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
+
+    @cute.jit
+    def visible(self, call: Call, length: Int32):
+        """The first position that a query sees, its tile, and the number of visible tiles, at least 1."""
+        begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
+        first = begin // self.block
+        return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
+
+    @cute.jit
+    def swizzled(self, panels: cutlass.Constexpr[Panels], lane_row: Int32, chunk: Int32):
+        """Byte offset of a 16-byte chunk of one of 8 rows, within the first panel, swizzled. ``chunk``: the chunk's index."""
+        swizzle_xor = panels.swizzle_xor(lane_row)
+        return lane_row * panels.row_bytes + (chunk ^ swizzle_xor) * 16
+
+    def has(self, r: int, column: int, width: int) -> bool:
+        """Whether a column belongs to the KV head of a lane's ``r``-th query row. ``width``: columns of a head."""
+        return self.abreast == 1 or column // width == r
+
+    def of_head(self, call: Call, kv_head: Int32, row: Any) -> Any:
+        """The KV head of a query row, and the row's index in it. ``kv_head``: that of row 0; heads abreast count as one."""
+        if self.abreast == 1:
+            return kv_head, row
+        return kv_head * self.abreast + row // 8, row % 8
+
+    @cute.jit
+    def partial_at(self, call: Call, group: Int32, begins: Any, row: Int32):
+        """Addresses of a row of a partial result: of its row max and row sum, and of its values.
+
+        A group writes at most two partial results: of a sequence that began in an earlier group, and of one that ``begins`` here.
+        """
+        slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
+        at = (slot * call.kv_heads + call.kv_head) * self.rows + row
+        sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.rows) * (self.v_head_dim * 4)
+        return sums + Int64(at * 8), call.partial + Int64(at * (self.v_head_dim * 4))

@@ -1,0 +1,1 @@
+"""Paged latent (MLA) decode, with 16-bit and with fp8 latents."""

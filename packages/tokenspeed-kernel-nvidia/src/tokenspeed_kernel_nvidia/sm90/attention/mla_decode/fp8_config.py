@@ -1,0 +1,103 @@
+"""Configurations that `mla_decode` with an fp8 cache is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, LATENT, ROPE, Config
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+
+STEP = 32  # k of an fp8 wgmma
+STEPS = (LATENT + ROPE) // STEP  # MMAs of q @ k of a block, with queries of one e4m3 part
+
+
+@dataclass(frozen=True)
+class Fp8Config(Config):
+    """Configuration of one kernel variant for an e4m3 cache.
+
+    Both GEMMs use e4m3 MMAs. A 16-bit query is split into two e4m3 parts: its rounded value (high) and the rounding error (low).
+    Their sum is good to 8 bits, like bfloat16. A single e4m3 part would be off by 2.6% rms, scores with a spread of several units
+    by a tenth of a unit, and outputs by several percent. Probabilities are rounded to e4m3, as `mha_prefill` does with fp8 values.
+
+    Attributes:
+        dtype: of the output, and of q if that is not e4m3.
+        fp8_queries: whether q is e4m3.
+        summed: blocks whose P @ V is accumulated in registers before it is added to float32 accumulators in global memory. The
+            tensor cores keep 13 fractional bits relative to the largest term of an fp8 sum, and truncate the rest. Long sums
+            are thus too small: by 2^-14 for every 32 tokens or more, which is 0.8% for 4096.
+    """
+
+    fp8_queries: bool = False
+    summed: int = 64
+
+    @property
+    def lazy(self) -> float:
+        return 4.0
+
+    @property
+    def lift(self) -> float:
+        """log2 of the largest probability in a first block. With `lazy`, probabilities reach 2^8; the largest e4m3 value is 448."""
+        return 8.0 - self.lazy
+
+    @property
+    def value_buffers(self) -> int:
+        """Register buffers for transposed value tiles of 64 columns. With 1, loading a tile waits for the previous MMAs."""
+        return 1
+
+    @property
+    def query_parts(self) -> int:
+        """e4m3 parts whose sum is a query."""
+        return 1 if self.fp8_queries else 2
+
+    @property
+    def query_chunks(self) -> int:
+        """Chunk stages, of 128 bytes per row, that queries occupy while loading. An e4m3 rotary part uses the rotary ring."""
+        return 4 if self.fp8_queries else 9
+
+    @property
+    def tail(self) -> int:
+        """k-steps of q @ k, each with all query parts, that are still in flight when probabilities are signalled."""
+        return 4
+
+    @property
+    def low_kept(self) -> int:
+        """k-steps whose low query parts are in registers: those of the rotary part; any more must make up whole chunks."""
+        return 0 if self.fp8_queries else 2
+
+    @property
+    def kept(self) -> int:
+        """Columns of queries in registers: all high parts, and `low_kept` steps of low parts."""
+        return (STEPS + self.low_kept) * STEP
+
+    @property
+    def others(self) -> int:
+        """Columns of low query parts in shared memory."""
+        return 0 if self.fp8_queries else (STEPS - self.low_kept) * STEP
+
+    @property
+    def latent_chunks(self) -> int:
+        return 24 if self.fp8_queries else 21
+
+    @property
+    def stages(self) -> int:
+        return 6 if self.fp8_queries else 5
+
+    @property
+    def load_registers(self) -> int:
+        return 32
+
+    @property
+    def score_registers(self) -> int:
+        """Queries take 72 or 80 registers, scores 32."""
+        return 144
+
+    @property
+    def value_registers(self) -> int:
+        """The accumulator takes 128 registers, values 16."""
+        return 168
+
+
+def every_fp8_config() -> list[Fp8Config]:
+    """All supported configurations."""
+    kinds = [*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True)]
+    return [Fp8Config(dtype, heads, fp8_queries) for dtype, fp8_queries in kinds for heads in HEADS]

@@ -1,0 +1,178 @@
+"""The producer warp of `kernel_device`: it splits the work, and loads queries and blocks of the cache."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import LATENT, ROPE, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.tile_device import (
+    BEGIN,
+    END,
+    FIRST,
+    ITEM,
+    LATENT_CHUNK,
+    LATENT_CHUNKS,
+    PER_GROUP,
+    PLANNED,
+    PLANNERS,
+    STARTING,
+    Blocks,
+    Call,
+    Tiles,
+)
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Tma, tma_load
+
+
+class Loader(Tiles):
+    """Mixin of the producer warp: tile scheduler and TMA loads."""
+
+    @cute.jit
+    def load(self, call: Call, q: Blocks, kv: Blocks):
+        """Finds this CTA's work items, publishes the plan, and loads queries and blocks as far ahead as the rings allow."""
+        item, first, begin, end, length = self.plan(call, True)
+        at, rope_at = first_to_fill(), first_to_fill()
+        turn = call.rank
+        while begin < end:
+            _, _, whole = self.visible(call, length)
+            after = cutlass.min(whole, end - first)
+            sequence, _, _ = self.tokens_of(call, item)
+            # Page indices, one per lane, from `first_page` on. Loading the queries hides their latency.
+            first_page = ((begin - first) * ROWS) >> call.page_shift
+            pages = self.pages_from(call, sequence, first_page, length)
+            at = self.load_queries(call, q, item, at, rope_at)
+            rope_at = advance(rope_at, self.config.stages)
+            for block in cutlass.range(begin - first, after, unroll=1):
+                start = block * ROWS
+                at_page = start >> call.page_shift
+                if at_page >= first_page + 32:
+                    first_page = at_page
+                    pages = self.pages_from(call, sequence, first_page, length)
+                page = cute.arch.shuffle_sync(pages, at_page - first_page)
+                slot = (start - (at_page << call.page_shift)) // ROWS
+                at = self.load_block(call, kv, at, rope_at, page, slot, turn, start < length)
+                rope_at = advance(rope_at, self.config.stages)
+                turn ^= 1
+            item = self.next_item(call, item)
+            first += whole + call.plan[STARTING]
+            begin = first
+            length = self.length_of(call, item)
+
+    @cute.jit
+    def plan(self, call: Call, tells: cutlass.Constexpr[bool]):
+        """Finds this CTA's work items, and writes the plan.
+
+        Args:
+            tells: whether to signal PLANNED to the consumer warpgroups. One warp does.
+
+        Returns:
+            The first work item, the queue position of its first block, the first position and the end of this CTA's range, and the
+            item's length.
+        """
+        lane = cute.arch.lane_idx()
+        item, length, offset, left, per_group, starting = [Int32(0)] * 6
+        if call.batch <= 32:  # less code: here the time goes into instruction fetch
+            item, length, offset, left, per_group, starting = self.divide(call, 1)
+        else:
+            item, length, offset, left, per_group, starting = self.divide(call, 4)  # more lengths would take too many registers
+        begin = call.group * per_group
+        first = begin - offset + starting
+        end = begin + left
+        begin = cutlass.max(begin, first)
+        if lane == 0:  # other loading warps write the same values
+            call.plan[ITEM] = item
+            call.plan[FIRST] = first
+            call.plan[BEGIN] = begin
+            call.plan[END] = end
+            call.plan[PER_GROUP] = per_group
+            call.plan[STARTING] = starting
+        cute.arch.sync_warp()
+        if const_expr(tells):
+            cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
+        return item, first, begin, end, length
+
+    @cute.jit
+    def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32):
+        """The page indices of 32 pages of a sequence, one per lane. Entries beyond its length are not read, and 0 here."""
+        page = Int32(0)
+        at = first_page + cute.arch.lane_idx()
+        if at << call.page_shift < length:
+            table = call.page_table
+            page = load_int(table.address + (Int64(sequence) * table.row + Int64(at) * table.column) * 4, False)
+        return page
+
+    @cute.jit
+    def acquire(self, pipe: Pipeline, at: Cursor, row_bytes: Int32):
+        """Waits until a stage is empty, and sets the expected bytes, ``row_bytes`` per row. Returns the stage's full barrier."""
+        pipe.acquire(at)
+        with cute.arch.elect_one():
+            pipe.commit(at, row_bytes * ROWS)
+        return pipe.full.of(at)
+
+    @cute.jit
+    def load_queries(self, call: Call, q: Blocks, item: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+        """Loads the queries of a work item into the rings like a block of the cache, which is as large as a Q tile.
+
+        Rows beyond the item's tokens hold queries of the next sequence; their results are never stored.
+        """
+        c = self.config
+        token, head, _ = self.tile_of(call, item)
+        rows = (c.heads_of_tile, c.tokens_of_tile)
+        corner = (head, token)
+        full = self.acquire(call.ropes, rope_at, Int32(self.ropes.row_bytes))
+        target = self.ropes.packed_boxes(call.storage.ropes, *rows)[None, None, 0, 0, rope_at.stage]
+        tma_load(q.ropes.atom, cute.domain_offset((corner, LATENT), q.ropes.tensor), (rows, ROPE), target, full)
+        targets, columns = self.latent_chunks.packed_boxes(call.storage.latent_chunks, *rows), self.latent_chunks.columns
+        for chunk in cutlass.range_constexpr(LATENT_CHUNKS):
+            full = self.acquire(call.latent_chunks, at, Int32(self.latent_chunks.panels * self.latent_chunks.row_bytes))
+            for panel in cutlass.range_constexpr(self.latent_chunks.panels):
+                source = cute.domain_offset((corner, chunk * LATENT_CHUNK + panel * columns), q.latents.tensor)
+                tma_load(q.latents.atom, source, (rows, columns), targets[None, None, panel, 0, at.stage], full)
+            at = advance(at, c.latent_chunks)
+        return at
+
+    @cute.jit
+    def load_block(
+        self, call: Call, kv: Blocks, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
+    ) -> Cursor:
+        """Loads a block of the cache. In a cluster each CTA loads every other chunk for both; the order alternates by block.
+
+        Args:
+            turn: even where this CTA loads the rotary part.
+            exists: whether the block has any token.
+        """
+        count = cutlass.select_(exists, Int32(1), Int32(0))
+        full = self.acquire(call.ropes, rope_at, count * self.ropes.row_bytes)
+        if exists and self.has_turn(turn):
+            source = cute.local_tile(kv.ropes.tensor, (ROWS, ROPE), (slot, LATENT // ROPE, page))
+            target = self.ropes.boxes(call.storage.ropes, ROWS)[None, None, 0, 0, rope_at.stage]
+            self.load_panel(kv.ropes, source, target, full)
+        panels, columns = self.latent_chunks.panels, self.latent_chunks.columns
+        for chunk in cutlass.range_constexpr(LATENT_CHUNKS):
+            full = self.acquire(call.latent_chunks, at, count * (panels * self.latent_chunks.row_bytes))
+            if exists and self.has_turn(turn + chunk + 1):
+                for panel in cutlass.range_constexpr(panels):
+                    source = cute.local_tile(kv.latents.tensor, (ROWS, columns), (slot, chunk * panels + panel, page))
+                    target = self.latent_chunks.boxes(call.storage.latent_chunks, ROWS)[None, None, 0, panel, at.stage]
+                    self.load_panel(kv.latents, source, target, full)
+            at = advance(at, self.config.latent_chunks)
+        return at
+
+    def has_turn(self, turn: Int32) -> cutlass.Boolean:
+        return cutlass.Boolean(True) if self.config.cluster == 1 else turn % 2 == 0
+
+    @cute.jit
+    def load_panel(self, kv: Tma, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer):
+        """Starts the TMA load of a panel, multicast to all CTAs of the cluster."""
+        target, source = cpasync.tma_partition(
+            kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(source, 0, 2)
+        )
+        if const_expr(self.config.cluster == 1):
+            cute.copy(kv.atom, source, target, tma_bar_ptr=full)
+        else:
+            cute.copy(kv.atom, source, target, tma_bar_ptr=full, mcast_mask=cutlass.Int16((1 << self.config.cluster) - 1))

@@ -1,0 +1,1 @@
+"""Latent attention of new tokens to a paged latent cache."""

@@ -1,0 +1,72 @@
+"""Configurations that `mla_extend` is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import config as mla_decode_config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode import fp8_config as mla_decode_fp8_config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode.config import HEADS, ROWS
+
+RANKS = 2  # CTAs of a cluster
+
+
+class Extending:
+    """How the kernels of `mla_decode` are used for many new tokens.
+
+    With any number of heads two CTAs form a cluster: they have halves of a token's 128 heads, or different tokens. Multicast reads
+    shared blocks from L2 once. Without clusters, a CTA would read 74 KB in the 1.2 us that 64 rows take with 64 tokens at full
+    speed. That is 8 TB/s for 132 CTAs, more than the bandwidth of L2.
+
+    Where the new tokens of every sequence fit one tile, the second CTA would have none. Then a cluster has one CTA, and the kernel
+    is memory-bound.
+    """
+
+    heads: int
+    ranks: int
+
+    @property
+    def tokens_of_item(self) -> int:
+        """New tokens of a work item, over all CTAs of the cluster."""
+        return self.ranks * ROWS // self.heads
+
+
+@dataclass(frozen=True)
+class Config(Extending, mla_decode_config.Config):
+    """Configuration of one kernel variant for a cache in q's dtype.
+
+    Attributes:
+        ranks: CTAs of a cluster; 1 for few new tokens of at most 64 heads.
+    """
+
+    ranks: int = RANKS
+
+
+@dataclass(frozen=True)
+class Fp8Config(Extending, mla_decode_fp8_config.Fp8Config):
+    """Configuration of one kernel variant for an e4m3 cache. ``ranks``: see `Config`."""
+
+    ranks: int = RANKS
+
+
+def ranks_for(heads: int, tokens: int) -> int:
+    """Returns the CTAs of a cluster. ``tokens``: upper bound of a sequence's new tokens."""
+    return 1 if tokens * heads <= ROWS else RANKS
+
+
+def _heads_and_ranks() -> Iterator[tuple[int, int]]:
+    for heads in HEADS:
+        for tokens in (1, ROWS):
+            if tokens == ROWS or heads <= ROWS:
+                yield heads, ranks_for(heads, tokens)
+
+
+def every_config() -> list[Config]:
+    """All supported configurations."""
+    return [Config("bfloat16", heads, ranks) for heads, ranks in _heads_and_ranks()]
+
+
+def every_fp8_config() -> list[Fp8Config]:
+    """All supported configurations."""
+    return [Fp8Config("bfloat16", heads, narrow, ranks=ranks) for narrow in (False, True) for heads, ranks in _heads_and_ranks()]

@@ -1,0 +1,1 @@
+"""Latent attention to selected slots of a paged latent cache."""

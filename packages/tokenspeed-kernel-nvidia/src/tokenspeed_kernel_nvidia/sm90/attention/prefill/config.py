@@ -1,0 +1,335 @@
+"""Configurations that `prefill` is compiled for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tokenspeed_kernel_nvidia.sm90.attention.supported import GQA_RATIOS, HEAD_DIMS, OTHER_WIDTHS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.common.registers import left_by
+
+
+class Tile(NamedTuple):
+    """The shape of a tile.
+
+    Attributes:
+        rows: query rows, 64 per consumer warpgroup.
+        keys: keys of a block.
+        q_stages: Q tiles in shared memory. With one, each warpgroup releases its queries after its last q @ k of a tile. Those of
+            the next tile are then loaded during the softmax of that last block.
+        kv_stages: stages of the K ring, and of the V ring, of a block each.
+    """
+
+    rows: int
+    keys: int
+    q_stages: int
+    kv_stages: int
+
+
+# Tiles by (head_dim, v_head_dim): for ragged K/V, and for paged caches. They fill an SM's shared memory, and the accumulators of
+# output and scores fit a thread's registers. Outputs are stored from registers. TFLOP/s on an H200, with these tiles and others:
+# * DeepSeek-V3, 4 x 4096 tokens of 128 heads: 647; (128, 128, 1, 2) 633, (192, 80, 1, 3) 643, (128, 96, 2, 2) 579. 2 x 8192 tokens
+#   of 16 heads: 725; 721, 721, 674.
+# * Gemma 3 (12B), 4 x 4096: 716; (128, 80, 1, 2) 704. Gemma 2 (9B) from pages of 64, 8 x 1024 new tokens of 8192: 632; 594.
+# * Phi-3-mini (96 columns), 4 x 4096: 595; (192, 96, 2, 3) 568, (128, 160, 2, 2) 528, (128, 192, 1, 2) 531.
+# * Phi-2 (80 columns), 8 x 2048: 463; 436, 390, 391.
+TILES = {
+    (192, 128): (Tile(192, 64, 1, 3), Tile(128, 128, 1, 2)),
+    (256, 256): (Tile(128, 64, 1, 2), Tile(128, 64, 1, 2)),
+    (96, 96): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
+    (80, 80): (Tile(128, 128, 2, 3), Tile(128, 128, 2, 3)),
+}
+# The pairs that also support an fp8 cache with 16-bit queries: the other widths do not fill whole panels of shared memory.
+FP8_CACHE_WIDTHS = ((256, 256),)
+
+# Tiles of fp8 operands, for ragged and paged K/V. A block has 128 or 64 keys: values are transposed to rows of as many bytes.
+# TFLOP/s on an H100:
+# * DeepSeek-V3, 2 x 8192 tokens of 16 heads: 872; (192, 64, 2, 4) 865, (128, 128, 2, 2) 863, (128, 64, 2, 5) 719. 8 x 1024: 563;
+#   (192, 64, 2, 4) 504.
+# * Gemma 3 (12B), 4 x 4096: 771.
+# * Phi-3-mini (96 columns), 4 x 4096: 638; (192, 64, 2, 4) 600.
+FP8_TILES = {
+    (192, 128): Tile(128, 128, 2, 3),
+    (256, 256): Tile(128, 64, 2, 3),
+    (96, 96): Tile(128, 128, 2, 3),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Configuration of one kernel variant.
+
+    Figures are TFLOP/s on an H200 with 64 query heads and 8 KV heads (32 and 8 at head_dim 128). All but short sequences run at the
+    power limit of 700 W, with the clock at 1.6 to 1.8 GHz instead of 1.98 GHz, so extra energy costs time.
+
+    Tried and slower: one exponential in eight by a polynomial, to relieve the exponential unit (523 instead of 544 at 8192 x 4); no
+    ping-pong scheduling of the warpgroups (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); a static serpentine
+    tile schedule instead of an atomic counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1 with head_dim 128).
+
+    Attributes:
+        dtype: of q, k, v and the output; of the output alone where those are fp8.
+        head_dim: columns of q and k: 64 or 128, or one of TILES.
+        gqa_ratio: GQA group size: query heads per KV head. A group's heads are rows of the same tile.
+        page_size: tokens of a page; 0 for ragged K/V.
+        section_mib: MiB of K/V that concurrently running tiles may read, so that they hit in L2. With 8 MiB fewer heads run at
+            once: 524 instead of 537 at 8192 x 4.
+        lazy: log2 by which exponentials may exceed 1 before accumulators are rescaled. The exponents' shift need not be the exact
+            row max, so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
+        fp8: whether q, keys and values are e4m3. Probabilities are rounded to e4m3 too, for P @ V.
+            Two sequences of 8192 with 64 query heads and 8 KV heads of dimension 128 took 2472 us, and 3117 us in bfloat16; four
+            with head_dim 64 took 3308 and 3676 us. With ping-pong scheduling (see `pingpong`), polynomials of degree 2 for 4, 8 and
+            12 of 64 exponentials took 2452, 2530 and 2595 us (2509 without), and 3523, 3482 and 3483 us (3613 without).
+        fp8_cache: whether keys and values are e4m3, but not q. They are converted to float16 in shared memory. 8 sequences of 1024
+            new and 7168 cached tokens with 64 query heads and 8 KV heads of dimension 128 took 5265 us, and 2999 us with a bfloat16
+            cache; with head_dim 64 they took 2062 and 1836 us. These were measured when a converter warp waited for each load.
+        windowed: whether there is a sliding window. Attention is then causal.
+        v_head_dim: columns of v and the output; 0 if equal to head_dim.
+        capped: whether there is a logit cap; with 16-bit operands only.
+        own_kv: whether ragged K/V have offsets other than those of the queries.
+    """
+
+    dtype: str
+    head_dim: int
+    gqa_ratio: int
+    page_size: int = 0
+    section_mib: int = 24
+    lazy: float = 8.0
+    fp8: bool = False
+    fp8_cache: bool = False
+    windowed: bool = False
+    v_head_dim: int = 0
+    capped: bool = False
+    own_kv: bool = False
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """head_dim and v_head_dim."""
+        return self.head_dim, self.v_head_dim or self.head_dim
+
+    @property
+    def tile(self) -> Tile | None:
+        """The tile of widths other than 64 and 128; None for these."""
+        if self.fp8:
+            return FP8_TILES.get(self.widths)
+        return TILES[self.widths][self.paged] if self.widths in TILES else None
+
+    @property
+    def splits_q(self) -> bool:
+        """Whether each warpgroup has its own Q barriers, and releases its queries as soon as it has used them."""
+        return self.q_stages == 1
+
+    @property
+    def stores_from_registers(self) -> bool:
+        """Whether outputs are stored from registers, without staging in shared memory."""
+        return self.tile is not None
+
+    @property
+    def pingpong(self) -> bool:
+        """Whether warpgroups issue their MMAs in turn (ping-pong scheduling).
+
+        With fp8 operands ping-pong took 2509 us instead of 2472, and 3613 us instead of 3308 with head_dim 64. On an H100 it took
+        687 us instead of 646 with head_dim 96, but 713 us instead of 756 with head_dim 256.
+        """
+        return not self.fp8 or self.head_dim == 256
+
+    @property
+    def converts(self) -> bool:
+        """Whether three warps of the producer warpgroup convert loaded blocks."""
+        return self.fp8 or self.fp8_cache
+
+    @property
+    def lift(self) -> float:
+        """log2 of the largest probability in a tile's first block.
+
+        With e4m3 probabilities it is 3: even if all 32 elements of a row that a thread holds were 8, their sum of 256 is less than
+        the largest e4m3 value, see `fp8_device`.
+        """
+        return 3.0 if self.fp8 else 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of an element of q, keys and values as MMA operands."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel of q, keys and values in shared memory: rows of 128 bytes, or of 64."""
+        if self.fp8:
+            return 64 if self.head_dim % 128 == 64 else 128
+        return 32 if self.head_dim % 64 else 64
+
+    @property
+    def k_columns(self) -> int:
+        """Columns of queries and keys in shared memory. TMA fills those beyond head_dim with zeros."""
+        return -(-self.head_dim // self.panel) * self.panel
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of values in shared memory, as an MMA operand."""
+        panel = 32 if self.fp8 else self.panel
+        return -(-self.widths[1] // panel) * panel
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile, 64 per warpgroup. With head_dim 128, or a cap, registers suffice for two warpgroups only."""
+        if self.tile:
+            return self.tile.rows
+        return 192 if self.head_dim == 64 and not self.capped else 128
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a block. A tile's last block is halved where no row sees the second half: 537 instead of 533 at 4096 x 4.
+
+        With an fp8 cache of head_dim 128, shared memory holds 64: blocks lie there both before and after conversion. With an fp8
+        cache of head_dim 64 and a window, registers limit it to 64.
+        """
+        if self.tile:
+            return self.tile.keys
+        return 64 if self.fp8_cache and (self.head_dim == 128 or self.windowed) else 128
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; there is one producer warpgroup more."""
+        return self.block_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def positions(self) -> int:
+        """Query positions (tokens) of a tile. Where gqa_ratio does not divide the rows, some rows are unused."""
+        return self.block_m // self.gqa_ratio
+
+    @property
+    def q_stages(self) -> int:
+        """Stages of the Q ring."""
+        return self.tile.q_stages if self.tile else 2
+
+    @property
+    def q_records(self) -> int:
+        """Tile records in shared memory: one per Q stage, or two per warpgroup."""
+        return 2 * self.warpgroups if self.splits_q else self.q_stages
+
+    @property
+    def q_positions(self) -> int:
+        """Query positions of one TMA load of queries."""
+        return 64 // self.gqa_ratio if self.splits_q else self.positions
+
+    @property
+    def kv_stages(self) -> int:
+        """Stages of the K ring, and of the V ring: as many as fit beside two Q tiles and an output tile."""
+        if self.tile:
+            return self.tile.kv_stages
+        if self.fp8_cache:
+            return 3
+        return 4 if self.head_dim == 64 else 3 if self.fp8 else 2
+
+    @property
+    def raw_stages(self) -> int:
+        """Stages of the ring of blocks to convert: fp8 values, and also the keys of an fp8 cache. 1 if nothing is converted, as an
+        array needs a size. Beside 16-bit keys and values of 256 columns, two stages fit."""
+        if not self.converts:
+            return 1
+        return 2 if self.tile and self.fp8_cache else 3
+
+    @property
+    def raw_panel(self) -> int:
+        """Columns of a panel of a block to convert."""
+        return 64 if self.widths[1] <= 64 else 128
+
+    @property
+    def raw_columns(self) -> int:
+        """Columns of a block to convert, padding included."""
+        return -(-self.widths[1] // self.raw_panel) * self.raw_panel
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of a block to convert."""
+        return self.block_n * self.raw_columns if self.converts else 16
+
+    @property
+    def paged(self) -> bool:
+        """Whether K/V lie in a paged cache."""
+        return self.page_size > 0
+
+    @property
+    def box(self) -> int:
+        """Keys of a TMA box, all of one page."""
+        return math.gcd(self.page_size, self.block_n) if self.paged else self.block_n
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of queries that complete one barrier: a Q tile, or a warpgroup's rows of it."""
+        return self.gqa_ratio * self.q_positions * self.k_columns * self.bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a block of keys."""
+        return self.block_n * self.k_columns * self.bytes
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of a block of values."""
+        return self.block_n * self.v_columns * self.bytes
+
+    @property
+    def store_by_tma(self) -> bool:
+        """Whether TMA can store outputs: they are staged in shared memory, and a warpgroup's rows are whole positions."""
+        return not self.stores_from_registers and 64 % self.gqa_ratio == 0
+
+    @property
+    def _converters_need_more(self) -> bool:
+        """Whether converter warps need more registers than a loading warp. Consumers with 160 registers leave none for them."""
+        return self.fp8 or (self.fp8_cache and self.block_n == 64)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per consumer thread (setmaxnreg). No configuration of `every_config` spills."""
+        if self._converters_need_more:
+            return 152 if self.warpgroups == 3 else 224
+        return 160 if self.warpgroups == 3 else 232
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per producer thread: those that consumers leave. At head_dim 128 with pages of 16, 24 would spill."""
+        return left_by(self.threads, self.warpgroups, self.consumer_registers)
+
+
+def every_config() -> list[Config]:
+    """All supported configurations."""
+    of_heads = [
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8=fp8, fp8_cache=fp8_cache, windowed=windowed)
+        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+        for fp8_cache in ((False,) if fp8 else (False, True))
+        for windowed in (False, True)
+        for head_dim in HEAD_DIMS
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (*(() if fp8_cache else (0,)), *PAGE_SIZES)
+    ]
+    others = [
+        Config(
+            dtype, head_dim, gqa_ratio, page_size, fp8=fp8, windowed=windowed, v_head_dim=v_head_dim, capped=capped, own_kv=own_kv
+        )
+        for dtype, fp8 in (*((dtype, False) for dtype in DTYPES.values()), ("bfloat16", True))
+        for head_dim, v_head_dim in (*((width, 0) for width in HEAD_DIMS), *OTHER_WIDTHS)
+        for capped in ((False,) if fp8 else (False, True))
+        if capped or v_head_dim
+        if not fp8 or (head_dim, v_head_dim) in FP8_TILES
+        for windowed in (False, True)
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (0, *PAGE_SIZES)
+        # Only `mla_prefill` has K/V offsets that differ from those of the queries.
+        for own_kv in ((False, True) if (head_dim, v_head_dim, gqa_ratio, page_size) == (192, 128, 1, 0) else (False,))
+    ]
+    of_caches = [
+        Config(dtype, head_dim, gqa_ratio, page_size, fp8_cache=True, windowed=windowed, v_head_dim=v_head_dim)
+        for dtype in DTYPES.values()
+        for head_dim, v_head_dim in FP8_CACHE_WIDTHS
+        for windowed in (False, True)
+        for gqa_ratio in GQA_RATIOS
+        for page_size in PAGE_SIZES
+    ]
+    return of_heads + others + of_caches

@@ -1,0 +1,85 @@
+"""Configurations that `rmsnorm_qkv_rope` is compiled for, and the launch parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import GROUP, ROWS, Config, layout_of
+
+HEAD_DIMS = (64, 128)
+MOST_TOKENS = 8  # columns (n) of an MMA
+# Decode steps of GPT-OSS-120B on an H200 in ms, with this kernel and with separate kernels: 1 token 2.08, 2.08 to 2.10; 2 tokens
+# 2.50, 2.54; 4 tokens 3.35, 3.38. Each CTA reads all tokens, so more tokens gain nothing.
+SERVED_TOKENS = 4
+MOST_HIDDEN = 8192  # elements of a token; eight such tokens leave room for a ring
+GROUP_PAIRS = GROUP // 2  # pairs of elements whose partial sums are in shared memory together
+# Size of the ring: weights are loaded while the tokens are read, and must not stall meanwhile. A decode step of GPT-OSS-120B on an
+# H200 with one token takes 2.17 ms, and 2.24 ms with 100 KB.
+RING_BYTES = 152 * 1024
+SQUARES = 256  # byte offset of the sums of squares in shared memory, after the barriers
+
+
+@dataclass(frozen=True)
+class QkvConfig:
+    """Configuration of one kernel variant.
+
+    Attributes:
+        dtype: of tokens, weights, caches and results.
+        head_dim: elements of a head, all of which are rotated (RoPE).
+    """
+
+    dtype: str
+    head_dim: int
+
+    @property
+    def gemm(self) -> Config:
+        """The configuration of `mm` whose ring and MMA mainloop this kernel uses."""
+        return Config(self.dtype, "dense", "none", self.dtype, MOST_TOKENS)
+
+    @property
+    def half(self) -> int:
+        """Pairs of elements of a head."""
+        return self.head_dim // 2
+
+
+@dataclass(frozen=True)
+class LaunchParameters:
+    """Launch parameters that depend on sizes, see `mm.config.Layout`.
+
+    Attributes:
+        ctas: number of CTAs.
+        row_shift: log2 of the warps that read a token together.
+        chunk_bytes: bytes of a row of weights, padded to whole parts of stages.
+        stages, activations, ring, size: layout of a CTA's shared memory.
+    """
+
+    ctas: int
+    row_shift: int
+    chunk_bytes: int
+    stages: int
+    activations: int
+    ring: int
+    size: int
+
+
+def launch_parameters_of(config: QkvConfig, tokens: int, columns: int, hidden: int, count: int) -> LaunchParameters:
+    """Returns the launch parameters for ``count`` SMs.
+
+    Raises:
+        ValueError: tokens do not fit into shared memory.
+    """
+    gemm = config.gemm
+    row_bytes = 2 * hidden
+    ctas = min(columns // 2, count)
+    rows = 2 * -(-columns // 2 // ctas)
+    stages = -(-rows // ROWS) * -(-row_bytes // gemm.part_bytes)
+    found = layout_of(gemm, tokens, row_bytes, RING_BYTES, stages)
+    if found is None or found.chunk_bytes < row_bytes:
+        raise ValueError("wants more shared memory than there is")
+    row_shift = (gemm.warps - 1).bit_length() - (tokens - 1).bit_length()
+    return LaunchParameters(ctas, row_shift, found.chunk_bytes, found.stages, found.activations, found.ring, found.size)
+
+
+def every_config() -> list[QkvConfig]:
+    """All supported configurations."""
+    return [QkvConfig("bfloat16", head_dim) for head_dim in HEAD_DIMS]

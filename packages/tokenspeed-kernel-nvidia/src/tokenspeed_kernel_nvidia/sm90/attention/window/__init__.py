@@ -1,0 +1,1 @@
+"""Prefill and extend in a sliding window."""

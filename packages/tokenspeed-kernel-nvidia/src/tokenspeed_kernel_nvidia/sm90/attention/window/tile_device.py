@@ -1,0 +1,164 @@
+"""Common to the producer warps and the consumer warpgroups of `kernel_device`: tile shapes, rings, and an item's record.
+
+A Q tile has 64 rows, row = position * heads + head. A stage holds the keys and values of an item. A tile's keys are a view of the
+stage that starts at a multiple of 8 keys, where the swizzle pattern repeats, so all tiles of an item share one copy.
+"""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.window.config import WARPGROUPS, Config
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
+
+# Indices of the fields of a record, see `Record`; RECORD is its size.
+COUNT, POSITION, TOKEN, FIRST, LENGTH, KV_HEAD, SHIFT, RECORD = range(8)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A work item's parameters in shared memory, written by the producer warp.
+
+    Attributes:
+        at: the first of RECORD consecutive words.
+    """
+
+    at: cute.Pointer
+
+    @property
+    def count(self) -> Int32:
+        """Tiles of the item; 0 after the last item."""
+        return self.at[COUNT]
+
+    @property
+    def position(self) -> Int32:
+        """The item's first position in the sequence."""
+        return self.at[POSITION]
+
+    @property
+    def token(self) -> Int32:
+        """The row of q of the item's first position."""
+        return self.at[TOKEN]
+
+    @property
+    def first(self) -> Int32:
+        """The position of the sequence's first query. The item may start up to 7 positions before it."""
+        return self.at[FIRST]
+
+    @property
+    def length(self) -> Int32:
+        """Keys of the sequence."""
+        return self.at[LENGTH]
+
+    @property
+    def kv_head(self) -> Int32:
+        return self.at[KV_HEAD]
+
+    @property
+    def shift(self) -> Int32:
+        """Keys in the stage before those of the first tile, in units of 8."""
+        return self.at[SHIFT]
+
+    def write(self, *numbers: Int32) -> None:
+        """Writes all fields, in order."""
+        for index, number in enumerate(numbers):
+            self.at[index] = number
+
+    def write_end(self) -> None:
+        """Marks the end. The consumers still issue q @ k of a tile that does not exist, so the shift must be valid."""
+        self.at[COUNT] = Int32(0)
+        self.at[SHIFT] = Int32(0)
+
+
+class Shared:
+    """A CTA's shared memory. Addresses are computed at each use.
+
+    This is not a frozen dataclass, so that CuteDSL carries it through branches and loops like its struct. Otherwise the compiler
+    computes addresses before the branch to the warps' roles, and counters of the producer warps end up in vector registers instead
+    of uniform registers: 2 KiB more code.
+
+    Attributes:
+        storage: see `Tiles.storage`.
+    """
+
+    def __init__(self, storage: Any):
+        self.storage = storage
+
+    def __extract_mlir_values__(self):
+        return self.storage.__extract_mlir_values__()
+
+    def __new_from_mlir_values__(self, values):
+        return Shared(self.storage.__new_from_mlir_values__(values))
+
+    @property
+    def q_pipe(self) -> Pipeline:
+        return pipeline(self.storage.q_full, self.storage.q_empty)
+
+    @property
+    def k_full(self) -> Barriers:
+        """Barriers: a stage's keys and record have been written."""
+        return Barriers(self.storage.k_full.data_ptr())
+
+    @property
+    def v_full(self) -> Barriers:
+        """Barriers: a stage's values have been loaded."""
+        return Barriers(self.storage.v_full.data_ptr())
+
+    @property
+    def v_ready(self) -> Barriers:
+        """Barriers: rows of V beyond the sequence have been zeroed."""
+        return Barriers(self.storage.v_ready.data_ptr())
+
+    @property
+    def kv_empty(self) -> Barriers:
+        """Barriers: all tiles have read the stage."""
+        return Barriers(self.storage.kv_empty.data_ptr())
+
+    def record(self, kv_at: Cursor) -> Record:
+        """The record of the item in a stage."""
+        return Record(self.storage.records.data_ptr() + kv_at.stage * RECORD)
+
+
+class Tiles:
+    """Base of the mixins: rings and shared memory of a configuration."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.q_ring = Ring(64, config.head_dim, config.q_stages)
+        self.k_ring = Ring(config.rows, config.head_dim, config.kv_stages)
+        self.v_ring = Ring(config.value_rows, config.head_dim, config.kv_stages)
+        self.out_ring = Ring(64, config.head_dim, WARPGROUPS)  # a tile per warpgroup
+
+    def storage(self) -> Any:
+        config, dtype = self.config, self.dtype
+
+        @cute.struct
+        class Storage:
+            q: cute.struct.Align[cute.struct.MemRange[dtype, self.q_ring.size], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[dtype, self.out_ring.size], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, self.k_ring.size], 1024]
+            v: cute.struct.Align[cute.struct.MemRange[dtype, self.v_ring.size], 1024]
+            q_full: cute.struct.MemRange[Int64, config.q_stages]
+            q_empty: cute.struct.MemRange[Int64, config.q_stages]
+            k_full: cute.struct.MemRange[Int64, config.kv_stages]
+            v_full: cute.struct.MemRange[Int64, config.kv_stages]
+            v_ready: cute.struct.MemRange[Int64, config.kv_stages]
+            kv_empty: cute.struct.MemRange[Int64, config.kv_stages]
+            records: cute.struct.MemRange[Int32, config.kv_stages * RECORD]
+
+        return Storage
+
+    def value_words(self, shared: Shared) -> cute.Tensor:
+        """V as 8-byte words: ``(word of a panel's row, row, panel, stage)``, unswizzled: the swizzle permutes within a row only."""
+        ring = self.v_ring
+        panel = ring.rows * PANEL // 4
+        layout = cute.make_layout(
+            (PANEL // 4, ring.rows, ring.panels, ring.stages), stride=(1, PANEL // 4, panel, ring.panels * panel)
+        )
+        return cute.make_tensor(cute.recast_ptr(shared.storage.v.data_ptr(), dtype=Int64), layout)

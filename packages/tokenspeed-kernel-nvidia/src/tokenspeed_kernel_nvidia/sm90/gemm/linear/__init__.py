@@ -1,0 +1,1 @@
+"""GEMM of few rows by prepared mxfp4 or nvfp4 weights."""

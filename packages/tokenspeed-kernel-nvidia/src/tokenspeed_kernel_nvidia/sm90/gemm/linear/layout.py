@@ -1,0 +1,122 @@
+"""The weight layouts ``"sm90_linear_mxfp4"`` and ``"sm90_linear_nvfp4"`` of a linear layer, made when a model is loaded.
+
+The e2m1 values are arranged as in `mxfp4.layout`: panels of 64 rows, each of four strips of 16, and blocks of 64 elements of k.
+Three things differ. Row factors and biases are tensors of their own. nvfp4 has other scales. The bit positions minimise the
+instructions for bfloat16: a0's bits are in place, a2's and a1's need a shift by 3 and by 6, and a3's take the remaining positions
+and need three shifts.
+
+    bit   15   14   13  12   11  10  9    8 7 6    5 4 3    2 1 0
+    value 0s   3s   3e  2s   3m  3e  1s   0 e e m  2 e e m  1 e e m
+
+    2176 bytes a k block of a panel in mxfp4 (544 a strip); 2304 (576 a strip) in nvfp4:
+                                int32 [32, 4]         e2m1 values: four words for each lane of a warp uint8 [8, 2, 2]       scales
+                                in mxfp4: [row, half of the block, first or second eight rows] uint8 [8, 4, 2]       scales in
+                                nvfp4: [row, quarter of the block, first or second eight rows]
+
+A scale in mxfp4 is an exponent field relative to its row's largest, and the row's factor is that largest scale. A scale in nvfp4
+has five exponent bits, three mantissa bits and no subnormals: 2^(e - 22) * (1 + m / 8), so that few instructions convert it. A
+negative scale's sign moves into the e2m1 values, and a zero scale makes them zero. The row's factor in nvfp4 is the global scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.gemm.linear_plan import LinearPlan
+from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+    BLOCK,
+    CODE_BYTES,
+    PANEL,
+    PANEL_STRIPS,
+    STRIP,
+    blocks_of,
+    panels_of,
+    relative_scales,
+    scale_bytes,
+    words_of,
+)
+
+# Bit positions of a0 to a3, see `mxfp4.layout.PLACES`. 3e at bit 13 is the upper exponent bit.
+PLACES = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (11, 10, 13, 14))
+LAYOUTS = {"mxfp4": "sm90_linear_mxfp4", "nvfp4": "sm90_linear_nvfp4"}
+SCALE_BYTES = {"mxfp4": STRIP * BLOCK // 32, "nvfp4": STRIP * BLOCK // 16}  # of a strip's block
+# Converted nvfp4 scales are smaller by this factor, so that the largest scale has float16's largest exponent.
+NVFP4_FACTOR = 2.0**-7
+# Panels that are arranged at once. Intermediates take several times the memory of that many panels.
+_AT_ONCE = 128
+
+
+def block_bytes(weight_format: str) -> int:
+    """Returns the bytes of a strip's k block."""
+    return CODE_BYTES + SCALE_BYTES[weight_format]
+
+
+def prepare_weights(weights: LinearWeights, plan: LinearPlan) -> LinearWeights:
+    """Arranges canonical mxfp4 or nvfp4 weights in the layout above.
+
+    Returns weights uint8 ``[panels, blocks, 4, bytes of a block]``; row factors float32 ``[64 * panels]`` in place of scales; and a
+    bias like the factors. Waits for the device, because kernels read these tensors without waiting for preceding kernels (PDL).
+    """
+    assert weights.weight_scale is not None  # checked by the operator
+    codes, scale = weights.weight, weights.weight_scale.view(torch.uint8)
+    n, half_k = codes.shape
+    panels, blocks = panels_of(n), blocks_of(2 * half_k)
+    size = block_bytes(plan.weight_format)
+    result = torch.empty(panels, blocks, PANEL_STRIPS, size, dtype=torch.uint8, device=codes.device)
+    factors = codes.new_zeros(panels * PANEL, dtype=torch.float32)
+    for first in range(0, panels, _AT_ONCE):
+        count = min(_AT_ONCE, panels - first)
+        rows = slice(first * PANEL, min(n, (first + count) * PANEL))
+        short = count * PANEL - (rows.stop - rows.start)
+        if plan.weight_format == "mxfp4":
+            relative, factors[rows] = relative_scales(scale[rows])
+            some, scales = codes[rows], scale_bytes(_padded(relative, short)[None])[0]
+        else:
+            some, stored = _without_signs(codes[rows], scale[rows])
+            scales = _quarters(_padded(stored, short), blocks)
+        words = words_of(_padded(some, short)[None], PLACES)[0]
+        made = torch.cat([words.flatten(2).view(torch.uint8), scales], -1)
+        result[first : first + count] = made.view(count, PANEL_STRIPS, blocks, size).transpose(1, 2)
+    if plan.weight_format == "nvfp4":
+        assert weights.weight_global_scale is not None
+        factors[:n] = weights.weight_global_scale / NVFP4_FACTOR
+    bias = None
+    if weights.bias is not None:
+        bias = factors.new_zeros(panels * PANEL)
+        bias[:n] = weights.bias
+    if codes.is_cuda:
+        torch.cuda.current_stream(codes.device).synchronize()
+    return LinearWeights(result, factors, None, bias, layout=LAYOUTS[plan.weight_format])
+
+
+def _padded(rows: Tensor, more: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, more))
+
+
+def _without_signs(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns e2m1 values and scales of the same weights, with no scale negative, zero or subnormal."""
+    table = torch.tensor(_multiplier_bytes(), dtype=torch.uint8, device=scale.device)
+    magnitude = scale & 0x7F
+    change = torch.where(scale >= 0x80, 0x88, 0).to(torch.uint8).repeat_interleave(8, -1)
+    kept = torch.where(magnitude == 0, 0, 0xFF).to(torch.uint8).repeat_interleave(8, -1)
+    return (codes ^ change) & kept, table[magnitude.int()]
+
+
+def _multiplier_bytes() -> list[int]:
+    """Returns the stored byte for each nonnegative e4m3 scale."""
+    found = [0]
+    for bits in range(1, 0x7F):
+        exponent, mantissa = bits >> 3, bits & 7
+        if exponent == 0:  # subnormal
+            shift = 4 - mantissa.bit_length()
+            exponent, mantissa = 1 - shift, (mantissa << shift) & 7
+        found.append((exponent + 15) << 3 | mantissa)
+    return [*found, 0xFF]  # NaN
+
+
+def _quarters(scale: Tensor, blocks: int) -> Tensor:
+    """Arranges scales, uint8 ``[rows, k / 16]``, as ``[strips, blocks, 64]``."""
+    padded = torch.nn.functional.pad(scale, (0, 4 * blocks - scale.shape[1]))
+    return padded.view(-1, 2, STRIP // 2, blocks, 4).permute(0, 3, 2, 4, 1).flatten(2)

@@ -1,0 +1,447 @@
+"""Device code of `mm`: the launch, the ring buffer of weights, the loop over tiles, and the reduction.
+
+A CTA has a range of the weights' rows, in tiles of 8. A producer warp streams them by bulk copies into a ring buffer in shared
+memory, each stage a part of a tile's rows. All other warps split k of every stage. The activations lie in shared memory as MMA
+operands. A chunk is the part of k for which there is room. If a chunk is a whole row, activations are loaded once; otherwise once
+for each group of rows. They are not in registers, because then each part of a row would need code of its own. A call runs its code
+only a few times, so it would stall on instruction fetches.
+
+At the end of a group the partial sums of all warps meet in shared memory. If the CTAs of a cluster split k, they send theirs to the
+CTA that writes a row.
+
+In a stage a warp has a part of all 8 rows: 64 bytes that a quad of lanes loads, 16 bytes each. `formats_device` converts them to
+MMA operands. The order of k within an MMA does not matter as long as activations and weights agree. An MMA multiplies 16 rows of
+activations by 8 rows of weights (mma.sync m16n8k16), even if there is only one row of activations. Per 16 bytes of bfloat16 a lane
+then has two loads, two MMAs and about four moves. With FMAs it would have 25 instructions.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, prefetch_bulk
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
+    BLOCK,
+    GROUP,
+    HEAD_BYTES,
+    LOAD_BYTES,
+    PIECE_BYTES,
+    QUAD_BYTES,
+    ROWS,
+    STAGES,
+    Config,
+)
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.formats_device import COMPUTING, Formats
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
+    Call,
+    Matrix,
+    Places,
+    Table,
+    Vector,
+    load_float_if,
+    of_rank,
+    send_float,
+    store_number,
+    type_of,
+)
+
+_READY = 1  # named barrier: mbarriers are initialised
+_MADE = 3  # named barrier: the first warp may use the producer warp's mbarriers
+
+
+def host(config: Config) -> Any:
+    """Returns the function that launches the kernel."""
+    return Mm(config)
+
+
+def fake_arguments(config: Config) -> tuple[Any, ...]:
+    """Returns fake arguments for `host`'s function."""
+    m, n, k = (arguments.size() for _ in range(3))
+    stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
+    depth = arguments.size() if config.weights == "mxfp4" else k
+    a, out = type_of(config.dtype), type_of(config.out)
+    tensors = (
+        make_fake_tensor(a, (m, k), (cute.sym_int64(divisibility=128 // a.width), 1), assumed_align=16),
+        make_fake_tensor(stored, (depth, n), (1, cute.sym_int64(divisibility=128 // stored.width)), assumed_align=16),
+        make_fake_tensor(out, (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=out.width // 8),
+    )
+    scales = Int64(0), Int32(0), Int32(0)
+    layout = tuple(Int32(0) for _ in range(6))
+    return (*tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), *layout, arguments.stream())
+
+
+class Mm(Formats):
+    """Launches and runs the kernel of one configuration.
+
+    One persistent CTA per SM, with ``config.warps`` MMA warps and one producer warp:
+
+    * the producer warp initialises the barriers and prefetches weights into L2 until the preceding kernel ends (PDL). Then it keeps
+      the ring buffer full, one bulk copy per row of a stage;
+    * the MMA warps store the activations (and scales) in shared memory, split k of each stage, and reduce over warps at the end of
+      each group of ``GROUP`` rows. With ``cluster > 1`` they also reduce over the cluster through distributed shared memory.
+
+    Shared memory holds the barriers, the warps' partial sums, scales, activations, and the ring buffer, about 100 KB (200 KB for
+    long GEMMs). It is memory-bound: the ring buffer's bytes in flight hide the latency of global memory.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.out = type_of(config.out)
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        bias: Int64,
+        bias_kind: Int32,
+        a_scale: Int64,
+        a_scale_row: Int32,
+        a_scale_column: Int32,
+        b_scale: Int64,
+        b_scale_row: Int32,
+        b_scale_column: Int32,
+        ctas: Int32,
+        chunk_bytes: Int32,
+        stages: Int32,
+        scales_at: Int32,
+        activations_at: Int32,
+        ring_at: Int32,
+        shared_bytes: Int32,
+        stream: cuda.CUstream,
+    ):
+        config = self.config
+        size = weights.element_type.width // 8
+        row_bytes, n = weights.shape[0] * size, out.shape[1]
+        clusters = ctas // config.cluster
+        share = n // clusters
+        # The part of a row that each CTA of a cluster has, except the last.
+        part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
+        self.kernel(
+            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages,
+            ring_at, Matrix(a.iterator.toint(), a.stride[0] * config.activation_bytes), out.shape[0], n, chunk_bytes,
+            1.0 / Float32(chunk_bytes // LOAD_BYTES), scales_at, activations_at,
+            Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
+            Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
+        ).launch(
+            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.together, 1, 1), smem=shared_bytes, stream=stream,
+            use_pdl=config.dependent, min_blocks_per_mp=config.ctas_at_once, preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        weights: Matrix,
+        row_bytes: Int32,
+        part: Int32,
+        share: Int32,
+        more: Int32,
+        stages: Int32,
+        ring_at: Int32,
+        a: Matrix,
+        m: Int32,
+        n: Int32,
+        chunk_bytes: Int32,
+        units_inverse: Float32,
+        scales_at: Int32,
+        activations_at: Int32,
+        out: Table,
+        bias: Vector,
+        a_scale: Table,
+        b_scale: Table,
+    ):
+        """Weights are the first arguments, because the weight loads are issued first.
+
+        Args:
+            part: bytes of a row that each CTA of a cluster has; the last CTA may have less.
+            share, more: rows of weights of each cluster, and how many of the first clusters have one more.
+            units_inverse: see `Call`.
+        """
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        cta, _, _ = cute.arch.block_idx()
+        rank, begin = Int32(0), Int32(0)
+        if const_expr(config.cluster > 1):
+            rank = cta % config.cluster
+            cta = cta // config.cluster
+            begin = rank * part
+            row_bytes = cutlass.min(part, row_bytes - begin)
+        if const_expr(config.pair):
+            rank = cta % 2
+        barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
+        base = barriers.toint()
+        gathered = base + HEAD_BYTES + config.warps * m * (GROUP * 4)
+        call = Call(
+            a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
+            share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, units_inverse,
+            Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
+            barriers + 2 * STAGES + 2,
+            Places(
+                base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, gathered,
+                base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
+            ),
+        )  # fmt: skip
+        # The next kernel may start as SMs become free; its own griddepcontrol.wait covers all that is done here.
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == config.warps:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(STAGES):
+                    call.pipe.init(stage, config.warps)
+                cute.arch.mbarrier_init(call.activated, 1)
+                cute.arch.mbarrier_init(call.ended, 1)
+                if const_expr(config.cluster > 1):
+                    cute.arch.mbarrier_init(call.arrived, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            if const_expr(config.together > 1):
+                cute.arch.cluster_arrive()
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
+            cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
+            if const_expr(config.prefetched > 0):
+                self.prefetch(call)
+            self.produce(call)
+            if const_expr(config.together > 1):
+                cute.arch.cluster_wait()
+        else:
+            if const_expr(config.together > 1):
+                cute.arch.cluster_arrive_relaxed()
+            if warp == 0:
+                if lane < LOAD_BYTES // 4:
+                    store_floats("shared", call.at.zeros + lane * 4, [Float32(0.0)])
+                cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
+            if const_expr(config.pair):
+                cute.arch.cluster_wait()  # the barriers of both CTAs are initialised
+            self.compute(call, warp)
+
+    # -- weights -------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def advance(self, call: Call, at: Cursor):
+        """Returns the next stage. The number of stages is known at run time only."""
+        stage, phase = at.stage + 1, at.phase
+        if stage == call.at.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return Cursor(stage, phase)
+
+    @cute.jit
+    def prefetch(self, call: Call):
+        """Prefetches weights into L2, chunk by chunk, until the preceding kernel has ended.
+
+        That kernel may still be writing them. Its writes are seen, because the prefetch stops at L2, which is coherent.
+        """
+        config = self.config
+        ended = Barriers(call.ended)
+        begin = Cursor(Int32(0), Int32(0))
+        row, done, left = Int32(0), Int32(0), Int32(config.prefetched)
+        due = Int32(cute.arch.clock())
+        over = ended.poll(begin)
+        while (row < call.rows) & (left > 0) & (not over):
+            size = cutlass.min(call.row_bytes - done, PIECE_BYTES)
+            with cute.arch.elect_one():
+                prefetch_bulk(call.weights.row(call.first + row) + Int64(call.begin + done), size)
+            due += size * config.pace // 1024
+            left -= size
+            done += size
+            if done >= call.row_bytes:
+                row += 1
+                done = Int32(0)
+            over = ended.poll(begin)
+            while (Int32(cute.arch.clock()) - due < 0) & (not over):
+                over = ended.poll(begin)
+
+    @cute.jit
+    def produce(self, call: Call):
+        """Streams weights into the ring buffer."""
+        config = self.config
+        at = first_to_fill()
+        for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
+            rows = cutlass.min(call.rows - begin, GROUP)
+            done = Int32(0)
+            while done < call.row_bytes:
+                end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
+                for tile in cutlass.range(0, rows, ROWS, unroll=1):
+                    count = cutlass.min(rows - tile, ROWS)
+                    source = call.weights.row(call.first + begin + tile) + call.begin
+                    for part in cutlass.range(done, end, config.part_bytes, unroll=1):
+                        size = cutlass.min(end - part, config.part_bytes)
+                        call.pipe.acquire(at)
+                        # The preceding kernel may have written the weights. Wait as late as possible: everything above does not
+                        # depend on it.
+                        cute.arch.griddepcontrol_wait()
+                        # One lane issues one instruction for each row: bulk copies take their operands from uniform registers.
+                        with cute.arch.elect_one():
+                            call.pipe.commit(at, count * size)
+                            for row in cutlass.range_constexpr(ROWS):
+                                if row < count:
+                                    to = call.at.ring + at.stage * config.stage_bytes + row * config.pitch
+                                    from_ = source + row * call.weights.pitch + part
+                                    bulk_load(to, from_, size, call.pipe.full.of(at).toint())
+                        at = self.advance(call, at)
+                done = end
+
+    # -- MMAs ----------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def compute(self, call: Call, warp: Int32):
+        """Computes one group of rows after another."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        # Offset of this lane's first load in a stage's part of a row.
+        place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
+        acc = cute.make_rmem_tensor((4,), Float32)
+        # Address of this lane's partial sums of a tile.
+        sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
+        own = call.at.ring + lane // 4 * config.pitch + place  # address of this lane's first load in the first stage
+        at = first_to_read()
+        turn = Int32(0)
+        for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
+            rows = cutlass.min(call.rows - begin, GROUP)
+            first = call.first + begin
+            edge = BLOCK - first % BLOCK
+            bias, factor = Uint32(0), Float32(1.0)
+            done = Int32(0)
+            while done < call.row_bytes:
+                end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
+                again = (begin == 0) | (call.row_bytes > call.at.chunk_bytes)
+                if again | const_expr(config.scales in ("block", "mx")):
+                    if begin + done > 0:  # until all warps are done with the previous chunk
+                        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
+                    if const_expr(config.scales != "none"):
+                        if begin + done == 0:
+                            self.wait_for_kernel_before(call, warp == 0)
+                        self.keep_scales(call, begin, rows, done)
+                    if const_expr(not config.copied):
+                        if again:
+                            self.keep_activations(call, done, (warp == 0) & (begin + done == 0))
+                    if begin + done > 0:
+                        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
+                    else:
+                        cute.arch.barrier(barrier_id=_READY, number_of_threads=config.threads + 32)
+                    if const_expr(config.copied):
+                        if again:
+                            self.copy_activations(call, done, warp, begin + done == 0)
+                            cute.arch.mbarrier_wait(call.activated, turn)
+                            turn ^= 1
+                if done == 0:
+                    bias, factor = self.load_epilogue_operands(call, first, rows)
+                for tile in cutlass.range(0, rows, ROWS, unroll=1):
+                    acc.fill(0.0)
+                    if done > 0:
+                        self.load_partial_sums(call, acc, sums + tile * 4)
+                    for part in cutlass.range(done, end, config.part_bytes, unroll=1):
+                        call.pipe.wait(at)
+                        slot = own + at.stage * config.stage_bytes
+                        loads = []
+                        for each in cutlass.range_constexpr(config.loads):
+                            inside = part + place + each * QUAD_BYTES < call.row_bytes
+                            from_ = cutlass.select_(inside, slot + each * QUAD_BYTES, call.at.zeros)
+                            loads.append([*load_words("shared", from_, 4)])
+                        self.multiply(call, acc, tile, edge, part - done + place, loads)
+                        cute.arch.sync_warp()
+                        call.pipe.release(at)
+                        at = self.advance(call, at)
+                    for half in cutlass.range_constexpr(self.halves):
+                        if lane // 4 + half * 8 < call.m:
+                            store_floats("shared", sums + tile * 4 + half * (8 * 4 * GROUP), [acc[2 * half], acc[2 * half + 1]])
+                done = end
+            self.finish(call, first, rows, bias, factor)
+            if begin + GROUP < call.rows:  # the next group's partial sums reuse the memory
+                cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
+
+    @cute.jit
+    def load_partial_sums(self, call: Call, acc: cute.Tensor, place: Int32):
+        """Loads the partial sums of the previous chunks into the accumulator."""
+        for half in cutlass.range_constexpr(self.halves):
+            if cute.arch.lane_idx() // 4 + half * 8 < call.m:
+                sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
+                for column in cutlass.range_constexpr(2):
+                    acc[2 * half + column] = sums[column]
+
+    # -- results -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def own_rows(self) -> int:
+        """How many rows of a group each CTA of a cluster writes."""
+        return GROUP // self.config.cluster
+
+    @property
+    def step(self) -> int:
+        """How many rows of activations all threads write at once."""
+        return self.config.threads // self.own_rows
+
+    def row_of(self, call: Call, own: Int32) -> Int32:
+        """Returns the group's row that is the CTA's ``own``-th. CTAs of a cluster alternate, which balances their rows."""
+        return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
+
+    @cute.jit
+    def load_epilogue_operands(self, call: Call, first: Int32, rows: Int32):
+        """Loads the bias and the scale of a thread's results, early so that `finish` does not wait for them."""
+        cute.arch.griddepcontrol_wait()
+        thread, _, _ = cute.arch.thread_idx()
+        row = self.row_of(call, thread % self.own_rows)
+        factor = Float32(1.0)
+        if const_expr(self.config.scales == "row"):
+            factor = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
+        return call.bias.load(first + row, row < rows), factor
+
+    @cute.jit
+    def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
+        """Adds the partial sums of all warps in a fixed order, then those of the cluster's CTAs, and writes the results."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
+        if const_expr(config.cluster > 1):
+            self.send(call, rows)
+        own = thread % self.own_rows
+        row = self.row_of(call, own)
+        bias = call.bias.number(stored)
+        if (row < rows) & (thread < self.step * self.own_rows):
+            for token in cutlass.range(thread // self.own_rows, call.m, self.step, unroll=1):
+                total = Float32(0.0)
+                if const_expr(config.cluster > 1):
+                    for each in cutlass.range_constexpr(config.cluster):
+                        total += load_floats("shared", call.at.gathered + ((each * call.m + token) * self.own_rows + own) * 4, 1)
+                else:
+                    total = self.sum_of(call, token, row)
+                if const_expr(config.scales == "row" and config.activation_bytes == 1):
+                    total *= load_floats("shared", call.at.scales + token * 4, 1)
+                store_number(call.out.at(token, first + row, self.out.width // 8), total * factor + bias, self.out)
+
+    @cute.jit
+    def sum_of(self, call: Call, token: Int32, row: Int32):
+        """Returns the sum over all warps' partial sums, in a fixed order."""
+        total = Float32(0.0)
+        for each in cutlass.range_constexpr(self.config.warps):
+            total += load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + row) * 4, 1)
+        return total
+
+    @cute.jit
+    def send(self, call: Call, rows: Int32):
+        """Sends each CTA of the cluster the partial sums of its rows, and waits for those of the others."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            own = (rows - call.rank + (config.cluster - 1)) // config.cluster
+            cute.arch.mbarrier_arrive_and_expect_tx(call.arrived, own * call.m * (config.cluster * 4))
+        cute.arch.cluster_wait()  # all CTAs' barriers are initialised
+        for index in cutlass.range(thread, call.m * GROUP, config.threads, unroll=1):
+            token, row = index // GROUP, index % GROUP
+            if row < rows:
+                to = row % config.cluster
+                place = (call.rank * call.m + token) * self.own_rows + row // config.cluster
+                there = of_rank(call.at.gathered + place * 4, to)
+                send_float(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
+        cute.arch.mbarrier_wait(call.arrived, 0)

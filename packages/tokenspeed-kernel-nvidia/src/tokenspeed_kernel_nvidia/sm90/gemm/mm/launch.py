@@ -1,0 +1,286 @@
+"""`mm` of a few rows of activations by weights, as in a decode step, on Hopper.
+
+The kernels are memory-bound: each weight is read once, for at most 16 rows of activations. There is one CTA per SM, and the
+weights' rows are divided evenly among them, to within one row. Partial sums are added in a fixed order, so results are bitwise
+deterministic. There are two kernels:
+
+- Few rows of dense weights, such as a router's, are latency-bound. The CTAs of a cluster split k of 8 rows, so each reads little of
+  the activations (`split_device`). After an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128 took 2.1, 2.3 and 2.4 us on an
+  H200, and 3.2, 3.5 and 3.6 us with the ring buffer.
+- Otherwise weights stream through a ring buffer in shared memory (`kernel_device`). With many activations, pairs of CTAs multicast
+  them: 16 rows of 2880 x 5120 took 10.2 us, and 10.6 us without pairs. If weights have few rows that are too long for the first
+  kernel, the CTAs of a cluster split k.
+
+Nothing in a call says that the preceding kernel does not write the weights, so they are read only after it has ended (PDL wait).
+Until then some are prefetched into L2, which is coherent. Continuing the prefetch while weights are read was slower: after that
+rmsnorm a row of 2880 x 5120 took 10.3 to 11.2 us instead of 9.3 us.
+
+A CTA leaves room on its SM for a CTA of the preceding and of the next kernel. That is worth more than loads without a ring buffer:
+a kernel that filled the registers of all SMs with weights took 7.5 us after that rmsnorm where this one takes 7.7 to 8.2 us (a row
+of 4096 x 2880). But it could not overlap with attention, nor the router with it. Decode steps of GPT-OSS-120B of 1, 2 and 4 tokens
+took 2.12 to 2.16, 2.64 and 3.49 ms with it, and take 2.10, 2.51 and 3.37 ms with this one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.alignment import aligned, is_aligned
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, dtype_name, format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multiple_of
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, KINDS
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
+    ELEMENTS,
+    QUAD_BYTES,
+    RING_BYTES,
+    ROWS,
+    TOKENS,
+    Config,
+    Scales,
+    Weights,
+    config_of,
+    every_config,
+    layout_of,
+    results_of,
+    ring_bytes_of,
+    sharing_of,
+)
+from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import SplitConfig, every_split_config, is_split, split_numbers_of, split_of
+
+E4M3 = torch.float8_e4m3fn
+# Largest n for which this kernel is preferred to PyTorch's GEMM with dense weights. After a kernel that does not trigger an early
+# launch (PDL), 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 us on an H200, and PyTorch's GEMM 12.3 to 12.6 us. But 1 and 16 rows of
+# 2880 x 5120 took 10.9 and 12.0 us, and PyTorch's GEMM 10.6 us.
+QUICK_N = 4096
+# Most rows of activations for which this kernel is preferred to the portable kernel with scaled weights. Microseconds after a
+# kernel that does not trigger an early launch, 2880 x 5120, this kernel and the portable one: fp8 weights 9.7 and 10.1 (4 rows),
+# 10.7 and 10.1 (8), 13.2 and 10.2 (16). mxfp4 weights 11.4 and 12.7 (4), 12.8 and 12.7 (8), 15.7 and 12.8 (16). Block-scaled fp8 by
+# fp8 8.9 and 10.0 (4), 9.9 and 9.9 (8), 10.3 and 9.4 (16).
+FEW_ROWS = 4
+
+Launch = Callable[..., Any]
+NO_SCALES = (0,) * 6  # two of `_table`'s results
+
+
+@program(arch="sm_90a", configs=every_config)
+def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm.mm import kernel_device
+
+    return kernel_device.host(config), kernel_device.fake_arguments(config)
+
+
+@program(arch="sm_90a", configs=every_split_config)
+def split_program(config: SplitConfig) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm.mm import split_device
+
+    return split_device.host(config), split_device.fake_arguments(config)
+
+
+@functools.cache
+def _launch_of(
+    a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
+) -> tuple[Launch, tuple[int, ...]]:
+    """The compiled kernel, and those launch arguments that depend only on sizes."""
+    count = multiprocessors(device)
+    if scales == "none" and is_split(m, n, row_bytes):
+        split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
+        return split_program(split), split_numbers_of(m, n)
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
+    numbers = numbers_of(config, m, n, row_bytes, count, ring_bytes_of(n, count))
+    return mm_program(config), (*NO_SCALES, *numbers) if scales == "none" else numbers
+
+
+def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
+    """The number of CTAs, and the shared-memory layout.
+
+    Args:
+        row_bytes: bytes of a row of weights.
+        count: number of SMs.
+
+    Raises:
+        ValueError: the layout does not fit into shared memory.
+    """
+    part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
+    ctas = ctas_of(config, n, count)
+    rows = -(-n * config.cluster // ctas)
+    stages = -(-rows // ROWS) * -(-min(part, row_bytes) // config.part_bytes)
+    found = layout_of(config, m, min(part, row_bytes), ring_bytes, stages)
+    if found is None:
+        raise ValueError("wants more shared memory than there is")
+    return ctas, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
+
+
+def ctas_of(config: Config, n: int, count: int) -> int:
+    """CTAs of a launch: at most one per SM, whole clusters only, and no cluster without rows."""
+    return config.together * min(n, count // config.together)
+
+
+def _table(scale: Tensor | None) -> tuple[int, int, int]:
+    """Address of the scales, and their strides along rows and columns; a stride of 0 if one scale applies to all."""
+    if scale is None:
+        return 0, 0, 0
+    row, column = scale.stride() if scale.ndim == 2 else (0, 0)
+    return scale.data_ptr(), row, column
+
+
+def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
+    """How weights are stored, and the granularity of their scales."""
+    if b_scale is None:
+        return "dense", "none"
+    if b.dtype == torch.uint8:
+        return "mxfp4", "mx"
+    # A scale shape that fits both granularities means the same scaling in both.
+    return "float8_e4m3fn", "row" if b_scale.ndim < 2 or b_scale.shape == (1, b.shape[1]) else "block"
+
+
+def arguments_of(
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, numbers: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """The kernel's arguments. All tensors must stay alive until the launch.
+
+    Args:
+        numbers: from `_launch_of`.
+    """
+    if b.dtype == E4M3:  # kernels take fp8 as uint8, which every version of PyTorch can pass
+        b = b.view(torch.uint8)
+        if a.dtype == E4M3:
+            a = a.view(torch.uint8)
+    bias_at = kind = 0
+    if bias is not None:
+        bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
+    if b_scale is None:
+        return a, b, out, bias_at, kind, *numbers
+    return a, b, out, bias_at, kind, *_table(a_scale), *_table(b_scale), *numbers
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+) -> None:
+    """``out = a @ b + bias``: launches on checked arguments.
+
+    Args:
+        a: ``[m, k]``, m at most 16.
+        b: ``[k, n]``, or ``[k/2, n]`` in mxfp4; a transposed view of rows.
+        bias: ``[n]`` in bfloat16, float16 or float32; contiguous.
+        out: ``[m, n]``, in bfloat16, float16 or float32.
+        a_scale, b_scale: as the operator defines them.
+
+    Raises:
+        ValueError: rows of a or b are not 16-byte aligned or not contiguous.
+    """
+    k, n = b.shape
+    launch, numbers = _launch_of(
+        a.dtype, *kinds_of(b, b_scale), out.dtype, a.shape[0], n, k * b.element_size(), a.get_device()
+    )  # fmt: skip
+    launch(*arguments_of(a, b, bias, out, a_scale, b_scale, numbers))
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    """A GEMM of at most 16 rows: launches on checked arguments.
+
+    The public function is `tokenspeed_kernel_nvidia.mm`. Weights whose rows are not contiguous along k are copied, or go to
+    PyTorch's own GEMM where that computes the same.
+    """
+    dtype = out_dtype or (torch.bfloat16 if a.dtype == E4M3 else a.dtype)
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    made = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device) if out is None else out
+    if made.numel() == 0:
+        return made
+    try:
+        multiply(a, b, bias, made, a_scale, b_scale)
+    except ValueError:
+        rows = b.mT
+        if b_scale is None and not is_aligned(rows) and dtype == a.dtype and (bias is None or bias.dtype == dtype):
+            return torch.mm(a, b, out=made) if bias is None else torch.addmm(bias, a, b, out=made)
+        multiply(aligned(a), aligned(rows).mT, bias, made, a_scale, b_scale)
+    return made
+
+
+_FP8_ROWS = [fp8_format(E4M3, granularity) for granularity in ("tensor", "channel")]
+_FP8_BLOCKS = fp8_format(E4M3, "block", (128, 128))
+
+
+def _declare(
+    name: str,
+    a: torch.dtype,
+    signatures: set[FormatSignature],
+    step: int,
+    n: Constraint | None = None,
+    m: Constraint | None = None,
+    quick: bool = False,
+) -> None:
+    """Registers the kernel for some calls.
+
+    Args:
+        step: k must be a multiple of this.
+        n, m: constraints on the columns and rows of the result, if any.
+        quick: whether measurements showed it to be faster than the alternatives.
+    """
+    traits: dict[str, Any] = {
+        "m": at_most(max(TOKENS)) if m is None else m,
+        "k": at_least(step) & multiple_of(step),
+        "out_dtype": {*results_of(dtype_name(a))},
+        "bias": any,
+        "wide_bias": any,
+    }
+    if n is not None:
+        traits["n"] = n
+    register_kernel(
+        "gemm", "mm", name=f"cutedsl_mm_{name}", solution="cutedsl", capability=CUTEDSL_HOPPER, signatures=signatures,
+        traits=traits, priority=Priority.PERFORMANT if quick else Priority.PORTABLE - 2, tags={"determinism"},
+    )(mm)  # fmt: skip
+
+
+def _declare_by_rows(name: str, a: torch.dtype, signatures: set[FormatSignature], step: int) -> None:
+    """Registers the kernel twice: preferred for few rows of activations, and with low priority for more."""
+    _declare(name, a, signatures, step, m=at_most(FEW_ROWS), quick=True)
+    _declare(f"more_{name}", a, signatures, step, m=at_least(FEW_ROWS + 1) & at_most(max(TOKENS)))
+
+
+for _dtype, _name in DTYPES.items():
+    _a = dense_tensor_format(_dtype)
+    _supported = {format_signature(a=_a, b=_a)}
+    _declare(_name, _dtype, _supported, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
+    _declare(f"wide_{_name}", _dtype, _supported, ELEMENTS["dense"], at_least(QUICK_N + 1))
+    _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
+    _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
+    # 1 and 2 rows of 2880 x 5120 took 9.9 and 10.0 us, and with the portable kernel 9.7 and 9.8 us.
+    _blocks = {format_signature(a=_a, b=_FP8_BLOCKS)}
+    _declare(f"fp8_block_weights_{_name}", _dtype, _blocks, ELEMENTS["float8_e4m3fn"])
+_declare_by_rows(
+    "fp8",
+    E4M3,
+    {
+        *(format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _FP8_ROWS),
+        format_signature(a=fp8_format(E4M3, "block", (1, 128)), b=_FP8_BLOCKS),
+    },
+    ELEMENTS["float8_e4m3fn"],
+)
+# The scale of 32 elements of a row may exceed float16's range, so only bfloat16 is supported.
+_mxfp4 = {format_signature(a=dense_tensor_format(torch.bfloat16), b=mxfp4_format((32, 1)))}
+_declare_by_rows("mxfp4_weights_bfloat16", torch.bfloat16, _mxfp4, ELEMENTS["mxfp4"])

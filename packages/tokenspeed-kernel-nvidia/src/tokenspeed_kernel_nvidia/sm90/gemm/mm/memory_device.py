@@ -1,0 +1,216 @@
+"""Address computations, predicated loads and stores, and argument structs of `kernel_device`."""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import store_half
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack
+
+
+def type_of(name: str) -> type[Numeric]:
+    """CuteDSL's type of an activation or a result. 8-bit floats are passed as uint8."""
+    return Float32 if name == "float32" else cutlass.Uint8 if name.startswith("float8") else dtype_of(name)
+
+
+# -- instructions ----------------------------------------------------------------------------------------------------------------
+
+
+def load_words_if(address: Any, condition: Boolean) -> Any:
+    """Loads four consecutive words from global memory if a condition holds, else zeros.
+
+    Not ``.nc``: the preceding kernel may have written them (PDL).
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, Int32(condition)],
+    )
+
+
+def read_byte(address: Int32) -> Any:
+    """Loads a byte from shared memory."""
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def write_byte(address: Int32, value: Any) -> None:
+    """Stores a byte to shared memory."""
+    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def of_rank(address: Int32, rank: Int32) -> Int32:
+    """Maps a shared-memory address to the same offset in another CTA of the cluster (mapa)."""
+    return Int32(
+        cute.arch.inline_ptx(
+            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+        )
+    )
+
+
+def send_float(address: Int32, value: Any, barrier: Int32) -> None:
+    """Stores a float32 to another CTA's shared memory; its barrier counts the four bytes."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[address, value, barrier],
+    )
+
+
+def load_float_if(address: Any, condition: Boolean) -> Any:
+    """Loads a float32 from global memory if a condition holds, else zero."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; @p ld.global.f32 {$w0}, [{$r0}]; }",
+        write_only_types=[Float32],
+        read_only_args=[address, Int32(condition)],
+    )
+
+
+def load_byte_if(address: Any, condition: Boolean) -> Any:
+    """Loads a byte from global memory if a condition holds, else zero."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.u8 {$w0}, [{$r0}]; }",
+        write_only_types=[Uint32],
+        read_only_args=[address, Int32(condition)],
+    )
+
+
+def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
+    """Rounds a float32 to ``dtype`` and stores it to global memory."""
+    if dtype is Float32:
+        cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+    else:
+        store_half(address, pack(dtype, value, value))
+
+
+# -- addresses -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A row-major matrix: the first row's address and the row pitch in bytes."""
+
+    address: Int64
+    pitch: Int64
+
+    @cute.jit
+    def row(self, index: Int32):
+        """Returns a row's address."""
+        return self.address + Int64(index) * self.pitch
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A contiguous vector with one value for each column of the result; its dtype is known at run time only.
+
+    Attributes:
+        address: of the first value.
+        kind: the dtype, see `launch.KINDS`; 0 if there is no vector.
+    """
+
+    address: Int64
+    kind: Int32
+
+    def load(self, index: Int32, condition: Boolean) -> Any:
+        """Loads a value as stored if a condition holds, else 0. `number` converts it, so that nothing waits for it earlier."""
+        size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
+        return cute.arch.inline_ptx(
+            "{ .reg .pred p, q; setp.eq.s32 p, {$r1}, 1; setp.gt.s32 q, {$r1}, 1; mov.b32 {$w0}, 0; "
+            "@p ld.global.b32 {$w0}, [{$r0}]; @q ld.global.u16 {$w0}, [{$r0}]; }",
+            write_only_types=[Uint32],
+            read_only_args=[self.address + Int64(index * size), cutlass.select_(condition, self.kind, Int32(0))],
+        )
+
+    def prefetch(self, index: Int32, condition: Boolean) -> None:
+        """Prefetches a value's cache line into L2, if there is a vector."""
+        size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
+            read_only_args=[self.address + Int64(index * size), cutlass.select_(condition, self.kind, Int32(0))],
+        )
+
+    def number(self, stored: Uint32) -> Any:
+        """Converts what `load` returned to float32."""
+        return cute.arch.inline_ptx(
+            "{ .reg .pred p, q; .reg .b16 h, z; setp.eq.s32 p, {$r1}, 2; setp.eq.s32 q, {$r1}, 3; mov.b32 {h, z}, {$r0}; "
+            "mov.b32 {$w0}, {$r0}; @p mov.b32 {$w0}, {z, h}; @q cvt.f32.f16 {$w0}, h; }",
+            write_only_types=[Float32],
+            read_only_args=[stored, self.kind],
+        )
+
+
+@dataclass(frozen=True)
+class Table:
+    """A strided table of scales or results: the first element's address, and the strides of rows and columns in elements."""
+
+    address: Int64
+    row: Int64
+    column: Int64
+
+    @cute.jit
+    def at(self, row: Int32, column: Int32, size: cutlass.Constexpr[int]):
+        """Returns the address of an element of ``size`` bytes."""
+        return self.address + (row * self.row + column * self.column) * size
+
+
+@dataclass(frozen=True)
+class Places:
+    """A `Layout` on the device: shared-memory addresses, and sizes."""
+
+    sums: Int32
+    scales: Int32
+    activations: Int32
+    ring: Int32
+    gathered: Int32
+    zeros: Int32
+    chunk_bytes: Int32
+    stages: Int32
+
+
+@dataclass(frozen=True)
+class Call:
+    """The work of a CTA.
+
+    Attributes:
+        a, weights: rows of activations and of weights; whole rows.
+        out: the result.
+        begin: where this CTA's part of each row of weights begins, in bytes.
+        row_bytes: bytes of that part.
+        bias: added to the result.
+        a_scale, b_scale: scales of a's rows and b's columns, as the operator defines them; strides of 0 if one scale applies to
+            all.
+        m, n: rows of activations, and of all weights.
+        first, rows: this CTA's rows of weights.
+        rank: the CTA's rank in its cluster or pair.
+        units_inverse: 1 over the number of 16-byte units of a chunk.
+        pipe: the ring buffer.
+        arrived: the barrier of partial sums from the cluster's CTAs.
+        activated: the barrier of bulk copies of activations.
+        ended: the barrier whose first phase ends when the preceding kernel has ended.
+        at: the shared memory.
+    """
+
+    a: Matrix
+    weights: Matrix
+    out: Table
+    begin: Int32
+    row_bytes: Int32
+    bias: Vector
+    a_scale: Table
+    b_scale: Table
+    m: Int32
+    n: Int32
+    first: Int32
+    rows: Int32
+    rank: Int32
+    units_inverse: Float32
+    pipe: Pipeline
+    arrived: cute.Pointer
+    activated: cute.Pointer
+    ended: cute.Pointer
+    at: Places

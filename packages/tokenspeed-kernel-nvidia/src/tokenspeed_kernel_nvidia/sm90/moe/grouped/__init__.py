@@ -1,0 +1,1 @@
+"""Experts of many tokens: grouped GEMM of permuted rows."""

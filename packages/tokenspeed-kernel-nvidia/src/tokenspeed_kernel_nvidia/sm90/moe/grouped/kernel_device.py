@@ -1,0 +1,125 @@
+"""The device code of the GEMMs of `grouped`: the launch and the warp roles.
+
+`load_device` has the producer warps, `mma_device` the MMA warpgroups.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_WARPS, Gemm
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.mma_device import Consumers
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call
+
+
+def host(config: Gemm) -> Any:
+    """Returns the function that launches the kernel."""
+    return GroupedGemm(config)
+
+
+def fake_arguments(config: Gemm) -> tuple[Any, ...]:
+    """Returns fake arguments for `host`'s function."""
+    size, rows = arguments.size, arguments.rows
+    out = rows("float32" if config.wide else config.dtype, size(), size(divisibility=32))
+    shape = size(), size(divisibility=32)
+    given = arguments.byte_rows(*shape) if config.bytewise else rows(config.dtype, *shape)
+    addresses = (Int64(0) for _ in range(6))
+    return given, out, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
+
+
+class GroupedGemm(Loader, Consumers):
+    """A grouped GEMM of one configuration.
+
+    Persistent CTAs, one per SM; CTA i computes every n-th item from i on, of n CTAs. Roles:
+
+    * warpgroup 0 gives up registers. Warp 0 streams weights by bulk copies, one lane for each panel of a tile. Warps 1 to 3 gather
+      the rows of tokens (the columns of the MMA) by cp.async;
+    * warpgroups 1 to 2 or 3 dequantise weights to A fragments in registers and issue MMAs. They also apply scales, bias and
+      activation, and store the results through a buffer in shared memory.
+
+    Shared memory holds a ring buffer of columns, the columns' scales, result buffers, and a ring buffer of weights that takes the
+    rest (227 KB in all). While a k step is multiplied, the same warps dequantise the next one. Narrow tiles are limited by memory
+    and by dequantisation, wide ones by MMAs and dequantisation.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        out: cute.Tensor,
+        weights: Int64,
+        row_scales: Int64,
+        exact: Int64,
+        sources: Int64,
+        tiles: Int64,
+        tile_count: Int64,
+        strips: Int32,
+        ctas: Int32,
+        alpha: Float32,
+        limit: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        call = Call(
+            weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], rows.shape[0], row_scales, exact, sources, tiles,
+            tile_count, out.iterator.toint(), out.stride[0], alpha, limit, beta,
+        )  # fmt: skip
+        self.kernel(call).launch(
+            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, call: Call):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = SmemAllocator().allocate(self.storage())
+        if warp == 0:
+            weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(c.weight_stages):
+                    weight_pipe.init(stage, c.warps)
+                for stage in cutlass.range_constexpr(c.column_stages):
+                    column_pipe.full.init(stage, 32 * COLUMN_WARPS)
+                    column_pipe.empty.init(stage, c.warps)
+                if const_expr(c.repairs):
+                    storage.scales.data_ptr()[0] = Float32(0.0)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # Nothing above depends on the preceding kernel (PDL). When the second GEMM begins, the first one has already waited for the
+        # schedule. So the second one waits only before it reads columns and their scales; its weights are in flight earlier.
+        if const_expr(c.gated or c.repairs):
+            cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(c.repairs):
+            if self.any_beyond(call, storage):
+                self.work(call, storage, warp)
+        else:
+            self.work(call, storage, warp)
+
+    @cute.jit
+    def work(self, call: Call, storage: Any, warp: Int32):
+        """Runs the warp's role."""
+        c = self.config
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.producer_registers)
+            if warp == 0:
+                self.load_weights(call, storage)
+            else:
+                if const_expr(not c.gated):
+                    cute.arch.griddepcontrol_wait()
+                self.load_columns(call, storage, warp - 1)
+        else:
+            cute.arch.setmaxregister_increase(c.tile.registers)
+            # They read the columns' scales, which the preceding kernel writes along with the columns.
+            if const_expr(c.scaled and not c.gated):
+                cute.arch.griddepcontrol_wait()
+            self.consume(call, storage)

@@ -1,0 +1,266 @@
+"""MoE experts for many tokens, with mxfp4 weights, on Hopper: two grouped GEMMs, and a weighted sum over slots.
+
+(token, slot) pairs are sorted by expert on the device and divided into tiles of several widths, the widest first. So a captured
+graph stays valid when the routing changes. Both GEMMs are swap-AB: weights are the A operand, dequantised in registers, and pairs
+are the columns. A tile is 128 or 192 rows of weights by many columns, or 576 rows by few columns; a warpgroup then processes three
+panels of weights in turn. Both projections of GPT-OSS are multiples of 192 and 576 rows. One producer warp of a CTA streams weights
+by bulk copies, three gather the columns of tokens, and two or three warpgroups issue MMAs. Bias and activation are applied in
+registers, because one thread has gate and up of a feature. The sum over slots is a kernel of its own, which adds them in slot
+order.
+
+With few pairs, dequantising weights takes most of the time. Then a kernel before each GEMM splits bfloat16 values into two
+float8_e4m3fn values that together have all their bits (`PARTS`). The MMAs are fp8, for which dequantising the weights takes a third
+of the instructions, and block scales multiply the partial sums over 32 elements of k. Rows with outliers lose small values. If that
+affects more than a quarter of a row, one more kernel recomputes the row's tiles with 16-bit MMAs.
+
+With fp8 activations a kernel before each GEMM quantises its rows. With many pairs, experts whose weights float8_e5m2 represents
+exactly use fp8 MMAs. Other experts, and all experts with few pairs, use 16-bit MMAs on the quantised values (`moe_apply_rounded`).
+
+float16's range is too small for all results, so results of slots are float32. If no limit keeps the activation in range, it is
+float32 as well. A kernel then scales each row into float16's range by a power of two (`FITTED`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.alignment import aligned
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import Launch, program
+from tokenspeed_kernel_nvidia._rows import deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import (
+    CODES,
+    FITTED,
+    MANY_COLUMNS,
+    PARTS,
+    PLAIN,
+    RECORD,
+    SORTING_CTAS,
+    SPLIT,
+    VALUES,
+    Combine,
+    Gemm,
+    Rounding,
+    Schedule,
+    codes_for,
+    columns_for,
+    every_combine,
+    every_gemm,
+    every_rounding,
+    every_schedule,
+    inputs_for,
+    most_tiles,
+    repair_of,
+    sorting_ctas,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import STRIP
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.weights import RoundedWeights
+
+_ROUNDED_BYTES = {PLAIN: 2, CODES: 1, VALUES: 2, PARTS: 2}  # bytes of an element; `PLAIN`: where it is `FITTED`
+_ALIGNED = 256  # alignment in bytes of the parts of the allocation
+
+
+@program(arch="sm_90a", configs=every_schedule)
+def schedule_program(config: Schedule) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.moe.grouped import schedule_device
+
+    return schedule_device.host(config), schedule_device.fake_arguments(config)
+
+
+@program(arch="sm_90a", configs=every_gemm)
+def gemm_program(config: Gemm) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.moe.grouped import kernel_device
+
+    return kernel_device.host(config), kernel_device.fake_arguments(config)
+
+
+@program(arch="sm_90a", configs=every_combine)
+def combine_program(config: Combine) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.moe.grouped import combine_device
+
+    return combine_device.host(config), combine_device.fake_arguments(config)
+
+
+@program(arch="sm_90a", configs=every_rounding)
+def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.moe.grouped import rounding_device
+
+    return rounding_device.host(config), rounding_device.fake_arguments(config)
+
+
+class _Programs(NamedTuple):
+    """The kernels that a call launches.
+
+    Attributes:
+        schedules: sort pairs and divide them into tiles; keyed by the number of CTAs.
+        rounding: for each kind of inputs, the kernel that makes each GEMM's inputs, or None if rows are used as given.
+        gemms: for each kind of inputs, both GEMMs.
+        repairs: both GEMMs that recompute the rows that `PARTS` cannot represent, or none.
+        combine: adds up the slots of each token.
+        sm_count: the number of CTAs of a GEMM, one per SM.
+    """
+
+    schedules: dict[int, Launch]
+    rounding: tuple[tuple[Launch | None, Launch | None], ...]
+    gemms: tuple[tuple[Launch, Launch], ...]
+    repairs: tuple[Launch, ...]
+    combine: Launch
+    sm_count: int
+
+
+@functools.cache
+def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], wide: bool, device: int) -> _Programs:
+    """Returns the kernels of a call. ``wide``: whether the activation may exceed the range of ``dtype``."""
+    name = DTYPES[dtype]
+    rounding: list[tuple[Launch | None, Launch | None]] = []
+    gemms: list[tuple[Launch, Launch]] = []
+    for part, kind in enumerate(inputs):
+        first = second = None
+        gemm_input = kind
+        if kind != PLAIN:
+            # The first split kernel follows the schedule kernel, which does not write its input rows, so the two overlap.
+            first = rounding_program(Rounding(name, kind, early=kind == PARTS and part == 0))
+            second = rounding_program(Rounding(name, kind, wide=wide))
+        elif wide:
+            second, gemm_input = rounding_program(Rounding(name, FITTED, wide=True)), VALUES
+        rounding.append((first, second))
+        w13, w2 = Gemm(name, True, columns, kind, wide), Gemm(name, False, columns, gemm_input, Combine(name).wide)
+        gemms.append((gemm_program(w13), gemm_program(w2)))
+    return _Programs(
+        {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
+        tuple(rounding),
+        tuple(gemms),
+        tuple(gemm_program(repair_of(name, gated)) for gated in (True, False)) if inputs == (PARTS,) else (),
+        combine_program(Combine(name)),
+        multiprocessors(device),
+    )
+
+
+class _Memory:
+    """One allocation and its parts. Only the kernels of one call access it."""
+
+    def __init__(self, device: torch.device, lengths: list[int]) -> None:
+        self.offsets = [0]
+        for length in lengths:
+            self.offsets.append(self.offsets[-1] + -(-length // _ALIGNED) * _ALIGNED)
+        self.bytes = torch.empty(self.offsets[-1], dtype=torch.uint8, device=device)
+
+    def at(self, part: int) -> int:
+        return self.bytes.data_ptr() + self.offsets[part]
+
+    def rows(self, part: int, dtype: torch.dtype, count: int, k: int) -> Tensor:
+        begin = self.offsets[part]
+        return self.bytes[begin : begin + count * k * dtype.itemsize].view(dtype).view(count, k)
+
+
+def moe_apply_many(
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None = None,
+    *,
+    columns: int | None = None,
+    inputs: tuple[str, ...] | None = None,
+    exact: Tensor | None = None,
+) -> Tensor:
+    """`moe_apply` on checked arguments, weights in the layout of `mxfp4.layout`.
+
+    Args:
+        columns: the widest tile, one of those in `config`; None chooses by the number of pairs. At most `MANY_COLUMNS` if
+            float16 activations may exceed their range.
+        inputs: the kinds of GEMM inputs, from `config`; several kinds mean that each is for some experts. None means
+            unconverted 16-bit inputs if ``columns`` is given, and otherwise chooses by the number of pairs.
+        exact: int32 ``[experts]``, 1 for experts that the `CODES` GEMMs compute, 0 for those of `VALUES`; None if there is one kind
+            only.
+    """
+    tokens, hidden = x.shape
+    pairs, experts, between = tokens * plan.top_k, plan.num_experts, plan.intermediate_size
+    written = to_write(out, x, x.shape)
+    if not pairs:
+        return deliver(written, out)
+    if inputs is None:
+        inputs = (VALUES,)
+        if plan.activation_dtype == "none":
+            plain = columns or plan.exact_activations
+            inputs = (PLAIN,) if plain else inputs_for(DTYPES[x.dtype], pairs, experts)
+    wide = plan.wide_activations
+    columns = columns or columns_for(pairs, experts, inputs)
+    if wide:
+        columns = min(columns, MANY_COLUMNS)  # `VALUES` have no wider tile
+    programs = _programs_of(x.dtype, columns, inputs, wide, x.get_device())
+    tiles = most_tiles(pairs, experts, columns)
+    # Buffers for quantised rows, one for each kind of inputs, reused by both GEMMs.
+    most = max(tokens * hidden, pairs * between)
+    activated_as = torch.float32 if wide else x.dtype
+    results_as = torch.float32 if x.dtype == torch.float16 else x.dtype
+    lengths = [pairs * between * activated_as.itemsize, pairs * hidden * results_as.itemsize]
+    lengths += [pairs * 4, pairs * 4, tiles * RECORD * 4, 4, pairs * 4]
+    needed = [most * _ROUNDED_BYTES[kind] if kind != PLAIN or wide else 0 for kind in inputs]
+    memory = _Memory(x.device, lengths + needed)
+    activated, results = memory.rows(0, activated_as, pairs, between), memory.rows(1, results_as, pairs, hidden)
+    sources, positions, tiles_at, tile_count, scales = (memory.at(part) for part in range(2, 7))
+    limit = math.inf if plan.limit is None else plan.limit
+    swiglu = plan.alpha, limit, plan.beta
+    schedule = sources, tiles_at, tile_count
+    given = aligned(x)  # before the schedule, see `_programs_of`
+    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
+    exact_at = 0 if exact is None else exact.data_ptr()
+    w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
+    for second, (rows, result, weight, features) in enumerate(
+        ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
+    ):
+        for part, (kind, rounding, gemms) in enumerate(zip(inputs, programs.rounding, programs.gemms, strict=True)):
+            gemm_input = rows
+            if (launch := rounding[second]) is not None:
+                count, k = rows.shape
+                input_dtype = x.dtype if kind in (VALUES, PLAIN) else torch.uint8
+                gemm_input = memory.rows(len(lengths) + part, input_dtype, count * (SPLIT if kind == PARTS else 1), k)
+                launch(rows, gemm_input, scales)
+            gemm_args = weight, scales, exact_at, *schedule, features // STRIP, programs.sm_count, *swiglu
+            gemms[second](gemm_input, result, *gemm_args)
+            for repair in programs.repairs[second : second + 1]:
+                repair(rows, result, *gemm_args)
+    topk_weights = topk_weights.contiguous()
+    programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
+    return deliver(written, out)
+
+
+def moe_apply_rounded(
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None = None,
+    *,
+    codes: bool | None = None,
+    columns: int | None = None,
+) -> Tensor:
+    """`moe_apply_many` with fp8 activations.
+
+    Args:
+        codes: whether to use fp8 MMAs, for experts whose weights float8_e5m2 represents exactly, rather than 16-bit MMAs on the
+            quantised values. None chooses fp8 MMAs for many pairs. Their partial sums are accumulated in float32 every 256 elements
+            of k. They took 2317 us where 16-bit MMAs took 3109 us, with the same error (GPT-OSS-120B, 8192 tokens, H200).
+        columns: see `moe_apply_many`.
+    """
+    if not isinstance(weights, RoundedWeights):
+        wanted = "what moe_process_weights makes for fp8 activations"
+        raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
+    inputs: tuple[str, ...] = (VALUES,)
+    if codes is None:
+        codes = codes_for(topk_ids.numel(), plan.num_experts)
+    if codes and weights.inexact < plan.num_experts:
+        inputs = (CODES, VALUES) if weights.inexact else (CODES,)
+    exact = weights.exact if len(inputs) > 1 else None
+    return moe_apply_many(x, weights, topk_weights, topk_ids, plan, out, columns=columns, inputs=inputs, exact=exact)

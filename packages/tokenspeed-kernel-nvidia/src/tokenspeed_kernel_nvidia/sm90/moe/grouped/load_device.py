@@ -1,0 +1,127 @@
+"""The producer warps of `kernel_device`: one streams weights, the others gather columns."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, copy_piece
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES, COLUMN_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+
+CHUNK_BYTES = 16  # bytes of a lane's cp.async
+AT_ONCE = 4  # columns that a warp copies per instruction, eight lanes each
+
+
+class Loader(Shapes):
+    """The producer warps of the kernel."""
+
+    @cute.jit
+    def load_weights(self, call: Call, storage: Any):
+        """Streams the panels of all items of this CTA, by one warp: a lane for each panel of a tile."""
+        c = self.config
+        pipe = self.weight_pipe(storage)
+        lane = cute.arch.lane_idx()
+        slot = storage.weights.data_ptr().toint() + lane * c.slot_bytes
+        blocks, panel_bytes = call.blocks, call.panel_bytes
+        grid, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
+        items = self.count_items(call)
+        at = first_to_fill()
+        while index < items:
+            item = self.read_item(call, index)
+            panel = item.strip // PANEL_STRIPS
+            panels = cutlass.min(call.panels - panel, c.panels_of_rows)
+            source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
+            # A panel's head is copied with its first blocks.
+            head = Int32(PANEL_HEAD_BYTES)
+            left = blocks if item.count > 0 else Int32(0)
+            while left > 0:
+                size = head + cutlass.min(left, c.tile.blocks) * PANEL_BLOCK_BYTES
+                pipe.acquire(at)
+                if lane == 0:
+                    pipe.commit(at, panels * size)
+                cute.arch.sync_warp()
+                if lane < panels:
+                    to = slot + at.stage * c.stage_bytes + PANEL_HEAD_BYTES - head
+                    bulk_load(to, source, size, pipe.full.of(at).toint())
+                source += size
+                head = Int32(0)
+                left -= c.tile.blocks
+                at = advance(at, c.weight_stages)
+            index += grid
+
+    @cute.jit
+    def load_columns(self, call: Call, storage: Any, warp: Int32):
+        """Gathers the columns of all items of this CTA. Each warp copies four columns at a time, interleaved with the other warps.
+
+        A column is a row of 128 bytes in the 128-byte swizzle: its 16-byte chunks are permuted by the column index modulo 8.
+
+        Args:
+            warp: index of the warp among the gathering warps.
+        """
+        c = self.config
+        pipe = self.column_pipe(storage)
+        lane = cute.arch.lane_idx()
+        chunk16 = lane % 8
+        turns = -(-c.slots * c.columns // (AT_ONCE * COLUMN_WARPS))
+        own = AT_ONCE * warp + lane // 8  # this lane's first column
+        step = AT_ONCE * COLUMN_WARPS  # to its next column; an odd multiple of four, so column % 8 alternates between two values
+        begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
+        addresses = [begin + ((chunk16 ^ (own % 8)) * CHUNK_BYTES), begin + ((chunk16 ^ ((own + step) % 8)) * CHUNK_BYTES)]
+        offsets = cute.make_rmem_tensor((turns,), Int32)
+        numbers = CHUNK_BYTES * c.panel_k // COLUMN_BYTES  # elements of a 16-byte chunk
+        stages = (call.k + (c.panel_k * c.panels - 1)) // (c.panel_k * c.panels)
+        grid, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
+        items = self.count_items(call)
+        at = first_to_fill()
+        while index < items:
+            item = self.read_item(call, index)
+            self.find_columns(call, item, own, offsets)
+            source = call.rows + chunk16 * CHUNK_BYTES
+            # In the last stage, elements beyond k are zero-filled, since NaN times a zero weight would be NaN.
+            left = call.k - chunk16 * numbers
+            for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
+                pipe.acquire(at)
+                # Opaque to the compiler, which would otherwise recompute the addresses for each copy.
+                in_stage = [opt_barrier(address + at.stage * c.column_bytes) for address in addresses]
+                for panel in cutlass.range_constexpr(c.panels):
+                    count = Int32(CHUNK_BYTES) if left > 0 else Int32(0)
+                    for turn in cutlass.range_constexpr(turns):
+                        if offsets[turn] >= 0:
+                            behind = (panel * c.slots * c.columns + turn * step) * COLUMN_BYTES
+                            copy_piece(in_stage[turn % 2], behind, source + Int64(offsets[turn]) * CHUNK_BYTES, count)
+                    source += COLUMN_BYTES
+                    left -= c.panel_k
+                cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
+                at = advance(at, c.column_stages)
+            index += grid
+
+    @cute.jit
+    def find_columns(self, call: Call, item: Item, own: Int32, offsets: cute.Tensor):
+        """Computes the offsets of a lane's columns, in 16-byte chunks from the first row; -1 for columns that the tile does not
+        have.
+        """
+        chunks16 = Int32(call.row_stride // (CHUNK_BYTES * self.config.panel_k // COLUMN_BYTES))
+        for turn in cutlass.range_constexpr(cute.size(offsets)):
+            column = own + turn * (AT_ONCE * COLUMN_WARPS)
+            offsets[turn] = Int32(-1)
+            part = Int32(0)
+            if const_expr(self.config.slots > 1):
+                # MMA columns 2 i and 2 i + 1 are the two parts of one column, so one thread has both. The pairs are ordered so that
+                # a thread's columns of sixteen are neighbours.
+                part = column % 2
+                column = column // 16 * 8 + column % 8 // 2 * 2 + column // 8 % 2
+            if column < item.count:
+                row = item.first + column
+                if const_expr(self.config.gated):
+                    row = load_int(call.sources + Int64(row) * 4, False)
+                offsets[turn] = (row * self.config.slots + part) * chunks16

@@ -1,0 +1,582 @@
+"""The MMA warpgroups of `kernel_device`: dequantisation of weights to registers, MMAs, and the epilogue.
+
+Weights are the A operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of its warpgroup's 64. Gate and up of
+a feature are rows g and g + 8 of a strip, which one thread has.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    load_floats,
+    load_int,
+    opt_barrier,
+    pack,
+    store_floats,
+    store_words,
+)
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+    BLOCK,
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+    STRIP,
+)
+
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
+STORE = 1  # named barriers, one for each warpgroup: its result buffer is written
+
+
+def store_matrices(address: Any, words: Any) -> None:
+    """Stores four transposed 8 x 8 matrices of 16-bit elements to shared memory. A lane passes the address of 8 elements of a
+    column.
+    """
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
+def at_most(x: Float32, bound: Float32) -> Float32:
+    """Returns the smaller value. NaN stays NaN."""
+    return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
+
+
+def at_least(x: Float32, bound: Float32) -> Float32:
+    """Returns the larger value. NaN stays NaN."""
+    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
+
+
+class Consumers(WarpMainloop, PanelMainloop):
+    """The MMA warpgroups of the kernel."""
+
+    @cute.jit
+    def consume(self, call: Call, storage: Any):
+        """Computes all items of the CTA; each warpgroup has 64 rows, or several panels of 64 rows, of each item."""
+        grid, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
+        items = self.count_items(call)
+        weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
+        left = []
+        if const_expr(self.config.several_panels):
+            left = self.a_fragments_of_panels()
+        else:
+            # Double-buffered A fragments: a warp dequantises the next k step while wgmma reads this one.
+            mma = self.mma_of(8).get_slice(0)
+            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.k_step))) for _ in range(2)]
+            for registers in left:
+                cute.recast_tensor(registers, Uint32).fill(0)
+        if index < items:
+            item = self.read_item(call, index)
+            working = Boolean(True)
+            while working:
+                # Read the next item early, so that nothing waits for it.
+                index += grid
+                following = item
+                working = index < items
+                if working:
+                    following = self.read_item(call, index)
+                least = 0
+                for width in self.config.tile.widths:
+                    if item.count > least and item.count <= width:
+                        if const_expr(width <= self.config.tile.by_warps):
+                            weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
+                        elif const_expr(self.config.several_panels):
+                            weights, columns = self.compute_by_panels(call, storage, item, left, weights, columns, width)
+                        else:
+                            weights, columns = self.compute(call, storage, item, left, weights, columns, width)
+                    least = width
+                item = following
+
+    def mma_of(self, width: int) -> cute.TiledMma:
+        """Returns the MMA of a tile with ``width`` columns."""
+        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
+        if self.is_fp8:
+            op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
+        else:
+            op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, width, 16), source, major, major)
+        return cute.make_tiled_mma(op, cute.make_layout((self.config.tile.warpgroups, 1, 1)))
+
+    @cute.jit
+    def compute(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        left: list,
+        weights: Weights,
+        columns: Cursor,
+        width: cutlass.Constexpr[int],
+    ):
+        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
+        c = self.config
+        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # widths.
+        thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        # wgmma has at most 256 columns. More are two wgmmas with the same A operand.
+        wgmmas = -(-width // 256)
+        mma = self.mma_of(width // wgmmas)
+        mine = mma.get_slice(wg * 128)
+        right = cute.local_tile(self.columns(storage, width), (width // wgmmas, c.k_step * BLOCK), (None, 0, None))
+        right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(wgmmas)]
+        acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // wgmmas)), Float32) for _ in range(wgmmas)]
+        lane = thread % 32
+        strip = thread // 32 % PANEL_STRIPS
+        slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
+
+        scales = self.load_scales(call, item, thread % 128, width)
+        self.weight_pipe(storage).wait(weights.at)
+        # Row factors and biases of rows lane / 4 and eight further.
+        head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
+        heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
+        for sums in acc:
+            sums.fill(0.0)
+        slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
+        weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, slot, lane)
+        scales_at = self.share_scales(storage, scales, thread, wg, width)
+        self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
+        return weights, columns
+
+    # -- the loop over k steps -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply_all(
+        self,
+        call: Call,
+        storage: Any,
+        mma: cute.TiledMma,
+        totals: list,
+        left: list,
+        right: list,
+        weights: Weights,
+        columns: Cursor,
+        slot: Int32,
+        lane: Int32,
+    ):
+        """The mainloop over all k steps. Returns the next positions in the ring buffers."""
+        c = self.config
+        acc = totals
+        if const_expr(c.promoted):
+            acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        words = self.load_words(call, weights, slot, lane, k_steps == 1)
+        self.decode_words(call, words, left[0], 0, WORDS * c.k_step)
+        weights, words = self.next_k_step(call, storage, weights, words, Boolean(False), slot, lane, k_steps - 1)
+        before, ready = columns, Boolean(False)
+        given = call, storage, mma, acc, right, slot, lane
+        # Unrolled by two, so that each k step of a pair has its own A registers.
+        pairs = (k_steps - 1) // 2
+        for pair in cutlass.range(pairs, unroll=1):
+            rest = k_steps - 2 * pair
+            weights, before, columns, words, ready = self.step(
+                *given, left[0], left[1], weights, before, columns, words, ready, pair == 0, c.promoted, rest
+            )
+            weights, before, columns, words, ready = self.step(
+                *given, left[1], left[0], weights, before, columns, words, ready, Boolean(False), False, rest - 1
+            )
+            if const_expr(c.promoted):
+                self.add_sums(storage, acc, totals, before)
+        if k_steps % 2 == 0:
+            weights, before, columns, words, ready = self.step(
+                *given, left[0], left[1], weights, before, columns, words, ready, pairs == 0, c.promoted, Int32(2)
+            )
+            self.multiply_k_step(storage, mma, acc, right, left[1], columns, ready, False)
+            warpgroup.wait_group(1)
+            self.column_pipe(storage).release(before)
+        else:
+            self.multiply_k_step(storage, mma, acc, right, left[0], columns, ready, c.promoted)
+            if const_expr(not c.promoted):
+                warpgroup.wait_group(1)
+                if pairs > 0:
+                    self.column_pipe(storage).release(before)
+        if const_expr(c.promoted):
+            self.add_sums(storage, acc, totals, columns)
+        else:
+            warpgroup.wait_group(0)
+            self.column_pipe(storage).release(columns)
+        return weights, advance(columns, c.column_stages)
+
+    @cute.jit
+    def multiply_k_step(
+        self,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        right: list,
+        left: cute.Tensor,
+        columns: Cursor,
+        ready: Boolean,
+        fresh: cutlass.Constexpr[bool],
+    ):
+        """Issues the MMAs of a k step as one wgmma group.
+
+        Args:
+            ready: whether its columns are known to have arrived.
+            fresh: whether the accumulators start at zero with it.
+        """
+        if not ready:
+            self.column_pipe(storage).wait(columns)
+        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
+        for part in cutlass.range_constexpr(self.config.parts):
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not fresh)
+            for sums, tile in zip(acc, right, strict=True):
+                cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def step(
+        self,
+        call: Call,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        right: list,
+        slot: Int32,
+        lane: Int32,
+        left: cute.Tensor,
+        following: cute.Tensor,
+        weights: Weights,
+        before: Cursor,
+        columns: Cursor,
+        words: list,
+        ready: Boolean,
+        first: Boolean,
+        fresh: cutlass.Constexpr[bool],
+        k_steps: Int32,
+    ):
+        """Issues the MMAs of a dequantised k step, and dequantises the next one meanwhile.
+
+        Barriers are polled long before they are waited for, because a wait alone takes a hundred cycles.
+
+        Args:
+            following: A registers for the next k step.
+            weights: position of the next k step in the ring buffer.
+            before: the previous stage of columns, which may still be in use.
+            words: of the next k step.
+            ready: whether this k step's columns are known to have arrived.
+            first: whether there is no previous k step.
+            fresh: whether the accumulators start at zero with this k step.
+            k_steps: k steps left, this one included; at least 2.
+
+        Returns:
+            the next position in the ring buffer of weights; this k step's and the next one's stage of columns; the words of the k
+            step after that; and whether the next k step's columns are known to have arrived.
+        """
+        c = self.config
+        self.multiply_k_step(storage, mma, acc, right, left, columns, ready, fresh)
+        next_columns = advance(columns, c.column_stages)
+        ready = self.column_pipe(storage).full.poll(next_columns)
+        weights_ready = self.weight_pipe(storage).full.poll(self.following_k_step(weights, k_steps == 2).at)
+        if const_expr(not fresh):
+            warpgroup.wait_group(1)  # the previous k step is done
+            if not first:
+                self.column_pipe(storage).release(before)
+        self.decode_words(call, words, following, 0, WORDS * c.k_step)
+        weights, words = self.next_k_step(call, storage, weights, words, weights_ready, slot, lane, k_steps - 2)
+        return weights, columns, next_columns, words, ready
+
+    @cute.jit
+    def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
+        """Waits for all wgmmas, releases the last columns, and adds the partial accumulators to the totals (promotion)."""
+        warpgroup.wait_group(0)
+        self.column_pipe(storage).release(columns)
+        for sums, all_sums in zip(acc, totals, strict=True):
+            for at in cutlass.range_constexpr(cute.size(sums)):
+                all_sums[at] += sums[at]
+
+    @cute.jit
+    def following_k_step(self, weights: Weights, last: Boolean) -> Weights:
+        """Returns the position of the next k step's weights. ``last``: whether that one belongs to another item."""
+        at, block = weights.at, weights.block + self.config.k_step
+        if last or block == self.config.tile.blocks:
+            at = advance(at, self.config.weight_stages)
+            block = Int32(0)
+        return Weights(at, block)
+
+    @cute.jit
+    def next_k_step(
+        self,
+        call: Call,
+        storage: Any,
+        weights: Weights,
+        words: list,
+        ready: Boolean,
+        slot: Int32,
+        lane: Int32,
+        k_steps: Int32,
+    ):
+        """Advances to the next k step, and releases the stage of weights if it is used up.
+
+        Args:
+            words: of this k step, which is dequantised.
+            ready: whether the next k step's weights are known to have arrived.
+            k_steps: k steps of the item after this one.
+
+        Returns:
+            the position of the next k step, and its words if there is one.
+        """
+        following = self.following_k_step(weights, k_steps == 0)
+        if following.block == 0:
+            cute.arch.sync_warp()
+            self.weight_pipe(storage).release(weights.at)
+        if k_steps > 0:
+            if not ready:
+                self.weight_pipe(storage).wait(following.at)
+            words = self.load_words(call, following, slot, lane, k_steps == 1)
+        return following, words
+
+    @cute.jit
+    def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
+        """Returns the lane's words of a k step: for each block its e2m1 words, then its word of scales.
+
+        ``last``: whether it is the last k step, which may have one block less.
+        """
+        c = self.config
+        begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
+        words = []
+        for block in cutlass.range_constexpr(c.k_step):
+            words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
+            words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
+        if const_expr(c.k_step == 2):
+            if last and call.blocks % 2 == 1:
+                words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
+        return words
+
+    @cute.jit
+    def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
+        """Dequantises some of a k step's words.
+
+        The condition always holds. It makes the registers' former contents a possible result, so that the loops of all widths use
+        the same registers. ptxas reserves the registers of wgmma's A operands for these alone. Without the condition each width
+        would get its own, and soon all registers would be taken.
+        """
+        if call.strips != 0:
+            registers = cute.recast_tensor(left, Uint32)
+            for word in cutlass.range_constexpr(begin, end):
+                block, s = word // WORDS, word % WORDS
+                codes, scales = words[block * (WORDS + 1) + s], words[block * (WORDS + 1) + WORDS]
+                if const_expr(self.is_fp8):
+                    decoded = decode_scaled_e5m2(codes, *near_multipliers(scales)[s // 2])
+                else:
+                    decoded = decode(self.dtype, codes, *multipliers(self.dtype, scales)[s // 2])
+                for at in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + at] = decoded[at]
+
+    # -- scales of columns -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
+        """Returns the scales that a thread loads for its warpgroup, early because of global memory's latency."""
+        scales = []
+        if const_expr(self.config.scaled):
+            for turn in cutlass.range_constexpr(-(-width // 128)):
+                scale = Float32(0.0)
+                if thread + turn * 128 < item.count:
+                    row = item.first + thread + turn * 128
+                    if const_expr(self.config.gated):
+                        row = load_int(call.sources + Int64(row) * 4, False)
+                    scale = load_floats("global", call.row_scales + Int64(row) * 4, 1)
+                scales.append(scale)
+        return scales
+
+    @cute.jit
+    def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
+        """Shares scales within the warpgroup through shared memory. Returns the address of the scales of a thread's first two
+        columns.
+        """
+        begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
+        if const_expr(self.config.scaled):
+            for turn in cutlass.range_constexpr(len(scales)):
+                if thread % 128 + turn * 128 < width:
+                    store_floats("shared", begin + (thread % 128 + turn * 128) * 4, [scales[turn]])
+            self.sync_warpgroup(wg)
+        return begin + thread % 4 * 8
+
+    def factors(self, heads: list, scales_at: Int32, at: int) -> list:
+        """Returns the scale factors of a thread's two rows in its two columns of eight. ``at``: index of their first
+        accumulator.
+        """
+        if not self.config.scaled:
+            return [[heads[r]] * 2 for r in range(2)]
+        scales = load_floats("shared", scales_at + 8 * at, 2)
+        return [[heads[r] * scales[column] for column in range(2)] for r in range(2)]
+
+    @cute.jit
+    def store_panel(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        wg: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores the results of a warpgroup's panel, whose first strip is ``strip``."""
+        staged = not self.config.wide
+        if const_expr(not staged):
+            self.store_wide(call, item, acc, heads, scales_at, thread, strip, width)
+        elif const_expr(self.config.gated):
+            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        else:
+            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        if const_expr(staged and -(-width // CHUNK) % 2 == 1):  # the next panel reuses a buffer that others may still read
+            self.sync_warpgroup(wg)
+
+    # -- results ---------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_activated(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        wg: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Applies the activation to gates and ups, and stores one feature for each pair of them."""
+        lane, warp = thread % 32, thread % 128 // 32
+        for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
+            words = []
+            for j in cutlass.range_constexpr(CHUNK // 8):
+                at = 4 * (chunk * (CHUNK // 8) + j)
+                if const_expr(at < width // 2):
+                    factors = self.factors(heads, scales_at, at)
+                    results = [self.activated(call, acc, heads, factors, at, column) for column in range(2)]
+                    words.append(pack(self.dtype, *results))
+                else:
+                    words.append(words[0])  # of columns beyond the tile's, which are not stored
+            # A lane addresses a column, in which a warp's eight features are one of four 16-byte chunks.
+            buffer = self.buffer(storage, wg, chunk)
+            store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
+            self.sync_warpgroup(wg)
+            column, chunk16 = thread % 128 // 4, thread % 4
+            smem_at = buffer + column * 64 + ((chunk16 ^ (column // 2 % 4)) * 16)
+            self.store_chunk_of_column(
+                call, item, smem_at, chunk * CHUNK + column, (strip + chunk16) * 8, strip + chunk16 < call.strips
+            )
+
+    @cute.jit
+    def store_sums(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        wg: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores the results of each column without activation."""
+        lane, warp = thread % 32, thread % 128 // 32
+        for chunk in cutlass.range_constexpr(-(-width // CHUNK)):
+            buffer = self.buffer(storage, wg, chunk)
+            for half in cutlass.range_constexpr(2):
+                words = []
+                for j in cutlass.range_constexpr(2):
+                    at = 4 * (chunk * (CHUNK // 8) + 2 * half + j)
+                    at = at if at < width // 2 else 0  # for columns beyond the tile's, which are not stored
+                    factors = self.factors(heads, scales_at, at)
+                    sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
+                    words += [pack(self.dtype, *of_row) for of_row in sums]
+                # A lane addresses eight features of a column: the first or second eight of a warp, one of eight 16-byte chunks.
+                column = 16 * half + lane // 16 * 8 + lane % 8
+                chunk16 = 2 * warp + lane // 8 % 2
+                store_matrices(buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16), words)
+            self.sync_warpgroup(wg)
+            chunk16 = thread % 8
+            for half in cutlass.range_constexpr(2):
+                column = 16 * half + thread % 128 // 8
+                smem_at = buffer + column * 128 + ((chunk16 ^ (column % 8)) * 16)
+                inside = strip + chunk16 // 2 < call.strips
+                self.store_chunk_of_column(call, item, smem_at, chunk * CHUNK + column, strip * STRIP + chunk16 * 8, inside)
+
+    @cute.jit
+    def store_wide(
+        self,
+        call: Call,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores float32 results directly from registers: eight lanes have 32 consecutive bytes of a column."""
+        strip += thread % 128 // 32
+        rows = 1 if self.config.gated else 2
+        feature = strip * (rows * STRIP // 2) + thread % 32 // 4
+        for eight in cutlass.range_constexpr(width // 8):
+            factors = self.factors(heads, scales_at, 4 * eight)
+            for each in cutlass.range_constexpr(2):
+                column = 8 * eight + thread % 4 * 2 + each
+                if const_expr(self.config.gated):
+                    results = [self.activated(call, acc, heads, factors, 4 * eight, each)]
+                else:
+                    results = [self.result(acc, heads, factors, 4 * eight, r, each) for r in range(2)]
+                if strip < call.strips and column < item.count:
+                    at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 4
+                    for r in cutlass.range_constexpr(rows):
+                        store_floats("global", at + r * (STRIP // 2 * 4), [results[r]])
+
+    def activated(self, call: Call, acc: list, heads: list, factors: list, at: int, column: int) -> Float32:
+        """Returns the activation of a gate and an up value."""
+        gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
+        gate, up = at_most(gate, call.limit), at_most(up, call.limit)
+        up = at_least(up, -call.limit)
+        return (up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * call.alpha * gate))
+
+    def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
+        """Returns a result of the GEMM, scaled and with bias."""
+        each = cute.size(acc[0])
+        return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
+
+    @cute.jit
+    def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
+        """Returns the warpgroup's staging buffer for a chunk of columns. Two buffers alternate, so one barrier per
+        chunk suffices.
+        """
+        size = CHUNK * self.config.store_bytes
+        return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
+
+    @cute.jit
+    def store_chunk_of_column(self, call: Call, item: Item, smem_at: Int32, column: Int32, feature: Int32, inside: Boolean):
+        """Stores eight features of a column, if the item has the column."""
+        if inside and column < item.count:
+            at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
+            store_words(at, load_words("shared", smem_at, 4))
+
+    @cute.jit
+    def sync_warpgroup(self, wg: Int32):
+        cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)

@@ -1,0 +1,323 @@
+"""The mainloops of `mma_device` in which a warpgroup multiplies several panels by the same columns, one after another.
+
+The fixed work of a stage, such as waiting for barriers, is amortised over several panels. It took a third of all instructions with
+few columns. While one block is multiplied, the next one is dequantised.
+
+With the fewest columns, weights are multiplied without their scales, by fp8 MMAs, with columns that are split in two (`PARTS`).
+Each half of a block has its scale, so its MMAs have an accumulator of their own, which is scaled and added in registers.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import PARTS, REST
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import (
+    E5M2_FACTOR,
+    decode,
+    decode_e5m2,
+    multipliers,
+    scales_of,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+    BLOCK,
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+    STRIP,
+)
+
+HALVES = 2  # of a block, with a scale each
+WORDS = 4  # 32-bit words of e2m1 values that a lane has of a block
+
+
+class PanelMainloop(Shapes):
+    """The mainloops of warpgroups that have several panels."""
+
+    def a_fragments_of_panels(self) -> list:
+        """Returns the double-buffered A registers, which the loops of all widths share."""
+        mma = self.mma_of(8).get_slice(0)
+        rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
+        shape = mma.partition_shape_A((rows, BLOCK // HALVES if self.is_fp8 else BLOCK))
+        left = [mma.make_fragment_A(shape) for _ in range(2)]
+        for registers in left:
+            cute.recast_tensor(registers, Uint32).fill(0)
+        return left
+
+    @cute.jit
+    def compute_by_panels(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        left: list,
+        weights: Weights,
+        columns: Cursor,
+        width: cutlass.Constexpr[int],
+    ):
+        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
+        c = self.config
+        panels = c.tile.strips
+        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # widths.
+        thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 32
+        strip = thread // 32 % PANEL_STRIPS
+        slot = storage.weights.data_ptr().toint() + wg * (panels * c.slot_bytes)
+        scales = self.load_scales(call, item, thread % 128, width)
+        at = weights.at
+        self.weight_pipe(storage).wait(at)
+        # Row factors and biases of rows lane / 4 and eight further of each strip.
+        head = slot + at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
+        places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
+        heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
+        slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
+        multiply = self.mainloop_fp8 if const_expr(c.inputs == PARTS) else self.mainloop_16bit
+        sums, at, columns = multiply(call, storage, left, at, columns, slot, lane, wg, width)
+        scales_at = self.share_scales(storage, scales, thread, wg, width)
+        for each in cutlass.range_constexpr(panels):
+            first = item.strip + (wg * panels + each) * PANEL_STRIPS
+            self.store_panel(call, storage, item, [sums[each]], heads[each], scales_at, thread, wg, first, width)
+        return Weights(at, Int32(0)), columns
+
+    def operands(self, storage: Any, wg: Int32, width: int) -> Any:
+        """Returns the MMA of a panel with ``width`` columns, the B operand, and the accumulator's shape."""
+        c = self.config
+        mma = self.mma_of(width)
+        mine = mma.get_slice(wg * 128)
+        right = cute.local_tile(self.columns(storage, width), (width, c.k_step * BLOCK), (None, 0, None))
+        right = mine.make_fragment_B(mine.partition_B(right[None, None, 0, None]))
+        return mma, right, mine.partition_shape_C((c.tile.warpgroups * PANEL_STRIPS * STRIP, width))
+
+    @cute.jit
+    def mainloop_16bit(
+        self,
+        call: Call,
+        storage: Any,
+        left: list,
+        at: Cursor,
+        columns: Cursor,
+        slot: Int32,
+        lane: Int32,
+        wg: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """16-bit mainloop: multiplies all blocks of an item's panels, scaled. Returns accumulators and next ring
+        buffer positions.
+        """
+        c = self.config
+        panels = c.tile.strips
+        mma, right, shape = self.operands(storage, wg, width)
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(panels)]
+        for sums in acc:
+            sums.fill(0.0)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        parts = c.k_step * panels  # blocks of a k step, panel by panel
+        words = self.load_part(call, at, slot, lane, 0, k_steps == 1)
+        self.decode_values(call, words, left[0])
+        words = self.load_part(call, at, slot, lane, 1, k_steps == 1)
+        before = columns
+        ready = Boolean(False)
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
+            if not ready:
+                self.column_pipe(storage).wait(columns)
+            following = advance(at, c.weight_stages)
+            next_columns = advance(columns, c.column_stages)
+            weights_ready = Boolean(False)
+            for part in cutlass.range_constexpr(parts):
+                self.multiply(mma, acc[part % panels], left[part % 2], right, part // panels, columns)
+                if const_expr(part == parts - 2):
+                    weights_ready = self.weight_pipe(storage).full.poll(following)
+                    ready = self.column_pipe(storage).full.poll(next_columns)
+                if const_expr(part == parts - 1):
+                    # All words of the stage are in A registers of wgmmas that have been issued.
+                    cute.arch.sync_warp()
+                    self.weight_pipe(storage).release(at)
+                    at = following
+                warpgroup.wait_group(1)
+                if const_expr(part == 0):
+                    if k_step > 0:
+                        self.column_pipe(storage).release(before)
+                if const_expr(part < parts - 1):
+                    self.decode_values(call, words, left[(part + 1) % 2])
+                if const_expr(part < parts - 2):
+                    words = self.load_part(call, at, slot, lane, part + 2, last)
+                if const_expr(part == parts - 2):
+                    if not last:
+                        if not weights_ready:
+                            self.weight_pipe(storage).wait(following)
+                        words = self.load_part(call, following, slot, lane, 0, k_step + 2 == k_steps)
+                if const_expr(part == parts - 1):
+                    if not last:
+                        self.decode_values(call, words, left[0])
+                        words = self.load_part(call, following, slot, lane, 1, k_step + 2 == k_steps)
+            before, columns = columns, next_columns
+        warpgroup.wait_group(0)
+        self.column_pipe(storage).release(before)
+        return acc, at, columns
+
+    @cute.jit
+    def mainloop_fp8(
+        self,
+        call: Call,
+        storage: Any,
+        left: list,
+        at: Cursor,
+        columns: Cursor,
+        slot: Int32,
+        lane: Int32,
+        wg: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """fp8 mainloop: multiplies all blocks of an item's panels without scales, and scales the partial sums of each half block.
+
+        It takes fewer instructions with few columns. While a half block is multiplied, the next one is dequantised and the previous
+        one's partial sums are added. Returns the accumulators and the next positions in the ring buffers.
+        """
+        c = self.config
+        panels = c.tile.strips
+        mma, right, shape = self.operands(storage, wg, c.slots * width)
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        sums = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(panels)]
+        for registers in [*acc, *sums]:
+            registers.fill(0.0)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        blocks = c.k_step * panels  # of a k step, panel by panel
+        words = self.load_part(call, at, slot, lane, 0, Boolean(False))
+        self.decode_half(call, words, left[0], 0)
+        ready = Boolean(False)
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
+            if not ready:
+                self.column_pipe(storage).wait(columns)
+            following = advance(at, c.weight_stages)
+            next_columns = advance(columns, c.column_stages)
+            weights_ready = Boolean(False)
+            scales = words[WORDS]
+            for block in cutlass.range_constexpr(blocks):
+                panel, place = block % panels, HALVES * (block // panels)
+                self.multiply(mma, acc[0], left[0], right, place, columns)
+                if const_expr(block == blocks - 1):
+                    weights_ready = self.weight_pipe(storage).full.poll(following)
+                    ready = self.column_pipe(storage).full.poll(next_columns)
+                if const_expr(block > 0):
+                    warpgroup.wait_group(1)
+                    self.add_scaled_partials(acc[1], sums[(panel - 1) % panels], scales, 1)
+                self.decode_half(call, words, left[1], 1)
+                scales = words[WORDS]
+                self.multiply(mma, acc[1], left[1], right, place + 1, columns)
+                if const_expr(block < blocks - 1):
+                    words = self.load_part(call, at, slot, lane, block + 1, last)
+                    warpgroup.wait_group(1)
+                    self.add_scaled_partials(acc[0], sums[panel], scales, 0)
+                    self.decode_half(call, words, left[0], 0)
+                else:
+                    # No accumulator is in flight across the loop's back edge; otherwise ptxas would serialise the wgmmas.
+                    warpgroup.wait_group(0)
+                    self.column_pipe(storage).release(columns)
+                    self.weight_pipe(storage).release(at)
+                    for half in cutlass.range_constexpr(HALVES):
+                        self.add_scaled_partials(acc[half], sums[panel], scales, half)
+            at, columns = following, next_columns
+            if not last:
+                if not weights_ready:
+                    self.weight_pipe(storage).wait(at)
+                words = self.load_part(call, at, slot, lane, 0, Boolean(False))
+                self.decode_half(call, words, left[0], 0)
+        for registers in sums:
+            for each in cutlass.range_constexpr(width // 2):
+                registers[each] *= E5M2_FACTOR
+        return sums, at, columns
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        sums: cute.Tensor,
+        left: cute.Tensor,
+        right: cute.Tensor,
+        part: cutlass.Constexpr[int],
+        columns: Cursor,
+    ):
+        """Issues the wgmmas of a panel's block (16-bit) or half block (fp8) as one group.
+
+        Args:
+            sums: the accumulator; 16-bit MMAs add to it, fp8 MMAs overwrite it.
+            part: index of the block or half block in the stage of columns.
+        """
+        warpgroup.fence()  # order earlier register writes before the wgmmas that read them
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
+        steps = cute.size(left, mode=[2])
+        for step in cutlass.range_constexpr(steps):
+            cute.gemm(atom, sums, left[None, None, step], right[None, None, steps * part + step, columns.stage], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def decode_values(self, call: Call, words: list, left: cute.Tensor):
+        """Dequantises the words of a block, with their scales.
+
+        The condition always holds. It makes the registers' former contents a possible result, so that all loops use the same
+        registers. Without it ptxas gives each wgmma its own registers and serialises the wgmmas.
+        """
+        if call.strips != 0:
+            registers = cute.recast_tensor(left, Uint32)
+            for word in cutlass.range_constexpr(WORDS):
+                decoded = decode(self.dtype, words[word], *multipliers(self.dtype, words[WORDS])[word // HALVES])
+                for each in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + each] = decoded[each]
+
+    @cute.jit
+    def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
+        """Converts the words of half a block to fp8, without scales. The condition always holds, see `decode_values`."""
+        if call.strips != 0:
+            registers = cute.recast_tensor(left, Uint32)
+            for word in cutlass.range_constexpr(WORDS // HALVES):
+                decoded = decode_e5m2(words[WORDS // HALVES * half + word])
+                for each in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + each] = decoded[each]
+
+    @cute.jit
+    def add_scaled_partials(self, partials: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
+        """Adds the scaled partial sums of half a block to a panel's accumulator. The two parts of a pair are
+        neighbouring columns.
+        """
+        factors = scales_of(scales)
+        for tile in cutlass.range_constexpr(cute.size(sums) // 2):
+            for r in cutlass.range_constexpr(2):
+                number = partials[4 * tile + 2 * r] + partials[4 * tile + 2 * r + 1] * (1.0 / REST)
+                to = tile // 2 * 4 + 2 * r + tile % 2
+                sums[to] += number * factors[HALVES * half + r]
+
+    @cute.jit
+    def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):
+        """Returns the lane's words of a block, then their word of scales.
+
+        Args:
+            part: index of the block, over panels first, then k.
+            last: whether it is in the last k step, which may have one block less.
+        """
+        c = self.config
+        panel, block = part % c.tile.strips, part // c.tile.strips
+        begin = slot + weights.stage * c.stage_bytes + (panel * c.slot_bytes + block * PANEL_BLOCK_BYTES)
+        words = list(load_words("shared", begin + lane * 16, WORDS))
+        words.append(Uint32(load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)))
+        if const_expr(block == c.k_step - 1):
+            if last and call.blocks % c.k_step != 0:
+                words[-1] = Uint32(0)  # zero scales: the missing block counts as zeros
+        return words

@@ -1,0 +1,199 @@
+"""Shared by all warps of `kernel_device`: the call's arguments, the tile scheduler, and shared memory.
+
+An *item* (work item) is a tile of the schedule, that is some pairs of one expert, times `Gemm.rows` rows of that expert's
+weights. With n CTAs, a CTA computes every n-th item. The schedule's longest tiles come first.
+"""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import RECORD, Gemm
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a GEMM launch. Arrays in global memory are given by their addresses.
+
+    Attributes:
+        weights: the panels of all experts.
+        strips: strips of each expert.
+        k: elements of a row of activations.
+        rows, row_stride: the activations, and the row pitch in elements, a multiple of 8.
+        count: number of rows.
+        row_scales: float32, one for each row, or 0.
+        exact: int32 ``[experts]``, or 0: 1 for experts that the `CODES` GEMM computes, 0 for the others.
+        sources: int32, the row of each column, for the first GEMM.
+        tiles: int32 ``[tiles, RECORD]``: expert, first column, columns.
+        tile_count: int32, the number of tiles.
+        out, out_stride: results, one row for each column, and the row pitch in elements.
+        alpha, limit, beta: of the activation; an infinite limit means none.
+    """
+
+    weights: Int64
+    strips: Int32
+    k: Int32
+    rows: Int64
+    row_stride: Int64
+    count: Int32
+    row_scales: Int64
+    exact: Int64
+    sources: Int64
+    tiles: Int64
+    tile_count: Int64
+    out: Int64
+    out_stride: Int64
+    alpha: Float32
+    limit: Float32
+    beta: Float32
+
+    @property
+    def blocks(self) -> Int32:
+        """The number of k blocks."""
+        return (self.k + (BLOCK - 1)) // BLOCK
+
+    @property
+    def panels(self) -> Int32:
+        """The number of an expert's panels."""
+        return (self.strips + (PANEL_STRIPS - 1)) // PANEL_STRIPS
+
+    @property
+    def panel_bytes(self) -> Int32:
+        """The bytes of a panel."""
+        return PANEL_HEAD_BYTES + self.blocks * PANEL_BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Item:
+    """A work item: a tile of the schedule times some rows of weights.
+
+    Attributes:
+        expert: whose weights.
+        first: the first column, among those of all experts.
+        count: columns; 0 if another kernel computes the item, or if it needs no repair.
+        strip: the first strip.
+    """
+
+    expert: Int32
+    first: Int32
+    count: Int32
+    strip: Int32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The position of a warp in the ring buffer of weights.
+
+    Attributes:
+        at: the stage.
+        block: the block in the stage.
+    """
+
+    at: Cursor
+    block: Int32
+
+
+class Shapes:
+    """Shapes, types and shared memory of a configuration."""
+
+    def __init__(self, config: Gemm):
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.is_fp8 = config.bytewise
+        self.left_dtype = cutlass.Float8E5M2 if self.is_fp8 else self.dtype
+        self.right_dtype = cutlass.Float8E4M3FN if self.is_fp8 else self.dtype
+
+    def storage(self) -> Any:
+        config, dtype = self.config, self.right_dtype
+        count_of_columns = config.column_stages * config.slots * config.columns * config.panels * config.panel_k
+        weight_bytes = config.weight_stages * config.stage_bytes
+        scale_count = max(1, config.scale_bytes // 4)
+
+        @cute.struct
+        class Storage:
+            weights_full: cute.struct.MemRange[cutlass.Int64, config.weight_stages]
+            weights_empty: cute.struct.MemRange[cutlass.Int64, config.weight_stages]
+            columns_full: cute.struct.MemRange[cutlass.Int64, config.column_stages]
+            columns_empty: cute.struct.MemRange[cutlass.Int64, config.column_stages]
+            scales: cute.struct.MemRange[Float32, scale_count]
+            columns: cute.struct.Align[cute.struct.MemRange[dtype, count_of_columns], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[Uint8, weight_bytes], 128]
+            results: cute.struct.Align[cute.struct.MemRange[Uint8, config.staging_bytes], 128]
+
+        return Storage
+
+    def weight_pipe(self, storage: Any) -> Pipeline:
+        """Returns the ring buffer of weights. A stage has `Tile.blocks` k blocks of each of a tile's panels, a slot
+        for each panel.
+        """
+        return pipeline(storage.weights_full, storage.weights_empty)
+
+    def column_pipe(self, storage: Any) -> Pipeline:
+        """Returns the ring buffer of columns. A stage is one k step of all columns of a tile."""
+        return pipeline(storage.columns_full, storage.columns_empty)
+
+    def columns(self, storage: Any, width: int) -> cute.Tensor:
+        """Returns ``(width, k, stage)`` of the ring buffer of columns: the first columns of each stage."""
+        c = self.config
+        panel = c.slots * c.columns * c.panel_k
+        shape, stride = (width, (c.panel_k, c.panels), c.column_stages), (c.panel_k, (1, panel), c.panels * panel)
+        layout = cute.make_layout(shape, stride=stride)
+        return storage.columns.get_tensor(layout, swizzle=swizzle())
+
+    def row_tiles(self, call: Call) -> Int32:
+        """Returns the number of tiles along an expert's rows."""
+        return (call.strips + (self.config.strips - 1)) // self.config.strips
+
+    @cute.jit
+    def count_items(self, call: Call) -> Int32:
+        """Returns the number of the launch's items. The schedule must have been written."""
+        return load_int(call.tile_count, False) * self.row_tiles(call)
+
+    def is_beyond(self, call: Call, row: Int32) -> Int32:
+        """Returns a negative value if `PARTS` cannot represent a row: its scale is negative."""
+        return Int32(load_int(call.row_scales + Int64(row) * 4, False) & Int32(-(1 << 31)))
+
+    @cute.jit
+    def any_beyond(self, call: Call, storage: Any):
+        """Whether there is a row that `PARTS` cannot represent. All threads of a CTA call it."""
+        thread, _, _ = cute.arch.thread_idx()
+        beyond = Int32(0)
+        for row in cutlass.range(thread, call.count, self.config.threads, unroll=4):
+            beyond |= self.is_beyond(call, row)
+        found = storage.scales.data_ptr()  # unused for scales here, and initialised to 0
+        if cute.arch.vote_any_sync(beyond != 0):
+            found[0] = Float32(1.0)
+        cute.arch.sync_threads()
+        return found[0] != 0.0
+
+    @cute.jit
+    def read_item(self, call: Call, index: Int32) -> Item:
+        """Returns an item. Every thread reads it for itself."""
+        row_tiles = self.row_tiles(call)
+        tile = index // row_tiles
+        expert, first, count, _ = load_words("global", call.tiles + Int64(tile) * (4 * RECORD), 4)
+        count = Int32(count)
+        if const_expr(self.config.scaled):
+            if call.exact != 0:
+                if load_int(call.exact + Int64(expert) * 4, False) != (1 if self.is_fp8 else 0):
+                    count = Int32(0)
+        if const_expr(self.config.repairs):
+            beyond = Int32(0)
+            lane = cute.arch.lane_idx()
+            if lane < count:
+                row = Int32(first) + lane
+                if const_expr(self.config.gated):
+                    row = load_int(call.sources + Int64(row) * 4, False)
+                beyond = self.is_beyond(call, row)
+            if not cute.arch.vote_any_sync(beyond != 0):
+                count = Int32(0)
+        return Item(Int32(expert), Int32(first), count, (index - tile * row_tiles) * self.config.strips)

@@ -1,0 +1,165 @@
+"""The mainloop of `mma_device` for few columns: each warp multiplies its strips of weights by itself, with mma.sync.
+
+wgmma takes 32 cycles or more to read its A operand from registers, whatever the number of columns. mma.sync takes time in
+proportion to the columns, but more instructions. A warp has two strips or more, so that columns are loaded from shared memory once
+for all of them. The accumulator layout is that of wgmma.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import ldmatrix, load_floats, mma_m16n8k16, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import COLUMN_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Shapes, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode, multipliers
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+    STRIP,
+)
+
+STEPS = 4  # MMA steps (k = 16) of a block, one word each
+
+
+class WarpMainloop(Shapes):
+    """The mainloop of warps that use mma.sync."""
+
+    @cute.jit
+    def compute_by_warps(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        weights: Weights,
+        columns: Cursor,
+        width: cutlass.Constexpr[int],
+    ):
+        """Computes an item with at most ``width`` columns. Returns the next positions in the ring buffers."""
+        c = self.config
+        # Values derived from the thread index are recomputed here. Otherwise they would occupy registers in the loops of all
+        # widths.
+        thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 32
+        strip = thread // 32 % PANEL_STRIPS
+        # A warpgroup has neighbouring panels; a warp has one strip of each.
+        slot = storage.weights.data_ptr().toint() + wg * (c.tile.strips * c.slot_bytes)
+        scales = self.load_scales(call, item, thread % 128, width)
+        self.weight_pipe(storage).wait(weights.at)
+        # Row factors and biases of rows lane / 4 and eight further of each strip.
+        head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
+        heads = [
+            [load_floats("shared", head + each * c.slot_bytes + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
+            for each in range(c.tile.strips)
+        ]
+        acc = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(c.tile.strips)]
+        for sums in acc:
+            sums.fill(0.0)
+        slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
+        # ldmatrix addresses: a lane addresses a row of an 8 x 8 matrix, of the first or second eight columns and the first or
+        # second eight elements of k. 16-byte chunks of a column are permuted by its index modulo 8. A last group of eight columns
+        # has four matrices along k.
+        column = storage.columns.data_ptr().toint() + (lane // 16 * 8 + lane % 8) * COLUMN_BYTES
+        chunk16 = (lane // 8 % 2 ^ lane % 8) * 16
+        odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
+        odd_chunk16 = (lane // 8 ^ lane % 8) * 16
+        self.weight_pipe(storage).wait(weights.at)
+        words = self.load_strips(weights.at, 0, slot, lane)
+        k_steps = (call.blocks + (c.k_step - 1)) // c.k_step
+        columns_before, weights_before = columns, weights.at
+        ready = Boolean(False)
+        for k_step in cutlass.range(k_steps, unroll=1):
+            last = k_step + 1 == k_steps
+            # If k has an odd number of blocks, the second block of the last k step is loaded but not used.
+            second = self.load_strips(weights.at, 1, slot, lane)
+            if not ready:
+                self.column_pipe(storage).wait(columns)
+            # Release stages only when the next k step begins, when all loaded values have been used. ptxas may move an arrive ahead
+            # of MMAs that still wait for their loads.
+            if k_step > 0:
+                self.release_stages(storage, columns_before, weights_before)
+            stage = columns.stage * c.column_bytes
+            columns_before, weights_before = columns, weights.at
+            columns = advance(columns, c.column_stages)
+            weights = Weights(advance(weights.at, c.weight_stages), Int32(0))
+            # Poll barriers long before waiting for them, because a wait alone takes a hundred cycles.
+            weights_ready = self.weight_pipe(storage).full.poll(weights.at)
+            self.multiply_block(acc, words, column + stage, chunk16, odd_column + stage, odd_chunk16, width)
+            ready = self.column_pipe(storage).full.poll(columns)
+            if not last:
+                if not weights_ready:
+                    self.weight_pipe(storage).wait(weights.at)
+                words = self.load_strips(weights.at, 0, slot, lane)
+            if not last or call.blocks % c.k_step == 0:
+                stage += c.columns * COLUMN_BYTES
+                self.multiply_block(acc, second, column + stage, chunk16, odd_column + stage, odd_chunk16, width)
+        scales_at = self.share_scales(storage, scales, thread, wg, width)
+        for each in cutlass.range_constexpr(c.tile.strips):
+            first = item.strip + (wg * c.tile.strips + each) * PANEL_STRIPS
+            self.store_panel(call, storage, item, [acc[each]], heads[each], scales_at, thread, wg, first, width)
+            if const_expr(each == 0):
+                self.release_stages(storage, columns_before, weights_before)
+        return weights, columns
+
+    @cute.jit
+    def multiply_block(
+        self,
+        acc: list,
+        words: list,
+        column: Int32,
+        chunk16: Int32,
+        odd_column: Int32,
+        odd_chunk16: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Dequantises a block of each strip and multiplies it by the columns; ``column + chunk16`` addresses the lane's
+        first chunk.
+        """
+        odd = []
+        for step in cutlass.range_constexpr(STEPS):
+            right = []
+            for pair in cutlass.range_constexpr(width // 16):
+                at = column + (chunk16 ^ (32 * step)) + pair * (16 * COLUMN_BYTES)
+                first_low, first_high, second_low, second_high = ldmatrix(at, False)
+                right += [(first_low, first_high), (second_low, second_high)]
+            if const_expr(width % 16 != 0):
+                if const_expr(step % 2 == 0):
+                    odd = ldmatrix(odd_column + (odd_chunk16 ^ (32 * step)), False)
+                right.append((odd[step % 2 * 2], odd[step % 2 * 2 + 1]))
+            for each in cutlass.range_constexpr(self.config.tile.strips):
+                of_strip = words[each * (STEPS + 1) : (each + 1) * (STEPS + 1)]
+                left = decode(self.dtype, of_strip[step], *multipliers(self.dtype, of_strip[STEPS])[step // 2])
+                for n in cutlass.range_constexpr(width // 8):
+                    sums = [acc[each][4 * n + at] for at in range(4)]
+                    sums = mma_m16n8k16(self.dtype, sums, left, right[n])
+                    for at in cutlass.range_constexpr(4):
+                        acc[each][4 * n + at] = sums[at]
+
+    @cute.jit
+    def release_stages(self, storage: Any, columns: Cursor, weights: Cursor):
+        """Releases the columns and weights of a k step."""
+        cute.arch.sync_warp()
+        self.column_pipe(storage).release(columns)
+        self.weight_pipe(storage).release(weights)
+
+    def load_strips(self, weights: Cursor, block: int, slot: Int32, lane: Int32) -> list:
+        """Returns the lane's words of each strip in a block, each strip's followed by its word of scales."""
+        c = self.config
+        begin = slot + weights.stage * c.stage_bytes + block * PANEL_BLOCK_BYTES
+        words = []
+        for each in range(c.tile.strips):
+            words += load_words("shared", begin + each * c.slot_bytes + lane * 16, STEPS)
+            words.append(Uint32(load_words("shared", begin + each * c.slot_bytes + lane // 4 * 4 + CODE_BYTES, 1)))
+        return words

@@ -1,0 +1,102 @@
+"""mxfp4 weights of an expert layer, and whether float8_e5m2 represents them exactly.
+
+With fp8 activations the MMAs can take weights as float8_e5m2: an e2m1 value times its scale relative to the row's largest scale.
+That is exact while a row's scales are at most `OCTAVES` powers of two apart; scales of all-zero blocks do not count. Experts with
+other rows use 16-bit operands, which represent every value. This module finds these experts when weights are loaded. The weights'
+``card`` lists them, and calls state them as the trait ``inexact_experts``, so that kernels with fp8 MMAs only are not eligible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.resources import Resource
+from tokenspeed_kernel_base.traits import TraitKind
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout
+
+# Half of a row's largest scale times 2^-15 is 2^-16, the smallest float8_e5m2.
+OCTAVES = 15
+
+
+_NAMED = 16  # most experts that a card lists
+
+
+@dataclass
+class RoundedWeights(MoEWeights, Resource):
+    """Weights for fp8 activations, in the layout of `layout`.
+
+    Attributes:
+        exact: int32 ``[experts]``, 1 for experts whose weights float8_e5m2 represents exactly.
+        inexact_ids: the other experts, ascending.
+    """
+
+    exact: Tensor | None = None
+    inexact_ids: tuple[int, ...] = ()
+    key: Any = field(default=None, repr=False)
+    trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"inexact_experts": bool}
+
+    @property
+    def inexact(self) -> int:
+        """The number of experts whose weights float8_e5m2 does not represent exactly."""
+        return len(self.inexact_ids)
+
+    @property
+    def traits(self) -> Mapping[str, Any]:
+        """``inexact_experts``: whether there are experts whose weights float8_e5m2 does not represent exactly."""
+        return {"inexact_experts": bool(self.inexact_ids)}
+
+    @property
+    def card(self) -> str:
+        """A sentence that says which MMAs the experts use."""
+        count = 0 if self.exact is None else len(self.exact)
+        if not self.inexact:
+            return f"{count} experts: float8 products have all weights exactly"
+        named = ", ".join(map(str, self.inexact_ids[:_NAMED]))
+        more = self.inexact - _NAMED
+        which = f"{named} and {more} more" if more > 0 else named
+        exact = f"{count} experts: float8 products have the weights of {count - self.inexact} exactly"
+        return f"{exact}; {self.inexact} with scales more than {OCTAVES} octaves apart in a row have 16-bit products: {which}"
+
+    def __str__(self) -> str:
+        return self.card
+
+
+def exact_experts(*scales: Tensor | None) -> Tensor:
+    """Returns int32 ``[experts]``, 1 for experts whose scales are near enough in all rows.
+
+    Args:
+        scales: the scales of each projection, uint8 ``[experts, rows, k / 32]``.
+    """
+    result: Tensor | None = None
+    for scale in scales:
+        assert scale is not None  # checked by the operator
+        near = (scale.amax(-1).int() - scale.amin(-1).int()).amax(-1) <= OCTAVES
+        result = near if result is None else result & near
+    assert result is not None
+    return result.int()
+
+
+def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
+    """Like `layout.prepare_weights`. For fp8 activations it returns `RoundedWeights`, and waits for the device."""
+    if plan.activation_dtype != "fp8":
+        return layout.prepare_weights(weights, plan)
+    assert weights.w13_weight_scale is not None  # checked by the operator
+    assert weights.w2_weight_scale is not None
+    weights = replace(
+        weights,
+        w13_weight_scale=layout.scales_beside_zeros(weights.w13_weight, weights.w13_weight_scale),
+        w2_weight_scale=layout.scales_beside_zeros(weights.w2_weight, weights.w2_weight_scale),
+    )
+    prepared = layout.prepare_weights(weights, plan)
+    exact = exact_experts(weights.w13_weight_scale, weights.w2_weight_scale)
+    inexact = tuple(expert for expert, is_exact in enumerate(exact.tolist()) if not is_exact)
+    return RoundedWeights(
+        prepared.w13_weight, None, None, prepared.w2_weight, None, None, prepared.layout, exact, inexact,
+        (prepared.layout, len(inexact), len(exact)),
+    )  # fmt: skip

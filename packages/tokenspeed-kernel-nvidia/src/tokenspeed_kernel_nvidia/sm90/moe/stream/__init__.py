@@ -1,0 +1,1 @@
+"""Experts of few tokens: weights are streamed once, activations stay on chip."""

@@ -1,0 +1,147 @@
+"""Configurations that the kernel of `stream` is compiled for, and the choice of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, blocks_of
+
+GROUPS = 3  # MMA warpgroups
+MMA_WARPS = 4 * GROUPS  # MMA warps
+LOAD_WARP = MMA_WARPS  # the producer warp
+FINISH_WARP = MMA_WARPS + 1  # the first of the warps that reduce the warpgroups' partial sums
+FINISHERS = 2  # the number of these warps
+THREADS = 32 * (FINISH_WARP + FINISHERS)
+# fp8 parts that an element of a row is split into, each with four of its significant bits: bfloat16 has 8, float16 11.
+PARTS = {"bfloat16": 2, "float16": 3}
+MAX_PAIRS = 1024  # (token, slot) pairs of a launch
+MAX_EXPERTS = 384
+MAX_TOP_K = 8
+STAGES = 24  # the most slabs in flight
+COUNTERS = 4  # global counters before those of the entries
+BUFFERS = 2  # panels whose partial sums may wait for the reduction
+SHARED_BYTES = 227 * 1024  # maximum shared memory of a CTA
+LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # the lists of experts and pairs, see `tile_device`
+OTHER_BYTES = 3 * 1024  # barriers and other small arrays
+# Largest numbers of k blocks that kernels are compiled for: inputs of up to 768, 2880, 4096 and 7168 features. Each maps columns,
+# as many as shared memory allows, to the blocks of a slab.
+_SLABS = {12: {8: 4, 16: 4, 32: 3}, 45: {8: 5, 16: 5, 32: 5}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A configuration that a kernel is compiled for.
+
+    Attributes:
+        dtype: of tokens and output.
+        blocks: the largest number of k blocks of a strip.
+        columns: MMA columns: two for each pair of an expert that is computed at once, four with float16.
+        slab: the number of k blocks in a stage of the ring buffer.
+    """
+
+    dtype: str
+    blocks: int
+    columns: int
+    slab: int
+
+    @property
+    def parts(self) -> int:
+        """The number of fp8 parts that an element of a row is split into."""
+        return PARTS[self.dtype]
+
+    @property
+    def wide(self) -> bool:
+        """Whether the first GEMM's results are float32, because float16's range is too small for them."""
+        return self.dtype == "float16"
+
+    @property
+    def layers(self) -> int:
+        """The number of 8-column MMA tiles that 4 pairs need."""
+        return -(-self.parts // 2)
+
+    @property
+    def tiles(self) -> int:
+        """The number of groups of 4 pairs of an expert that are computed at once."""
+        return self.columns // (8 * self.layers)
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of an expert for which its weights are read once."""
+        return 4 * self.tiles
+
+    @property
+    def group(self) -> int:
+        """The number of k blocks whose MMAs are issued together, as many as there are registers for their results."""
+        return max(1, (40 if self.columns < 32 else 64) // self.columns)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of shared memory for the rows of an entry."""
+        return self.blocks * BLOCK * self.columns
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of shared memory for the partial sums of a panel: for each warpgroup one for each row and pair."""
+        return GROUPS * PANEL_STRIPS * self.tiles * 256
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage: a slab, with room for the panel's head."""
+        return PANEL_HEAD_BYTES + self.slab * PANEL_BLOCK_BYTES
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, a multiple of `GROUPS`, so that a warpgroup always has the same ones."""
+        used = LIST_BYTES + OTHER_BYTES + self.rows_bytes + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
+        return min(STAGES, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
+
+
+def max_k() -> int:
+    """Returns the largest supported number of input features."""
+    return max(_SLABS) * BLOCK
+
+
+def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
+    """Returns the configuration for a layer whose two GEMMs have at most ``k`` input features.
+
+    It has room for twice the mean number of pairs of an expert and two more, which an expert rarely exceeds.
+    """
+    blocks = next(blocks for blocks in _SLABS if blocks >= blocks_of(k))
+    configs = _configs(dtype, blocks)
+    return next((config for config in configs if config.pairs >= 2 * pairs_per_expert + 2), configs[-1])
+
+
+def _configs(dtype: str, blocks: int) -> list[Config]:
+    """Returns the configurations for strips of ``blocks`` k blocks, from few columns to many."""
+    # With three parts and the most columns, registers suffice for one block less.
+    less = {32: 1} if PARTS[dtype] > 2 else {}
+    every = [Config(dtype, blocks, columns, slab - less.get(columns, 0)) for columns, slab in _SLABS[blocks].items()]
+    return [config for config in every if config.tiles]
+
+
+def wanted_experts(pairs: int, experts: int) -> float:
+    """Returns the expected number of distinct experts that so many pairs choose, if they choose independently."""
+    return experts * (1 - (1 - 1 / experts) ** pairs)
+
+
+def turns_of(items: float) -> int:
+    """Returns the number of ranges of w13, and of w2, that a CTA takes; ``items``: panels of w13 per CTA.
+
+    With several ranges, faster CTAs take more of them (load balancing), and the first entries of w2 need not wait for all CTAs. But
+    each range begins with preparing rows. On an H200, microseconds for GPT-OSS-120B with one, two and three ranges: 64.4, 59.9 and
+    62.1 for 4 tokens; 106.3, 101.3 and 101.7 for 8; 170.2, 166.2 and 164.9 for 16; 363, 362 and 361 for 64. Splitting panels of w2
+    along k as well, so that all CTAs have equally many of few, gains nothing: 25.2 whole, 25.6 in three parts, 26.6 in five for 1
+    token.
+    """
+    return 1 if items < 8 else 2 if items < 24 else 3
+
+
+def entries_of(config: Config, pairs: int, experts: int) -> int:
+    """Returns the largest number of entries that so many pairs can make: groups of pairs for which weights are read once."""
+    return min(pairs, experts + pairs // config.pairs)
+
+
+def every_config() -> list[Config]:
+    """Returns all configurations."""
+    return [config for dtype in DTYPES.values() for blocks in _SLABS for config in _configs(dtype, blocks)]

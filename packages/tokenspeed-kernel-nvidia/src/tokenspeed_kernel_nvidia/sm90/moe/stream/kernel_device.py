@@ -1,0 +1,266 @@
+"""The device code of `stream`: the launch, the warp roles, and the producer warp.
+
+`schedule_device` sorts pairs by expert, `mma_device` has the MMA warps and the epilogue.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.memory import SmemAllocator
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, last_filled, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
+    BUFFERS,
+    FINISH_WARP,
+    FINISHERS,
+    GROUPS,
+    LOAD_WARP,
+    MMA_WARPS,
+    THREADS,
+    Config,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.stream.mma_device import Consumers
+from tokenspeed_kernel_nvidia.sm90.moe.stream.schedule_device import Schedule
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
+    COMBINE,
+    END,
+    ENTRIES,
+    TICKET,
+    W2,
+    W13,
+    Call,
+    Layer,
+    ahead_of,
+    entry_of,
+    item_code,
+)
+
+
+def host(config: Config) -> Any:
+    """Returns the function that launches the kernel."""
+    return Stream(config)
+
+
+def fake_arguments(config: Config) -> tuple[Any, ...]:
+    """Returns fake arguments for `host`'s function."""
+    rows, size = arguments.rows, arguments.size
+    tokens, hidden = size(), size(divisibility=32)
+    x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
+    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(5)), *(Float32(0) for _ in range(3))]
+    return x, out, *numbers, arguments.stream()
+
+
+class Stream(Schedule, Consumers):
+    """The kernel of one configuration.
+
+    One persistent CTA of 15 warps per SM. Each CTA first sorts the pairs by expert for itself. Then:
+
+    * warps 0-11, three warpgroups: MMA. Each warpgroup has every third slab of a panel, each of its warps a strip of 16 rows.
+      Weights become float8_e5m2 A fragments in registers, without their scales; rows are split into float8_e4m3 parts in shared
+      memory;
+    * warp 12: the producer. It takes ranges from the global counter and keeps the ring buffer full with slabs of panels;
+    * warps 13-14: the epilogue. They add the warpgroups' partial sums, apply factors, bias and activation, or weight them, and
+      store them in global memory.
+
+    Shared memory holds the lists of pairs, the rows of one entry, and two buffers of partial sums.
+    The ring buffer of up to 24 slabs takes the rest (227 KB in all), and its bytes in flight hide the latency of global memory.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        out: cute.Tensor,
+        w13: Int64,
+        w2: Int64,
+        ids: Int64,
+        weights: Int64,
+        activated: Int64,
+        slots: Int64,
+        counters: Int64,
+        experts: Int32,
+        intermediate: Int32,
+        top_k: Int32,
+        ctas: Int32,
+        turns: Int32,
+        alpha: Float32,
+        limit: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        hidden = x.shape[1]
+        w13_blocks, w2_blocks = (hidden + BLOCK - 1) // BLOCK, (intermediate + BLOCK - 1) // BLOCK
+        w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
+        w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
+        w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
+        layer = Layer(
+            w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, turns, experts,
+            hidden, intermediate, top_k, alpha, limit, beta,
+        )  # fmt: skip
+        self.kernel(
+            layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
+            counters,
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        layer: Layer,
+        x: Int64,
+        x_stride: Int64,
+        ids: Int64,
+        weights: Int64,
+        out: Int64,
+        out_stride: Int64,
+        tokens: Int32,
+        activated: Int64,
+        slots: Int64,
+        counters: Int64,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = SmemAllocator().allocate(self.storage())
+        call = Call(
+            layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
+            pipeline(storage.full, storage.empty), pipeline(storage.partial_full, storage.partial_empty),
+            storage.ring.data_ptr().toint(),
+            storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.small.data_ptr().toint(),
+            storage.factors.data_ptr().toint(),
+            storage.items.data_ptr(), storage.partial_items.data_ptr(), storage.sums.data_ptr().toint(),
+            storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
+            storage.order.data_ptr(), storage.experts_of_pairs.data_ptr(),
+        )  # fmt: skip
+        counts = storage.counts.data_ptr()
+        if warp == LOAD_WARP:
+            if cute.arch.lane_idx() == 0:
+                for stage in cutlass.range_constexpr(self.stages):
+                    call.pipe.init(stage, PANEL_STRIPS)
+                for buffer in cutlass.range_constexpr(BUFFERS):
+                    call.partial.full.init(buffer, MMA_WARPS)
+                    call.partial.empty.init(buffer, FINISHERS)
+            cute.arch.mbarrier_init_fence()
+        self.clear(counts)
+        # Routing is known only when the preceding kernel has ended (PDL), so no weights can be loaded before.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        ticket = Int32(0)
+        if warp == LOAD_WARP:
+            ticket = self.next_ticket(call)
+        if tokens * layer.top_k <= LANES:
+            if warp == FINISH_WARP:
+                self.sort_few_pairs(call)
+            cute.arch.sync_threads()
+        else:
+            self.sort_pairs(call, counts, storage.totals.data_ptr())
+        if warp == LOAD_WARP:
+            self.load(call, ticket)
+        elif warp > LOAD_WARP:
+            self.finish(call, warp)
+        else:
+            self.consume(call, warp)
+
+    @cute.jit
+    def next_ticket(self, call: Call):
+        """Takes the index of the next range, and returns it in all lanes of the warp."""
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = take_ticket(call.counter(TICKET))
+        return cute.arch.shuffle_sync(ticket, 0)
+
+    @cute.jit
+    def load(self, call: Call, ticket: Int32):
+        """Takes ranges and streams their panels into the ring buffer until none are left."""
+        layer = call.layer
+        ctas, _, _ = cute.arch.grid_dim()
+        entries = call.sizes[ENTRIES]
+        w13_items, w2_items = entries * layer.w13_items, entries * layer.w2_items
+        w13_ranges = self.ranges_of(w13_items, ctas * layer.turns, entries)
+        w2_ranges = self.ranges_of(w2_items, ctas * layer.turns, entries)
+        at = first_to_fill()
+        while ticket < w13_ranges + w2_ranges:
+            if ticket < w13_ranges:
+                at = self.load_range(call, at, W13, ticket * w13_items // w13_ranges, (ticket + 1) * w13_items // w13_ranges)
+            else:
+                index = ticket - w13_ranges
+                at = self.load_range(call, at, W2, index * w2_items // w2_ranges, (index + 1) * w2_items // w2_ranges)
+                if layer.turns == 1:
+                    # There is one range for each CTA. Without this wait, CTAs that start early would take two.
+                    call.pipe.acquire(last_filled(at, self.stages))
+            ticket = self.next_ticket(call)
+        at = self.tell(call, at, item_code(COMBINE))
+        self.tell(call, at, item_code(END))
+
+    def ranges_of(self, items: Int32, most: Int32, entries: Int32) -> Int32:
+        """Returns the number of equal ranges that ``items`` panels are divided into.
+
+        If there are many ranges for each entry, no range crosses entries. Then at most one in eight CTAs is idle, and none prepares
+        the rows of two entries.
+        """
+        ranges = cutlass.min(items, most)
+        aligned = ranges - ranges % cutlass.max(entries, 1)
+        return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
+
+    @cute.jit
+    def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
+        """Streams the panels of a range into the ring buffer. Returns the next position in the ring buffer."""
+        layer = call.layer
+        items, size, blocks, weights = layer.w13_items, layer.w13_bytes, layer.w13_blocks, layer.w13
+        if cutlass.const_expr(kind == W2):
+            items, size, blocks, weights = layer.w2_items, layer.w2_bytes, layer.w2_blocks, layer.w2
+        index = first // items
+        panel = first - index * items
+        expert = entry_of(call.entries[index]).expert
+        left = end - first
+        at = self.tell(call, at, ahead_of(item_code(kind, index)))
+        while left > 0:
+            last = cutlass.select_(left == 1 or panel == items - 1, Int32(1), Int32(0))
+            item = item_code(kind, index, panel, last)
+            source = weights + (Int64(expert) * items + panel) * size
+            head = Int32(PANEL_HEAD_BYTES)  # the head is copied with the first slab
+            for begin in cutlass.range(0, blocks, self.slab, unroll=1):
+                count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
+                call.pipe.acquire(at)
+                if cute.arch.lane_idx() == 0:
+                    call.items[at.stage] = item
+                    call.pipe.commit(at, count)
+                    to = call.ring + at.stage * self.config.stage_bytes + PANEL_HEAD_BYTES - head
+                    bulk_load(to, source, count, call.pipe.full.of(at).toint())
+                source += count
+                head = Int32(0)
+                at = advance(at, self.stages)
+            # Pad with empty stages, so that each warpgroup gets equally many stages of a panel.
+            for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
+                at = self.tell_one(call, at, item)
+            left -= 1
+            panel += 1
+            if panel == items and left > 0:
+                panel = Int32(0)
+                index += 1
+                expert = entry_of(call.entries[index]).expert
+                at = self.tell(call, at, ahead_of(item_code(kind, index)))
+        return at
+
+    @cute.jit
+    def tell(self, call: Call, at: Any, item: Int32):
+        """Fills one stage without data for each warpgroup, as a message. Returns the next position in the ring buffer."""
+        for _ in cutlass.range_constexpr(GROUPS):
+            at = self.tell_one(call, at, item)
+        return at
+
+    @cute.jit
+    def tell_one(self, call: Call, at: Any, item: Int32):
+        """Fills a stage without data. Returns the next stage."""
+        call.pipe.acquire(at)
+        if cute.arch.lane_idx() == 0:
+            call.items[at.stage] = item
+            call.pipe.full.arrive(at)
+        return advance(at, self.stages)

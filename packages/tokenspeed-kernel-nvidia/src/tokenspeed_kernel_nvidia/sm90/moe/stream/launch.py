@@ -1,0 +1,110 @@
+"""MoE experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both GEMMs, the activation and the sum over slots.
+
+It is memory-bound: reading weights takes most of the time. The weights of each routed expert are read once for every 4 to 16
+(token, slot) pairs. There is one persistent CTA per SM, and the tile scheduler gives all CTAs equally many bytes to read. CTAs take
+ranges of all needed panels of w13, and then of w2. A producer warp streams the panels into a ring buffer in shared memory by bulk
+copies. It never waits for results, so panels of w2 arrive while the last panels of w13 are computed. Twelve MMA warps use swap-AB:
+weights are the A operand and pairs the columns. Panels of w2 wait until all panels of w13 of the same expert are done, which a
+counter of each expert signals. At the end each CTA sums over slots for its part of the output.
+
+CTAs take ranges from a global counter, so nothing requires all of them to run at once. Results are deterministic, because the terms
+of every sum have a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.alignment import aligned
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.workspace import keeper
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia._rows import deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import panels_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
+    COUNTERS,
+    MAX_PAIRS,
+    Config,
+    config_of,
+    entries_of,
+    every_config,
+    turns_of,
+    wanted_experts,
+)
+
+
+@program(arch="sm_90a", configs=every_config)
+def stream_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.moe.stream import kernel_device
+
+    return kernel_device.host(config), kernel_device.fake_arguments(config)
+
+
+class _Launch(NamedTuple):
+    """The parts of a launch that depend only on the layer and the number of pairs.
+
+    Attributes:
+        program: the compiled kernel.
+        ctas: the number of CTAs.
+        turns: the number of ranges of each GEMM that a CTA takes on average.
+        slots_at: offset of the second GEMM's results in the workspace's memory.
+        nbytes: bytes of that memory.
+        counters: the number of counters in global memory.
+    """
+
+    program: Callable[..., Any]
+    ctas: int
+    turns: int
+    slots_at: int
+    nbytes: int
+    counters: int
+
+
+@functools.cache
+def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
+    k = max(plan.hidden_size, plan.intermediate_size)
+    config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
+    ctas = multiprocessors(device)
+    slots_at = -(-pairs * plan.intermediate_size * (4 if config.wide else 2) // 256) * 256
+    nbytes = slots_at + pairs * plan.hidden_size * 4
+    turns = turns_of(wanted_experts(pairs, plan.num_experts) * panels_of(2 * plan.intermediate_size) / ctas)
+    counters = COUNTERS + entries_of(config, pairs, plan.num_experts)
+    return _Launch(stream_program(config), ctas, turns, slots_at, nbytes, counters)
+
+
+def moe_apply_few(
+    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
+) -> Tensor:
+    """Computes `moe_apply` of checked arguments, with weights in the layout of `mxfp4.layout`.
+
+    More pairs than a launch takes need several launches, each of which reads the weights again.
+    """
+    rows, written = aligned(x), to_write(out, x, x.shape)
+    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+    most = MAX_PAIRS // plan.top_k
+    for first in range(0, len(x), most):
+        some = slice(first, first + most)
+        _launch(rows[some], weights, topk_weights[some], topk_ids[some], plan, written[some])
+    return deliver(written, out)
+
+
+def _launch(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
+    device, pairs = x.get_device(), topk_ids.numel()
+    launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device)
+    workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
+    memory_at = workspace.memory_at
+    limit = math.inf if plan.limit is None else plan.limit
+    launch(
+        x, out, weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(),
+        memory_at, memory_at + slots_at, workspace.counters_at, plan.num_experts, plan.intermediate_size, plan.top_k, ctas,
+        turns, plan.alpha, limit, plan.beta,
+    )  # fmt: skip

@@ -1,0 +1,379 @@
+"""The MMA and epilogue warps of `kernel_device`: MMAs of panels, activation or weighting, and the sums over slots.
+
+A panel has four strips, one for each warp of a warpgroup, and its slabs alternate between the warpgroups. Weights are the A
+operand, converted in registers. The B operand, the rows of an entry, stays in shared memory for all of the entry's panels. Each
+half of a block has its own scales, so its partial sums are scaled and added in registers. The warpgroups' partial sums of a panel
+meet in shared memory, where the epilogue warps add them in a fixed order.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, release_add, store_half, wait_for
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_fill, first_to_read, skip
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, pack, store_floats, store_words
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode_e5m2
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.layout import (
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import (
+    BUFFERS,
+    FINISH_WARP,
+    FINISHERS,
+    GROUPS,
+    MAX_TOP_K,
+    MMA_WARPS,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.stream.exact_device import ExactDotProducts
+from tokenspeed_kernel_nvidia.sm90.moe.stream.rows_device import CORE_BYTES, PREPARING_THREADS, REST, as_float, shared_int
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
+    COMBINE,
+    DONE,
+    END,
+    ENTRIES,
+    READY,
+    W2,
+    W13,
+    Call,
+    beyond_bit,
+    entry_of,
+    index_of,
+    is_ahead,
+    is_last,
+    kind_of,
+    pair_of,
+    panel_of,
+    rows_of,
+)
+
+CONSUMING = 1  # the named barrier of the MMA warps
+# The fp8 weights are 2^-14 times the e2m1 values, and the scales are times 2^62.
+SUM_FACTOR = 2.0 ** (14 - 62)
+# Converts four scales to float32: of rows g and g + 8 in the first half of a block, then in the second. The constant subtracts 64
+# from the exponent field, because 253 would overflow in a sum.
+_SCALES = (
+    "{ .reg .b32 a;"
+    + "".join(
+        f"bfe.u32 a, {{$r0}}, {8 * byte}, 8; mad.lo.u32 a, a, 0x00800000, 0xE0000000; mov.b32 {{$w{byte}}}, a;" for byte in range(4)
+    )
+    + "}"
+)
+
+
+def scales_of(scales: Uint32) -> Any:
+    """Returns the four scales of a lane."""
+    return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
+
+
+class Consumers(ExactDotProducts):
+    """The MMA and epilogue warps of the kernel."""
+
+    # -- MMAs --------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, call: Call, warp: Int32):
+        """The loop of an MMA warp over the stages that the producer fills. A warpgroup has every third stage."""
+        factors = cute.make_rmem_tensor((self.tiles,), Float32)
+        factors.fill(0.0)
+        group = warp // PANEL_STRIPS
+        at, to = Cursor(group, Int32(0)), first_to_fill()
+        kind = Int32(COMBINE)
+        while kind != END:
+            call.pipe.wait(at)
+            item = call.items[at.stage]
+            kind = kind_of(item)
+            if kind == COMBINE or is_ahead(item):
+                self.release(call, at)
+                at = skip(at, GROUPS, self.stages)
+                if kind == COMBINE:
+                    self.combine(call, warp)
+                else:
+                    if kind == W2:
+                        self.meet(warp, call.counter(READY + index_of(item)), call.layer.w13_items * FINISHERS)
+                    self.prepare_rows(call, item, factors)
+            else:
+                at = self.multiply(call, warp, group, at, to, item, factors)
+                to = advance(to, BUFFERS)
+
+    @cute.jit
+    def release(self, call: Call, at: Any):
+        """Releases a stage that this warp has read."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            call.pipe.empty.arrive(at)
+
+    @cute.jit
+    def meet(self, warp: Int32, flag: Int64, value: Int32):
+        """Makes all MMA warps wait for a flag. Only one of them polls, because polling by many slows down the CTA that sets it."""
+        if warp == 0:
+            if cute.arch.lane_idx() == 0:
+                wait_for(flag, value)
+            cute.arch.sync_warp()
+        cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
+
+    @cute.jit
+    def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, item: Int32, factors: cute.Tensor):
+        """Computes this warpgroup's partial sums of a panel and stores them in a buffer. Returns the next position in
+        the ring buffer.
+        """
+        lane = cute.arch.lane_idx()
+        strip = warp % PANEL_STRIPS
+        kind = kind_of(item)
+        blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
+        blocks = cutlass.select_(kind == END, Int32(0), blocks)
+        sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # of both rows of a lane
+        sums.fill(0.0)
+        slab = Int32(0)
+        head = Uint32(0)
+        first_slab = group * self.slab
+        while slab * self.slab < cutlass.max(blocks, 1):
+            if slab > 0:
+                call.pipe.wait(at)
+            stage_at = call.ring + at.stage * self.config.stage_bytes
+            if slab == 0 and group == 0:
+                head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
+                # The MMAs depend on their blocks' words, but nothing depends on this load. It must complete before the stage is
+                # released, because a copy into the stage may start then.
+                cute.arch.fence_view_async_shared()
+            first = slab * self.slab + first_slab
+            count = cutlass.min(blocks - first, self.slab)
+            block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
+            if count == self.slab:
+                for begin in cutlass.range_constexpr(0, self.slab, self.group):
+                    some = min(self.group, self.slab - begin)
+                    self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, lane, sums)
+            else:
+                for each in cutlass.range(count, unroll=1):
+                    self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, lane, sums)
+            self.release(call, at)
+            at = skip(at, GROUPS, self.stages)
+            slab += GROUPS
+        call.partial.acquire(to)
+        sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
+        for tile in cutlass.range_constexpr(self.tiles):
+            # Multiply in this order: sums are about 2^60, and a row factor above 2^67 would make them infinite.
+            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * SUM_FACTOR * factors[tile] for row in range(2)])
+        if group == 0:
+            shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
+            if warp == 0 and lane == 0:
+                call.partial_items[to.stage] = item
+        cute.arch.sync_warp()
+        if lane == 0:
+            call.partial.full.arrive(to)
+        return at
+
+    @cute.jit
+    def multiply_blocks(
+        self, call: Call, block_at: Int32, block: Int32, count: cutlass.Constexpr[int], lane: Int32, sums: cute.Tensor
+    ):
+        """Accumulates some blocks in this lane's sums. Their MMAs are issued together and waited for once."""
+        scales, operands = [], []
+        for each in cutlass.range_constexpr(count):
+            words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
+            scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
+            rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
+            operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
+        partials = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
+        for half in cutlass.range_constexpr(2 * count):
+            for tile in cutlass.range_constexpr(self.tiles):
+                for row in cutlass.range_constexpr(2):
+                    at = 4 * self.layers * tile + 2 * row
+                    number, rest = partials[half][at], partials[half][at + 1]
+                    if const_expr(self.layers == 2):
+                        rest += partials[half][at + 4] * (1.0 / REST)
+                    sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
+
+    def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
+        """Issues the wgmmas of consecutive half blocks, and returns their results: 64 rows of a warpgroup by all columns, of which
+        each lane has four values for every 8 columns.
+        """
+        tiles = self.tiles * self.layers
+        each = 4 * tiles
+        # Matrix descriptor: the address, the strides in bytes to the next 16 elements of k and to the next eight columns, each over
+        # 16.
+        low = (tiles * CORE_BYTES // 16) << 16
+        lines = [
+            "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
+            "setp.ne.b32 none, 0, 0;",
+            f"shr.u32 at, {{$r0}}, 4; or.b32 at, at, {low};",
+            "wgmma.fence.sync.aligned;",
+        ]
+        for half in range(len(operands)):
+            to = ", ".join(f"{{$w{half * each + number}}}" for number in range(each))
+            left = ", ".join(f"{{$r{1 + half * 4 + number}}}" for number in range(4))
+            lines.append(f"mov.b64 rows, {{at, {CORE_BYTES // 16}}}; add.u32 at, at, {2 * tiles * CORE_BYTES // 16};")
+            shape = f"m64n{8 * tiles}k32"
+            lines.append(f"wgmma.mma_async.sync.aligned.{shape}.f32.e5m2.e4m3 {{{to}}}, {{{left}}}, rows, none, 1, 1;")
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
+        results = cute.arch.inline_ptx(
+            "\n".join(lines),
+            write_only_types=[Float32] * (each * len(operands)),
+            read_only_args=[rows_at, *(register for operand in operands for register in operand)],
+        )
+        return [results[half * each : (half + 1) * each] for half in range(len(operands))]
+
+    # -- epilogue: activation and weighting --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def finish(self, call: Call, warp: Int32):
+        """The epilogue of panels: adds the warpgroups' partial sums, then activates (first GEMM) or weights (second GEMM) and
+        stores them. A warp has every other strip.
+        """
+        lane = cute.arch.lane_idx()
+        pairs = cute.make_rmem_tensor((self.tiles,), Int32)
+        beyond = cute.make_rmem_tensor((self.tiles,), Int32)
+        weights = cute.make_rmem_tensor((self.tiles,), Float32)
+        pairs.fill(-1)
+        beyond.fill(0)
+        weights.fill(0.0)
+        known, done = Int32(-1), Int32(0)
+        at = first_to_read()
+        item = Int32(0)
+        kind = Int32(COMBINE)
+        while kind != END:
+            call.partial.wait(at)
+            item = call.partial_items[at.stage]
+            kind = kind_of(item)
+            if kind != END:
+                if rows_of(item) != known:
+                    known = rows_of(item)
+                    self.load_pairs(call, item, pairs, beyond, weights)
+                for strip in cutlass.range(warp - FINISH_WARP, PANEL_STRIPS, FINISHERS, unroll=1):
+                    self.finish_strip(call, at, item, strip, lane, pairs, beyond, weights)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    call.partial.empty.arrive(at)
+                done += 1
+                if is_last(item):
+                    if lane == 0:
+                        flag = cutlass.select_(kind == W13, READY + index_of(item), Int32(DONE))
+                        release_add(call.counter(flag), done)
+                    done = Int32(0)
+            at = advance(at, BUFFERS)
+
+    @cute.jit
+    def load_pairs(self, call: Call, item: Int32, pairs: cute.Tensor, beyond: cute.Tensor, weights: cute.Tensor):
+        """Finds the pairs of this lane's columns (-1 for none), whether the fp8 parts fail to represent their rows, and for the
+        second GEMM their weights.
+        """
+        entry = entry_of(call.entries[index_of(item)])
+        for tile in cutlass.range_constexpr(self.tiles):
+            column = tile * 4 + cute.arch.lane_idx() % 4
+            pairs[tile], beyond[tile] = Int32(-1), Int32(0)
+            if column < entry.count:
+                place = call.order[entry.first + column]
+                pair = pair_of(place)
+                pairs[tile], beyond[tile] = pair, place & beyond_bit(item)
+                if kind_of(item) == W2:
+                    weights[tile] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
+
+    @cute.jit
+    def finish_strip(
+        self,
+        call: Call,
+        at: Any,
+        item: Int32,
+        strip: Int32,
+        lane: Int32,
+        pairs: cute.Tensor,
+        beyond: cute.Tensor,
+        weights: cute.Tensor,
+    ):
+        """The epilogue of a strip. Each lane has two rows of it."""
+        layer = call.layer
+        whole = panel_of(item) * PANEL_STRIPS + strip
+        first = kind_of(item) == W13
+        if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
+            head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
+            factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
+            for tile in cutlass.range_constexpr(self.tiles):
+                sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
+                upper, lower = Float32(0.0), Float32(0.0)
+                for group in cutlass.range_constexpr(GROUPS):
+                    part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
+                    upper += part[0]
+                    lower += part[1]
+                if cute.arch.vote_any_sync(beyond[tile] != 0):
+                    for column in cutlass.range(4, unroll=1):
+                        if cute.arch.shuffle_sync(beyond[tile], column) != 0:
+                            exact = self.exact_dot_products(call, item, strip, cute.arch.shuffle_sync(pairs[tile], column))
+                            if lane % 4 == column:
+                                upper, lower = exact
+                upper = upper * factor + bias
+                lower = lower * factor8 + bias8
+                pair = pairs[tile]
+                if pair >= 0:
+                    if first:
+                        feature = whole * 8 + lane // 4
+                        place = Int64(pair) * layer.intermediate + feature
+                        value = self.activate(call, upper, lower)
+                        if const_expr(self.wide):
+                            store_floats("global", call.activated + place * 4, [value])
+                        else:
+                            store_half(call.activated + place * 2, pack(self.dtype, value, value))
+                    else:
+                        to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
+                        place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
+                        to[place] = upper * weights[tile]
+                        to[place + 8] = lower * weights[tile]
+
+    @cute.jit
+    def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
+        """Returns ``(up + beta) * gate * sigmoid(alpha * gate)``, with both clamped to the limit."""
+        layer = call.layer
+        # Comparisons rather than minima: NaN stays NaN.
+        gate = cutlass.select_(gate > layer.limit, layer.limit, gate)
+        up = cutlass.select_(up > layer.limit, layer.limit, up)
+        up = cutlass.select_(up < -layer.limit, -layer.limit, up)
+        return (up + layer.beta) * gate / (1.0 + exp2(gate * (layer.alpha * -LOG2_E)))
+
+    # -- the output --------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def combine(self, call: Call, warp: Int32):
+        """Waits until the second GEMM is done, and writes this CTA's part of the output: sums over slots, in slot order.
+
+        All MMA warps call it.
+        """
+        layer = call.layer
+        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_items * FINISHERS)
+        if warp == MMA_WARPS - 1:
+            self.leave(call)
+        ctas, _, _ = cute.arch.grid_dim()
+        part, _, _ = cute.arch.block_idx()
+        width = layer.hidden // 4
+        quads = call.tokens * width
+        share = (quads + ctas - 1) // ctas
+        quad = part * share + warp * 32 + cute.arch.lane_idx()
+        end = cutlass.min((part + 1) * share, quads)
+        while quad < end:
+            token = quad // width
+            column = (quad - token * width) * 4
+            parts_of = cute.make_rmem_tensor((MAX_TOP_K, 4), Float32)
+            parts_of.fill(0.0)
+            for slot in cutlass.range_constexpr(MAX_TOP_K):
+                if slot < layer.top_k:
+                    pair = token * layer.top_k + slot
+                    if call.experts_of_pairs[pair] >= 0:
+                        found = load_floats("global.cg", call.slots + (Int64(pair) * layer.hidden + column) * 4, 4)
+                        for each in cutlass.range_constexpr(4):
+                            parts_of[slot, each] = found[each]
+            total = [Float32(0.0)] * 4
+            for slot in cutlass.range_constexpr(MAX_TOP_K):
+                total = [total[each] + parts_of[slot, each] for each in range(4)]
+            to = call.out + (Int64(token) * call.out_stride + column) * 2
+            store_words(to, [pack(self.dtype, total[0], total[1]), pack(self.dtype, total[2], total[3])])
+            quad += PREPARING_THREADS

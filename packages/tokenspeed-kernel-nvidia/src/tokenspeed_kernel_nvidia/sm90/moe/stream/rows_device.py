@@ -1,0 +1,249 @@
+"""The rows of an entry as B operands: float8_e4m3 parts in shared memory.
+
+e2m1 weights convert to float8_e5m2 in fewer instructions than to any 16-bit type, and fp8 MMAs take fp8 on both sides. So each row
+has two columns: its elements rounded to four significant bits, and the remainders times 32. float16 has more bits, and so a third
+column for the remainders of those. A row is first scaled by a power of 2, so that its amax is at least 128 and below 256. The error
+of two columns is at most 2^-22 of amax; of three columns 2^-27 of amax, or 2^-12 of the element. With float16 tokens the first
+GEMM's results are float32, because they may exceed float16's range.
+
+Columns are in wgmma's layout without swizzle: 128 bytes hold 16 elements of k of eight columns. The other groups of columns follow,
+then the next 16 elements of k. Four pairs have their first two columns in one group of eight, and a third column in the next group.
+Elements are in the order that `decode_e5m2` gives the weights: 0, 8, 1, 9, ... 15.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import widened
+from tokenspeed_kernel_nvidia.sm90.moe.stream.config import MAX_PAIRS, MMA_WARPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream.tile_device import (
+    ROWS_AT_ONCE,
+    W13,
+    Call,
+    Shapes,
+    beyond_bit,
+    entry_of,
+    index_of,
+    kind_of,
+    pair_of,
+)
+
+CHUNK = 16  # elements of a row that a thread splits together; also the elements of k of wgmma's core matrix
+CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
+SMALL_DIVISOR = 4  # at most a 1 / SMALL_DIVISOR of a row's elements may be inexact
+REST = 32.0  # factor of the remainders
+PREPARING = 2  # the named barrier of the MMA warps
+PREPARING_THREADS = 32 * MMA_WARPS
+ROW_WARPS = MMA_WARPS // ROWS_AT_ONCE
+ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
+
+# Converts two values to fp8, the first in the lower byte, and replaces them by their remainders.
+_ROUND = "cvt.rn.satfinite.e4m3x2.f32 both, b, a; cvt.u32.u16 {{$w{part}}}, both;"
+_REST = """
+cvt.rn.f16x2.e4m3x2 back, both;
+mov.b32 {low, high}, back;
+cvt.f32.f16 c, low;
+sub.f32 a, a, c;
+mul.f32 a, a, 0f42000000;
+cvt.f32.f16 c, high;
+sub.f32 b, b, c;
+mul.f32 b, b, 0f42000000;
+"""
+
+
+def _split(parts: int) -> str:
+    """Returns instructions that split two values into ``parts`` fp8 parts."""
+    head = "{ .reg .b16 both, low, high; .reg .b32 back; .reg .f32 a, b, c; mov.f32 a, {$r0}; mov.f32 b, {$r1};"
+    return head + _REST.join(_ROUND.format(part=part) for part in range(parts)) + "}"
+
+
+class Rows(Shapes):
+    """The part of the kernel that prepares rows."""
+
+    @cute.jit
+    def prepare_rows(self, call: Call, item: Int32, factors: cute.Tensor):
+        """Splits the rows of an entry into fp8 parts in shared memory. All MMA warps call it when they are done with the previous
+        rows.
+
+        Half of the warps have one row, and the other half the next. The code is short, because its first execution is bound by
+        instruction fetches.
+
+        Args:
+            factors: receives the factors of the sums of this lane's columns.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % 32
+        half, warp = thread // ROW_THREADS, thread % ROW_THREADS // 32
+        layer = call.layer
+        entry = entry_of(call.entries[index_of(item)])
+        chunks = cutlass.select_(kind_of(item) == W13, layer.w13_blocks, layer.w2_blocks) * 4
+        numbers = self.chunks_of_row(call, item, entry, half)
+        for begin in cutlass.range(0, entry.count, ROWS_AT_ONCE, unroll=1):
+            row = begin + half
+            ahead = self.chunks_of_row(call, item, entry, row + ROWS_AT_ONCE)
+            largest = cute.arch.warp_redux_sync(self.largest_of(numbers), "max")
+            # Two sets of maxima alternate, so that the next rows need not wait until these have been read.
+            maxima = shared_int(call.maxima + (begin // ROWS_AT_ONCE % 2 * ROWS_AT_ONCE + half) * (4 * ROW_WARPS))
+            if lane == 0:
+                maxima[warp] = largest
+            cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+            largest = cute.arch.warp_redux_sync(maxima[lane % ROW_WARPS], "max")
+            # The float32 exponent field of amax; clamped, so that rows of zeros have a valid factor.
+            field = cutlass.max(largest >> 23, 8)
+            scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is handled below
+            if row < entry.count:
+                if thread % ROW_THREADS == 0:
+                    nan = Int32(0x7FFFFFFF)
+                    shared_int(call.factors)[row] = cutlass.select_(field == 255, nan, (field - 7) << 23)
+                small = Int32(0)
+                for turn in cutlass.range_constexpr(self.turns):
+                    chunk = thread % ROW_THREADS + turn * ROW_THREADS
+                    if chunk < chunks:
+                        some = slice(turn * self.chunk_words, (turn + 1) * self.chunk_words)
+                        small += self.store_chunk(call, chunk, row, scale, numbers[some])
+                small = cute.arch.warp_redux_sync(small, "add")
+                if lane == 0:
+                    shared_int(call.small)[row * ROW_WARPS + warp] = small
+            numbers = ahead
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+        self.mark_rows(call, item, entry)
+        for tile in cutlass.range_constexpr(self.tiles):
+            factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
+
+    @cute.jit
+    def mark_rows(self, call: Call, item: Int32, entry: Any):
+        """Marks pairs whose rows have too many elements that their fp8 parts do not represent, see `exact_device`."""
+        thread, _, _ = cute.arch.thread_idx()
+        k = cutlass.select_(kind_of(item) == W13, call.layer.hidden, call.layer.intermediate)
+        if thread < entry.count:
+            small = Int32(0)
+            for warp in cutlass.range_constexpr(ROW_WARPS):
+                small += shared_int(call.small)[thread * ROW_WARPS + warp]
+            if small * SMALL_DIVISOR > k:
+                call.order[entry.first + thread] |= beyond_bit(item)
+
+    @property
+    def turns(self) -> int:
+        """The number of chunks of a row that a thread has."""
+        return -(-self.config.blocks * 4 // ROW_THREADS)
+
+    @property
+    def chunk_words(self) -> int:
+        """The number of registers of a chunk: two elements each, or one float32 if results are wide."""
+        return CHUNK if self.wide else CHUNK // 2
+
+    def largest_of(self, numbers: Any) -> Int32:
+        """Returns the bit pattern of the amax of a thread's elements, as float32."""
+        if self.wide:
+            largest = numbers[0] & 0x7FFFFFFF
+            for word in numbers[1:]:
+                largest = cutlass.max(largest, word & 0x7FFFFFFF)
+            return Int32(largest)
+        largest = numbers[0] & 0x7FFF7FFF
+        for word in numbers[1:]:
+            largest = larger_halves(largest, word & 0x7FFF7FFF)
+        return Int32(cutlass.max(largest & 0xFFFF, largest >> 16)) << 16
+
+    @cute.jit
+    def chunks_of_row(self, call: Call, item: Int32, entry: Any, row: Int32) -> Any:
+        """Returns a thread's elements of a row, `chunk_words` registers a chunk; zeros past its end, and for rows
+        that do not exist.
+        """
+        layer = call.layer
+        thread, _, _ = cute.arch.thread_idx()
+        first = kind_of(item) == W13
+        k = cutlass.select_(first, layer.hidden, layer.intermediate)
+        found = []
+        pair = pair_of(call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)])
+        row_at = self.address_of_row(call, first, pair)
+        for turn in cutlass.range_constexpr(self.turns):
+            at = (thread % ROW_THREADS + turn * ROW_THREADS) * CHUNK
+            words = [Uint32(0)] * self.chunk_words
+            if row < entry.count and at < k:
+                if const_expr(not self.wide):
+                    words = words_at(row_at + at * 2, 8)
+                elif first:
+                    words = [bits_of(number) for word in words_at(row_at + at * 2, 8) for number in widened(self.dtype, word)]
+                else:
+                    words = words_at(row_at + at * 4, 16)
+            found += words
+        return found
+
+    def address_of_row(self, call: Call, first: Any, pair: Int32) -> Int64:
+        """Returns the address of a pair's row: of its token for the first GEMM, of its activation for the second."""
+        token_at = call.x + Int64(pair // call.layer.top_k) * (call.x_stride * 2)
+        activated_at = call.activated + Int64(pair) * (call.layer.intermediate * (4 if self.wide else 2))
+        return cutlass.select_(first, token_at, activated_at)
+
+    @cute.jit
+    def store_chunk(
+        self,
+        call: Call,
+        chunk: Int32,
+        row: Int32,
+        scale: Float32,
+        numbers: Any,
+    ):
+        """Splits sixteen elements of a row and stores them in its columns. Returns how many of them are inexact."""
+        words = [[] for _ in range(self.config.parts)]
+        if const_expr(self.wide):
+            values = [as_float(word) for word in numbers]
+        else:
+            values = [value for word in numbers for value in widened(self.dtype, word)]
+        values = [value * scale for value in values]
+        small = Int32(0)
+        for value in values:
+            # Zeros wrap around and do not count.
+            small += Int32((bits_of(value) & 0x7FFFFFFF) - 1 < Uint32(self.exact_from - 1))
+        for word in cutlass.range_constexpr(4):
+            low = self.split(values[2 * word], values[2 * word + 8])
+            high = self.split(values[2 * word + 1], values[2 * word + 9])
+            for part in cutlass.range_constexpr(self.config.parts):
+                words[part].append(low[part] | high[part] << 16)
+        to = call.rows + (chunk * self.tiles + row // 4) * (self.layers * CORE_BYTES) + row % 4 * (2 * CHUNK)
+        for part in cutlass.range_constexpr(self.config.parts):
+            store_words_shared(to + part // 2 * CORE_BYTES + part % 2 * CHUNK, words[part])
+        return small
+
+    @property
+    def exact_from(self) -> int:
+        """The bit pattern of the smallest scaled value that is exact, as float32: 2^-7 with two columns, 2^-9 with three."""
+        return (127 - (9 if self.config.parts > 2 else 7)) << 23
+
+    def split(self, first: Float32, second: Float32) -> Any:
+        """Splits two values. Returns two bytes of each part."""
+        parts = self.config.parts
+        return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=[first, second])
+
+
+def larger_halves(a: Uint32, b: Uint32) -> Uint32:
+    """Returns the larger of each unsigned half of two words. Nonnegative floats order like unsigned integers."""
+    return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
+
+
+def as_float(bits: Any) -> Float32:
+    """Returns the float32 with this bit pattern."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def bits_of(x: Float32) -> Uint32:
+    """Returns the bit pattern of a float32."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[x])
+
+
+def words_at(address: Int64, count: int) -> list:
+    """Loads consecutive words from global memory; their number is a multiple of four."""
+    return [word for first in range(0, count, 4) for word in load_words("global", address + 4 * first, 4)]
+
+
+def shared_int(address: Int32) -> cute.Pointer:
+    """Returns a pointer to an int32 in shared memory."""
+    return cute.make_ptr(Int32, address, cute.AddressSpace.smem)
