@@ -62,14 +62,14 @@ def build_public_function(
     """
     names = ", ".join(p.name for p in parameters)
     declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
-    look_at_recent = f"""
+    fast_path = f"""
     try:
         _first = _recent[{FIRST!r}]
     except KeyError:
         _first = _otherwise
     return _first({names}, override, solution)"""
     source = f"""\
-def {name}({declared}, *, override=None, solution=None):{look_at_recent if recent is not None else ""}
+def {name}({declared}, *, override=None, solution=None):{fast_path if recent is not None else ""}
     return _otherwise({names}, override, solution)
 """
 

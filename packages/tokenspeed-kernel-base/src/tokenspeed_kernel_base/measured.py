@@ -54,7 +54,7 @@ def use(source: Source | str | None) -> None:
     memo.invalidate()
 
 
-def _asked() -> Source | None:
+def _current_source() -> Source | None:
     global _source
     if isinstance(_source, str):
         _source = cast(Source, importlib.import_module(_source))
@@ -62,12 +62,12 @@ def _asked() -> Source | None:
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    source = _asked()
+    source = _current_source()
     return source is not None and source.has_results(operator, platform)
 
 
 def find(
     operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
 ) -> Found:
-    source = _asked()
+    source = _current_source()
     return Found() if source is None else source.find(operator, formats, traits, buckets, platform)

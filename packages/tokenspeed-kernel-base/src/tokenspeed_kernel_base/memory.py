@@ -64,12 +64,12 @@ def _as_rows(tensor: Tensor) -> tuple[int, int] | None:
 def _share_elements(tensor: Tensor, other: Tensor, distance: int) -> bool:
     if max(tensor.numel(), other.numel()) > _MOST_ELEMENTS:
         return False
-    return not _bytes_of(tensor).isdisjoint(place + distance for place in _bytes_of(other))
+    return not _bytes_of(tensor).isdisjoint(offset + distance for offset in _bytes_of(other))
 
 
 def _bytes_of(tensor: Tensor) -> set[int]:
-    places = {0}
+    offsets = {0}
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = {place + index * stride for place in places for index in range(size)}
+        offsets = {offset + index * stride for offset in offsets for index in range(size)}
     width = tensor.element_size()
-    return {place * width + byte for place in places for byte in range(width)}
+    return {offset * width + byte for offset in offsets for byte in range(width)}

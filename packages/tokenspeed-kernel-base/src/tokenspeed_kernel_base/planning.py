@@ -115,9 +115,9 @@ def warn_of_reference(called: str, explanation: Explanation) -> None:
         ReferenceWarning: see above. Python shows the same text once.
     """
     request, chosen = explanation.request, explanation.chosen
-    asked = explanation.override is not None or request.solution is not None
+    requested = explanation.override is not None or request.solution is not None
     accepted = sum(verdict.accepted for verdict in explanation.verdicts)
-    if chosen is None or not chosen.is_reference or request.platform.is_cpu or asked or accepted > 1:
+    if chosen is None or not chosen.is_reference or request.platform.is_cpu or requested or accepted > 1:
         return
     rejected = [verdict for verdict in explanation.verdicts if not verdict.accepted]
     nearest = next((verdict for verdict in rejected if verdict.gate == "traits"), rejected[0] if rejected else None)

@@ -69,7 +69,7 @@ class KernelRegistry:
         self._clashes: list[PriorityClash] = []
         self._load_failures: dict[str, tuple[str, str]] = {}
         self._private: set[str] = set()
-        self._open = 0
+        self._open_transactions = 0
 
     @classmethod
     def get(cls) -> KernelRegistry:
@@ -121,25 +121,25 @@ class KernelRegistry:
                 f'{spec.name}: an implementation is a function or "module:function", got {impl!r} ({spec.origin})'
             )
         with self._lock:
-            taken = self._specs.get(spec.name)
-            if taken is not None:
+            existing = self._specs.get(spec.name)
+            if existing is not None:
                 raise RegistrationError(
-                    f"a kernel named {spec.name} exists: registered by {taken.origin}, now again by {spec.origin}; "
+                    f"a kernel named {spec.name} exists: registered by {existing.origin}, now again by {spec.origin}; "
                     "give one of them another name="
                 )
             interface = self._interfaces.get((spec.family, spec.mode))
             launcher = Launcher(spec, impl, interface) if callable(impl) else None
             if interface is not None:
                 interface.check(spec)
-            if not self._open:
+            if not self._open_transactions:
                 self._check_layouts([spec])
-            peers = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
+            candidates = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
             self._specs[spec.name] = spec
             self._impls[spec.name] = impl
             if launcher is not None:
                 self._launchers[spec.name] = launcher
             self._modules[spec.name] = impl.partition(":")[0] if isinstance(impl, str) else _module_of(impl)
-            clashes = [PriorityClash(peer, spec) for peer in peers]
+            clashes = [PriorityClash(candidate, spec) for candidate in candidates]
             self._clashes.extend(clashes)
         memo.invalidate()
         for clash in clashes:
@@ -174,7 +174,7 @@ class KernelRegistry:
             public = set(self._public())
             before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes), set(self._private)
             added: list[KernelSpec] = []
-            self._open += 1
+            self._open_transactions += 1
             try:
                 yield added
                 # Checked at the end: the kernel that makes a layout may be registered after a kernel that reads it.
@@ -184,7 +184,7 @@ class KernelRegistry:
                 memo.invalidate()
                 raise
             finally:
-                self._open -= 1
+                self._open_transactions -= 1
             added.extend(spec for name, spec in self._public().items() if name not in public or before[0][name] is not spec)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ class KernelRegistry:
         kernels of ``operator``, ``"family.mode"``, if one is given."""
         with self._lock:
             if name not in self._specs:
-                peers = [spec for spec in self._specs.values() if operator in (None, spec.operator)]
-                raise KeyError(f"no kernel named {name}{nearest_kernel(name, peers)}")
+                candidates = [spec for spec in self._specs.values() if operator in (None, spec.operator)]
+                raise KeyError(f"no kernel named {name}{nearest_kernel(name, candidates)}")
             return self._specs[name]
 
     def declarations(self, names: Iterable[str]) -> list[tuple[KernelSpec, Callable[..., Any] | str]]:
@@ -515,20 +515,20 @@ def describe_kernel(name: str) -> str:
         "vendors": ", ".join(sorted(capability.vendors)) if capability.vendors is not None else "any",
         "architectures": f"{capability.min_arch_version or 'any'} to {capability.max_arch_version or 'any'}",
         "platform features": ", ".join(sorted(capability.required_features)) or "none",
-        "probe": _called(capability.probe),
+        "probe": _qualified_name(capability.probe),
         "formats": "any" if spec.format_signatures is None else " | ".join(sorted(map(str, spec.format_signatures))),
         "traits": "; ".join(f"{k}: {v}" for k, v in sorted(spec.traits.items())) or ("any" if spec.universal else "none"),
         "undeclared flags": "served" if spec.universal else "not served",
         "tunables": "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in spec.tunables.items()) or "none",
-        "tunable if": _called(spec.tunable_if),
-        "weight preprocessor": _called(spec.weight_preprocessor),
+        "tunable if": _qualified_name(spec.tunable_if),
+        "weight preprocessor": _qualified_name(spec.weight_preprocessor),
         "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
         "ignored parameters": ", ".join(sorted(registry.ignored_parameters(name))) or "none",
         "aligned caches": ", ".join(spec.aligned_caches) or "none",
         "only by name": spec.only_by_name or "no",
         "accuracy": spec.accuracy or "as the operator says",
         "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
-        "implementation": _called(impl),
+        "implementation": _qualified_name(impl),
         "load error": registry.load_error(name) or "none",
         "declared by": spec.origin or "unknown",
     }
@@ -536,7 +536,7 @@ def describe_kernel(name: str) -> str:
     return "\n".join([name, *(f"  {label:<{width}} {value}" for label, value in facts.items())])
 
 
-def _called(function: Callable[..., Any] | str | None) -> str:
+def _qualified_name(function: Callable[..., Any] | str | None) -> str:
     """A function as ``module:name``."""
     if function is None or isinstance(function, str):
         return function or "none"

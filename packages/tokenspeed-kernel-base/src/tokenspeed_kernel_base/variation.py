@@ -66,11 +66,11 @@ class Variation(NamedTuple):
         lengths if none were read. With ``padded``, the sum may be less than ``total``."""
         if not count:
             return []
-        shares = self.values(name, count, 1)
-        whole = sum(shares)
+        lengths = self.values(name, count, 1)
+        whole = sum(lengths)
         if whole > total or (whole < total and not padded):
             if not whole:
-                shares, whole = [1] * count, count
-            ends = [sum(shares[: i + 1]) * total // whole for i in range(count)]
-            shares = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        return shares
+                lengths, whole = [1] * count, count
+            ends = [sum(lengths[: i + 1]) * total // whole for i in range(count)]
+            lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        return lengths
