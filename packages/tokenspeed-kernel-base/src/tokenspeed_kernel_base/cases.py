@@ -94,7 +94,7 @@ class Recipe:
         """A copy with other values. Omits `DEFAULT` and values equal to a parameter's default."""
         defaults = {name: p.default for name, p in inspect.signature(self.maker).parameters.items()}
         values = {**self.values, **changes}
-        kept = {n: v for n, v in values.items() if v is not DEFAULT and not (n in defaults and _alike(v, defaults[n]))}
+        kept = {n: v for n, v in values.items() if v is not DEFAULT and not (n in defaults and _equal(v, defaults[n]))}
         return Recipe(self.maker, kept)
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ class Recipe:
 DEFAULT = inspect.Parameter.empty
 
 
-def _alike(left: Any, right: Any) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
@@ -181,8 +181,8 @@ def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None
     if bound is not None:
         outside += [*([2**32 + 1, 2**31, 2**32] if wide else []), bound, info.max]
     others = torch.tensor(outside, dtype=ids.dtype, device=ids.device)
-    place = absent.flatten().cumsum(0).view(absent.shape) % len(outside)
-    return torch.where(absent, others[place], ids)
+    position = absent.flatten().cumsum(0).view(absent.shape) % len(outside)
+    return torch.where(absent, others[position], ids)
 
 
 def poisoned(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     wanted, words = name.casefold(), _words(name)
     most = len(name) // 4 or int(len(name) == 3)  # letters that may differ
     near = []
-    for place, other in enumerate(known):
+    for position, other in enumerate(known):
         distance = _distance(wanted, other.casefold())
         if distance <= most or words <= _words(other) or _words(other) <= words:
-            near.append((distance, place, other))
+            near.append((distance, position, other))
     return min(near)[2] if near else None
 
 

@@ -107,7 +107,7 @@ _policy: SelectionPolicy | None = None
 Autotuner = Callable[["Request", Mapping[str, Any], float], str]
 
 _autotuner: Autotuner | str | None = None
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(eq=False)
@@ -330,12 +330,12 @@ def consider(request: Request, override: Override | None = None, *, found: Found
     accepted: list[Verdict] = []
     for spec in passing:
         overridden = spec.name == wanted
-        place, why = rank(spec, request, results)
+        position, why = rank(spec, request, results)
         if overridden:
             full = gate(spec, request)
             why = "override" + (f", although {full[1]}" if full else "") + f", {why}"
         configured, refused = _configuration(spec, request, override if overridden else None, results.get(spec.name))
-        accepted.append(Verdict(spec, None, why + refused, (float(overridden), *place), configured))
+        accepted.append(Verdict(spec, None, why + refused, (float(overridden), *position), configured))
     accepted.sort(key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
     if len(accepted) > 1 and accepted[0].rank == accepted[1].rank:
         first, second = accepted[0], accepted[1]
@@ -469,8 +469,8 @@ def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
         set_autotuner(load_object(_autotuner, "SelectionStrategy.AUTOTUNE"))
         assert callable(_autotuner)
     problem = _autotuner(request, arguments, policy.autotune_budget_s)
-    if problem and (request.operator, problem) not in _told:
-        _told.add((request.operator, problem))
+    if problem and (request.operator, problem) not in _warned:
+        _warned.add((request.operator, problem))
         warnings.warn(f"{request.operator} is not measured: {problem}; its kernel is chosen as without AUTOTUNE", stacklevel=5)
     return not problem
 
