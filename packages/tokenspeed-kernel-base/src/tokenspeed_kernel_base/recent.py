@@ -125,14 +125,14 @@ class RecentCalls:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """``make(otherwise)`` returns a function of all parameters, override and solution. It calls ``decided.call`` for a call
         like the one with these arguments, and ``otherwise`` for any other call."""
-        absent, tensors, options, told = self._read(arguments, override, solution)
+        absent, tensors, options, key = self._read(arguments, override, solution)
         groups = self._groups(tensors)
-        unset = tuple(value is None for value in told)
+        unset = tuple(value is None for value in key)
         pattern = _Pattern(absent, unset, groups, decided.watched, decided.check is not None)
         if pattern not in self._builders:
             self._builders[pattern] = self._build(pattern, decided.hints)
         guards = [self._make_guard(*(tensors[index] for index in group)) for group in groups]
-        return functools.partial(self._builders[pattern], guards, options, told, decided)
+        return functools.partial(self._builders[pattern], guards, options, key, decided)
 
     def _groups(self, tensors: Sequence[torch.Tensor | None]) -> tuple[tuple[int, ...], ...]:
         """The indices of the tensors, grouped by guard. A guard rejects one tensor given twice. So written tensors and inputs are
@@ -156,11 +156,11 @@ class RecentCalls:
         absent = "".join(f"({test}), " for test in self._absences)
         tensors = "".join(f"({source}), " for source in _unless_absent(tensor_reads(self._parameters)))
         options = "".join(f"({o.unless_absent(o.read) if o.lasting else None}), " for o in self._options)
-        told = "".join(f"({o.unless_absent(f'None if {o.read} is None else {o.told}')}), " for o in self._options)
+        key = "".join(f"({o.unless_absent(f'None if {o.read} is None else {o.key}')}), " for o in self._options)
         source = f"""\
 def {self._name}_read(_arguments, override, solution):
     ({self._names},) = _arguments
-    return ({absent}), ({tensors}), ({options}), ({told})
+    return ({absent}), ({tensors}), ({options}), ({key})
 """
         return compile_source(f"{self._name}_read", source, default_values(self._parameters))
 
@@ -173,7 +173,7 @@ def {self._name}_read(_arguments, override, solution):
             else:
                 # An equal option of another type is a different option, so that a type error does not depend on earlier calls.
                 same = f"{option.read} is _option_{index} or " if option.lasting else ""
-                terms.append(f"({same}{option.told} == _told_{index})")
+                terms.append(f"({same}{option.key} == _key_{index})")
         terms += within_terms(self._parameters)
         given = [self._tensors[index] for group in pattern.groups for index in group]
         if given:
@@ -185,19 +185,19 @@ def {self._name}_read(_arguments, override, solution):
         return terms
 
     def _build(self, pattern: _Pattern, hints: Sequence[str]) -> Callable[..., Any]:
-        """Builds ``make(guards, options, told, decided, otherwise)`` for calls of one pattern; `comparison` binds all but
+        """Builds ``make(guards, options, key, decided, otherwise)`` for calls of one pattern; `comparison` binds all but
         ``otherwise``."""
         unpacked = {
             "guards": "".join(f"_guard_{index}, " for index in range(len(pattern.groups))),
             "options": "".join(f"_option_{index}, " for index in range(len(self._options))),
-            "told": "".join(f"_told_{index}, " for index in range(len(self._options))),
+            "key": "".join(f"_key_{index}, " for index in range(len(self._options))),
             "decided.limits": limit_names(self._parameters),
         }
         setup = "\n".join(f"    ({names}) = _{value}" for value, names in unpacked.items() if names)
         check = value_check(self._parameters, pattern.watched, hints) if pattern.checked else ""
         made = f"{self._name}_like_{len(self._builders)}"
         source = f"""\
-def {made}(_guards, _options, _told, _decided, _otherwise):
+def {made}(_guards, _options, _key, _decided, _otherwise):
 {setup}
     _call, _check, _seen = _decided.call, _decided.check, _decided.seen
 

@@ -42,7 +42,7 @@ class Option(NamedTuple):
 
     Attributes:
         read: source that reads it.
-        told: source of its key, which is equal for equal options of the same type, and different otherwise.
+        key: source of its key, which is equal for equal options of the same type, and different otherwise.
         absent: source that tests whether the option's object is absent; empty if the option has no object or the object is
             required.
         default: name of its default in the source; empty if there is none.
@@ -50,7 +50,7 @@ class Option(NamedTuple):
     """
 
     read: str
-    told: str
+    key: str
     absent: str = ""
     default: str = ""
     lasting: bool = True
@@ -78,12 +78,12 @@ def _value_read(parameter: Parameter, read: str) -> Option:
     """The key of an option includes its type; a tuple's key includes its elements' types. A dtype and a frozen dataclass equal no
     value of another type, so their keys need no type."""
     if tuple in parameter.types:
-        told = f"({read}, {read} and tuple(map(type, {read})))"
+        key = f"({read}, {read} and tuple(map(type, {read})))"
     elif parameter.fields or parameter.types == (torch.dtype,):
-        told = read
+        key = read
     else:
-        told = f"(type({read}), {read})"
-    return Option(read, told, default="" if parameter.required else f"_default_{parameter.identifier}")
+        key = f"(type({read}), {read})"
+    return Option(read, key, default="" if parameter.required else f"_default_{parameter.identifier}")
 
 
 def absences(parameters: Sequence[Parameter]) -> list[str]:
@@ -104,8 +104,8 @@ def key_terms(parameters: Sequence[Parameter], written: Sequence[str]) -> str:
     tensors = tensor_reads(parameters)
     terms = []
     for read, absent in tensors:
-        told = f"type({read}), {read}.dtype, {read}.shape, {read}.device, {read}.layout"
-        terms.append(f"None if {absent} else ({told})" if absent else told)
+        key = f"type({read}), {read}.dtype, {read}.shape, {read}.device, {read}.layout"
+        terms.append(f"None if {absent} else ({key})" if absent else key)
     strides = ", ".join(f"None if {absent} else {read}.stride()" if absent else f"{read}.stride()" for read, absent in tensors)
     given = " and ".join(f"{name} is None" for name in written)
     if given:
@@ -113,8 +113,8 @@ def key_terms(parameters: Sequence[Parameter], written: Sequence[str]) -> str:
     terms += [f"({absent})" for absent in absences(parameters)]
     for option in option_reads(parameters):
         # Most calls leave most options at their defaults, so identity with the default is tested first.
-        told = f"{option.default} if {option.read} is {option.default} else {option.told}" if option.default else option.told
-        terms.append(option.unless_absent(f"({told})"))
+        key = f"{option.default} if {option.read} is {option.default} else {option.key}" if option.default else option.key
+        terms.append(option.unless_absent(f"({key})"))
     return ", ".join(terms)
 
 
