@@ -1,9 +1,11 @@
-"""What every wheel of the project stands on: the operators' declarations, and the framework that turns one into a function.
+"""The base of every wheel of the project: the operators' declarations, and the framework that turns a declaration into a function.
 
-A vendor wheel needs this and PyTorch, nothing else: its kernels are declared with `tokenspeed_kernel_base.registry`, and its plain
-functions are the operators declared in `tokenspeed_kernel_base.ops`, served by its own kernels alone. The wheel
-``tokenspeed-kernel`` puts the portable kernels, plugins and the workbench on top. Importing this package imports nothing but the
-standard library, and warns of distributions that are another project's.
+A vendor wheel needs this package and PyTorch, nothing else. It declares its kernels with `tokenspeed_kernel_base.registry`. Its
+plain functions are the operators declared in `tokenspeed_kernel_base.ops`, dispatched to its own kernels alone. The wheel
+``tokenspeed-kernel`` adds the portable kernels, plugins and the workbench.
+
+Importing this package imports only the standard library. The import warns of installed distributions that carry this project's
+names but belong to another project.
 """
 
 from tokenspeed_kernel_base.installation import warn_of_wrong_distributions

@@ -1,4 +1,4 @@
-"""Tensors whose rows begin at multiples of 16 bytes, as bulk copies to shared memory need them, and copies of those that do not."""
+"""Row alignment to 16 bytes, which bulk copies to shared memory need, and aligned copies of tensors that lack it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class CacheCopyWarning(UserWarning):
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the last axis is contiguous and all rows begin at multiples of ROW_BYTES. Rows are of whole ROW_BYTES themselves."""
+    """Whether the last axis is contiguous and every row starts at a multiple of ROW_BYTES. The caller guarantees that a row's size
+    is a multiple of ROW_BYTES."""
     if tensor.data_ptr() % ROW_BYTES:
         return False
-    if tensor.is_contiguous():  # nearly always, and quick to ask
+    if tensor.is_contiguous():  # the common case, and a cheap test
         return True
     step = ROW_BYTES // tensor.element_size()
     *outer, last = tensor.stride()
@@ -27,12 +28,12 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that `is_aligned`."""
+    """The tensor itself if it `is_aligned`, else an aligned copy."""
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_cache(cache: Tensor, name: str) -> Tensor:
-    """The cache, or a copy that `is_aligned`. Warns of the first copy of a cache of that name."""
+    """The cache itself if it `is_aligned`, else an aligned copy. Warns of the first copy made for each ``name``."""
     copy = aligned(cache)
     if copy is not cache:
         _warn_of_copies(name)
@@ -40,7 +41,7 @@ def aligned_cache(cache: Tensor, name: str) -> Tensor:
 
 
 def copied_cache(cache: Tensor) -> str:
-    """What `explain` says of a cache that a kernel would copy; empty where it would not."""
+    """The line that `explain` shows for a cache that a kernel would copy; empty if no copy is needed."""
     if type(cache) is not Tensor or cache.is_meta or is_aligned(cache):
         return ""
     size = cache.numel() * cache.element_size()

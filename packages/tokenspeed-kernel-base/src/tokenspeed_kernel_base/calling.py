@@ -1,7 +1,7 @@
-"""How an operator is called: check, choose a kernel, remember, launch.
+"""How an operator is called: check, select a kernel, memoise, launch.
 
-An operator may be called through several functions, each made by a `Caller`: the core's, which chooses among all kernels, and one
-for each wheel that works alone, which chooses among that wheel's own. Signature, docstring and checks are the operator's in each.
+An operator may be called through several functions, each made by a `Caller`. The core's function selects among all kernels. The
+function of a wheel that works alone selects among that wheel's kernels. All have the operator's signature, docstring and checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 from tokenspeed_kernel_base.stand_ins import is_traced, readable
 
-_COMPARISONS = "comparisons"  # beside the first of them, made for each to be followed by the next
+_COMPARISONS = "comparisons"  # key of the last calls' comparison makers, newest first; `dispatch.FIRST` holds the built chain
 
 
 class Caller:
@@ -33,9 +33,9 @@ class Caller:
 
     Attributes:
         op: the operator.
-        package: the package whose kernels serve it; None for all kernels.
+        package: the package whose kernels are candidates; None for all kernels.
         function: what users call: the operator's signature and docstring, and the keywords ``override`` and ``solution``.
-        lowering: its calls as those of a custom operator of PyTorch.
+        lowering: converts its calls to calls of a custom operator of PyTorch.
     """
 
     def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
@@ -80,17 +80,17 @@ class Caller:
     # -- deciding --------------------------------------------------------------------------------------------------------------
 
     def decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
-        """Checks a call, chooses its kernel, and remembers the outcome for calls of the same description."""
+        """Checks a call, selects its kernel, and memoises the decision for calls of the same description."""
         return self._decide(args, override, solution)[0]
 
     def _decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> tuple[Callable[..., Any], bool]:
-        """What `decide` gives, and whether it holds for further calls of the same description."""
+        """The function that `decide` returns, and whether it holds for further calls of the same description."""
         started = memo.epoch()
         op = self.op
         arguments = dict(zip(op.names, args, strict=True))
         if is_traced(op.parameters, arguments):
             return (lambda *values: self.lowering.call(*values, override, solution)), False
-        check = op.check_call(arguments, values=False)  # the guard looks at values, now and whenever they change
+        check = op.check_call(arguments, values=False)  # the guard checks values, now and whenever they change
         request, selected = self._select(arguments, check, override, solution)
         decided = self._decided(
             selected, arguments, [limit for name in op.bounds for limit in _limits(name, arguments[name], check, request)]
@@ -113,7 +113,7 @@ class Caller:
     def _remember_recent(
         self, args: tuple[Any, ...], override: str | None, solution: str | None, decided: recent.Decided, started: int
     ) -> None:
-        """Puts a comparison with this call before those with the calls that were decided last."""
+        """Puts a comparison with this call in front of those with the last decided calls."""
         if self._recent is None or self._comparisons is None:
             return
         made = (self._comparisons.comparison(args, override, solution, decided), *self._recent.get(_COMPARISONS, ()))[
@@ -126,7 +126,7 @@ class Caller:
         memo.remember(self._recent, dispatch.FIRST, first, started)
 
     def forget(self) -> None:
-        """Decides every call afresh. What was selected for requests is still known."""
+        """Clears the memo of calls, so that every call is decided afresh. Selections for requests stay memoised."""
         self._memo.clear()
         if self._recent is not None:
             self._recent.clear()
@@ -144,19 +144,19 @@ class Caller:
         wanted = override_of_call(self.op.family, self.op.mode, override)
         if wanted is None or self.package is None or override:
             return wanted
-        # What the environment or a block wants of all callers is no reason for a wheel's own function to fail.
+        # An override from the environment or a block must not make a wheel's own function fail: ignore other wheels' kernels.
         own = {spec.name for spec in KernelRegistry.get().get_for_operator(self.op.family, self.op.mode, self.package)}
         return wanted if wanted.kernel in own else None
 
     # -- what precedes the kernel ----------------------------------------------------------------------------------------------
 
     def _decided(self, selected: SelectedKernel, arguments: dict[str, Any], limits: list[int]) -> recent.Decided:
-        """The kernel, preceded by what must be looked at in every call; and the check of those values that lie in host memory."""
+        """The kernel, preceded by the overlap check that every call needs; and the check of values in host memory."""
         call = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
         return self._with_check(call, arguments)._replace(limits=limits)
 
     def _launcher(self, selected: SelectedKernel, arguments: dict[str, Any]) -> Callable[..., Any]:
-        """What runs calls of this description, checks aside."""
+        """The function that runs calls of this description, without checks."""
         empty = self._skip_if_empty(arguments)
         if empty is not None:
             return empty
@@ -188,7 +188,7 @@ class Caller:
         return empty
 
     def _with_overlap_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-        """``call``, preceded by the check that what it writes to overlaps no other argument, if it is given memory to write to."""
+        """``call``, preceded by the check that provided output memory overlaps no other argument, if the call provides any."""
         pairs = self.op.overlap_pairs(arguments)
         if not pairs:
             return call
@@ -197,7 +197,7 @@ class Caller:
         return guard(self._checked_by(self.op.check_overlaps), call)  # type: ignore[no-any-return]
 
     def _with_check(self, call: Callable[..., Any], arguments: dict[str, Any]) -> recent.Decided:
-        """``call``, with the check of those values that lie in host memory, if there are any."""
+        """``call``, with the check of values in host memory, if there are any."""
         op = self.op
         hints = tuple(p.name for p in op.parameters if p.kind is Kind.HINT)
         watched = tuple(n for n in op.host_values if n not in hints and arguments[n] is not None and readable(arguments[n]))
@@ -207,7 +207,7 @@ class Caller:
         return recent.Decided(call, (), watched, hints, self._checked_by(op.check_values), seen)
 
     def _with_value_guard(self, decided: recent.Decided) -> Callable[..., Any]:
-        """What was decided, as one function."""
+        """The decision as one function: the check of values in host memory, then the kernel."""
         if decided.check is None:
             return decided.call
         op, watched = self.op, decided.watched
@@ -231,14 +231,14 @@ class Caller:
         called: str | None = None,
         **facts: Any,
     ) -> Any:
-        """Decides, before any tensor exists, which kernel shall serve calls, and in which layout it wants what is prepared for it.
+        """Selects a kernel for calls before any tensor exists, and the layout that `prepare` converts objects to.
 
         Args:
-            args, facts: what the operator's ``plan`` hook takes.
-            device: where the tensors will be; by default what `current_platform` stands for.
-            platform: where the kernel shall run, in place of device.
-            override: only this kernel; the platform and format gates still hold.
-            solution: only kernels made with this.
+            args, facts: the arguments of the operator's ``plan`` hook.
+            device: where the tensors will be; by default the device of `current_platform`.
+            platform: the platform to run on, instead of ``device``.
+            override: only this kernel; the platform and format gates still apply.
+            solution: only kernels of this solution.
             called: the function in whose name errors are raised; ``"<mode>.plan"`` if not given.
 
         Returns:
@@ -246,9 +246,9 @@ class Caller:
 
         Raises:
             TypeError, ValueError: an argument is wrong; the message names it.
-            NoKernelFoundError: no kernel does this here; the message has each with its reason.
+            NoKernelFoundError: no kernel is eligible; the message has each with its reason.
         Warns:
-            ReferenceWarning: no kernel but the reference serves this on a GPU.
+            ReferenceWarning: only the reference is eligible on a GPU.
         """
         called = called or f"{self.op.mode}.plan"
         check = Checker(called)
@@ -265,27 +265,27 @@ class Caller:
         return self.op.make_plan(args, facts, called, decide)
 
     def prepare(self, given: Any, plan: Any, *, called: str | None = None) -> Any:
-        """Brings an object that outlives calls into the form that the plan's kernel wants. Once, when a model is loaded.
+        """Converts an object that outlives calls to the form that the plan's kernel reads. Call it once, when a model is loaded.
 
         Args:
             given: the object. It is not changed.
-            plan: as `plan` made it.
+            plan: a plan made by `plan`.
             called: the function in whose name errors are raised; ``"<mode>.prepare"`` if not given.
 
         Returns:
-            What calls are to be given in the object's place; the object itself if it is in that form already.
+            The object to pass to calls; ``given`` itself if it already has that form.
 
         Raises:
-            TypeError, ValueError: the object does not fit the plan, or the plan's kernel is not there; the message says which.
+            TypeError, ValueError: the object does not fit the plan, or the plan's kernel is not registered; the message says which.
         """
         return self.op.prepare(given, plan, called or f"{self.op.mode}.prepare", self.package)
 
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., Any]:
-        """The kernel that a call with these arguments would run, to be called directly.
+        """The kernel that a call with these arguments would run, for direct calls.
 
-        Takes what a call takes, checks it, and returns the implementation itself: a function of all parameters in order, for
-        calls of the same description. Calling it costs nothing beyond the kernel, and checks nothing; only values that lie in
-        host memory are still checked when they change, because there a wrong length costs the process, not an error.
+        Takes the arguments of a call, checks them, and returns the implementation itself: a function of all parameters in order,
+        for calls of the same description. Calling it costs nothing beyond the kernel, and checks nothing. Only values in host
+        memory are still checked when they change, because a wrong length there can end the process instead of raising an error.
         """
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
@@ -293,7 +293,7 @@ class Caller:
         return self._with_value_guard(self._with_check(self._launcher(selected, arguments), arguments))
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
-        """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""
+        """Which kernel a call with these arguments would run, and why each other kernel would not. Launches nothing."""
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
         wanted = self._wanted_kernel(override, solution)
@@ -306,14 +306,14 @@ class Caller:
 
 
 def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
-    """What a part of a composed kernel calls, and whether it may go on to call that."""
+    """The function that a part of a composed kernel calls, and whether further calls may reuse it."""
     caller: Caller = function.caller
     return caller._decide(args, None, None)
 
 
 def _limits(name: str, value: int | None, check: Checker, request: Request) -> tuple[int, int]:
-    """The values of a bound for which a decision holds: all that the check allows or, where it matters how large a call is, those
-    that share its bucket."""
+    """The values of a bound for which a decision holds: all that the check allows or, if the decision depends on sizes, those in
+    the same bucket."""
     if value is None:
         return 0, 0
     least, most = check.ranges.get(name, (value, value))

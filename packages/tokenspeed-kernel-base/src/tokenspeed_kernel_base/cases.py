@@ -1,7 +1,7 @@
-"""Named inputs of an operator, and what a call costs.
+"""Named inputs of an operator, and the cost of a call.
 
-Cases are the one source of inputs: tests, `verify`, benchmarks and tuning all run them. A case is a name and a function that
-draws the arguments from a seeded generator on a device; nothing is allocated until it is built.
+Cases are the only source of inputs: tests, `verify`, benchmarks and tuning all run them. A case is a name and a function that draws
+the arguments from a seeded generator on a device. Nothing is allocated until the case is built.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Draw:
 
     def __init__(self, device: torch.device | str = "cpu", seed: int = 0) -> None:
         self.device = torch.device(device)
-        # Meta tensors have no values, and no generator of their own.
+        # Meta tensors have no values, and the meta device has no generator.
         self.generator = torch.Generator("cpu" if self.device.type == "meta" else self.device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Draw:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def cumulative(self, lengths: Sequence[int]) -> torch.Tensor:
-        """int32 ``[len(lengths) + 1]``: 0 and the running sums, as ``cu_seqlens`` wants them."""
+        """int32 ``[len(lengths) + 1]``: 0 followed by the running sums of ``lengths``, the form of ``cu_seqlens``."""
         sums = [0]
         for length in lengths:
             sums.append(sums[-1] + length)
@@ -58,12 +58,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What draws a case's arguments, with the plain values that it was made from, so that a case can be varied: shrunk where it
-    fails, or taken to the edge of what a kernel declares. Made by a function that `recipe` decorates.
+    """Draws a case's arguments, and keeps the plain values that it was made from.
+
+    The values let a test vary the case: shrink a failing one, or move it to the limits that a kernel declares. Functions decorated
+    with `recipe` return recipes.
 
     Attributes:
-        maker: that function, undecorated.
-        values: what it was called with, by parameter; ``*shape`` is one tuple, and ``**options`` stand beside the others.
+        maker: the undecorated function.
+        values: its arguments by parameter name; ``*shape`` is one tuple, and ``**options`` are entries like the others.
     """
 
     maker: Callable[..., Callable[[Draw], dict[str, Any]]]
@@ -77,7 +79,7 @@ class Recipe:
         return hash((self.maker, str(self)))
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """``values`` as a call takes them: what has no default by position, the rest by keyword."""
+        """``values`` as positional and keyword arguments: leading parameters without a default by position, the rest by keyword."""
         args, kwargs = [], dict(self.values)
         by_position = True
         for parameter in inspect.signature(self.maker).parameters.values():
@@ -89,14 +91,14 @@ class Recipe:
         return args, kwargs
 
     def vary(self, **changes: Any) -> Recipe:
-        """The same with other values. One that is a parameter's default is left out, as is `DEFAULT`."""
+        """A copy with other values. Omits `DEFAULT` and values equal to a parameter's default."""
         defaults = {name: p.default for name, p in inspect.signature(self.maker).parameters.items()}
         values = {**self.values, **changes}
-        kept = {n: v for n, v in values.items() if v is not DEFAULT and not (n in defaults and _alike(v, defaults[n]))}
+        kept = {n: v for n, v in values.items() if v is not DEFAULT and not (n in defaults and _equal(v, defaults[n]))}
         return Recipe(self.maker, kept)
 
     def __str__(self) -> str:
-        """Python text that makes it, in a module that has imported the maker."""
+        """Python source that makes the recipe, for a module that imports the maker."""
         args, kwargs = self._arguments()
         parts = [*(_text(value) for value in args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]
         return f"{self.maker.__name__}({', '.join(parts)})"
@@ -105,7 +107,7 @@ class Recipe:
 DEFAULT = inspect.Parameter.empty
 
 
-def _alike(left: Any, right: Any) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
@@ -114,7 +116,8 @@ def _text(value: Any) -> str:
 
 
 def recipe(maker: Callable[P, Callable[[Draw], dict[str, Any]]]) -> Callable[P, Recipe]:
-    """Decorates a function that takes plain values (numbers, lengths, dtypes, other recipes) and returns what a `Case` wants."""
+    """Decorates a function of plain values (numbers, lengths, dtypes, other recipes) that returns the ``make`` function of a
+    `Case`."""
 
     @functools.wraps(maker)
     def make(*args: P.args, **kwargs: P.kwargs) -> Recipe:
@@ -133,12 +136,12 @@ class Case:
     """One named call of an operator.
 
     Attributes:
-        name: what it stands for: ``"gpt-oss-120b decode 64 x 8k"``. Unique within the operator.
+        name: what the case represents: ``"gpt-oss-120b decode 64 x 8k"``. Unique within the operator.
         make: draws the arguments, by name; a `Recipe`, or any function.
-        large: sized for a GPU: correctness tests on a CPU leave it out.
-        tags: free labels to pick cases by.
-        world_size: how many processes take part, each a rank of torch.distributed's default group; ``make`` runs on each, with the
-            same seed. In a process that is alone it makes the arguments of a group of one.
+        large: sized for a GPU; correctness tests on a CPU skip it.
+        tags: free labels to select cases by.
+        world_size: number of processes, each a rank of torch.distributed's default group. ``make`` runs on every rank with the same
+            seed. In a process without a group, ``make`` returns the arguments of a group of one.
     """
 
     name: str
@@ -154,22 +157,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work that a call cannot avoid: floating-point operations (a multiply-add counts 2) and bytes read and written once."""
+    """The work that a call cannot avoid: floating-point operations (a multiply-add counts as 2), and bytes to read and write, each
+    byte once."""
 
     flops: float
     bytes: float
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:
-    """Bytes that these tensors hold; None counts nothing."""
+    """Total size of the tensors in bytes; None counts as 0."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None) -> torch.Tensor:
-    """A copy of ids in which those that the mask names are others that name nothing, from the dtype's whole range.
+    """A copy of ``ids`` in which the masked ids are replaced by invalid ids from the dtype's whole range.
 
-    Negative ids name nothing. Given a ``bound``, neither do ids from it on. Some of the int64 ids become small valid ids when a
-    kernel truncates them to 32 bits before it tests their range.
+    Negative ids are invalid. With a ``bound``, so are ids equal to or above it. Some of the int64 ids become small valid ids when a
+    kernel truncates them to 32 bits before its range check.
     """
     info = torch.iinfo(ids.dtype)
     wide = info.bits > 32
@@ -177,14 +181,14 @@ def absent_ids(ids: torch.Tensor, absent: torch.Tensor, bound: int | None = None
     if bound is not None:
         outside += [*([2**32 + 1, 2**31, 2**32] if wide else []), bound, info.max]
     others = torch.tensor(outside, dtype=ids.dtype, device=ids.device)
-    place = absent.flatten().cumsum(0).view(absent.shape) % len(outside)
-    return torch.where(absent, others[place], ids)
+    position = absent.flatten().cumsum(0).view(absent.shape) % len(outside)
+    return torch.where(absent, others[position], ids)
 
 
 def poisoned(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    """A copy of floats that holds NaN where the mask of its leading axes says."""
+    """A copy of a float tensor with NaN wherever the mask is True. The mask covers the leading axes."""
     made = tensor.clone()
     nan = torch.full((1,), torch.nan, device=tensor.device).to(tensor.dtype)
-    narrow = tensor.element_size() == 1  # not every backend can index these but as bytes
+    narrow = tensor.element_size() == 1  # some backends can index 1-byte floats only as bytes
     (made.view(torch.uint8) if narrow else made)[where] = nan.view(torch.uint8) if narrow else nan
     return made

@@ -1,13 +1,13 @@
-"""Errors that teach: argument, what it was, what it should have been.
+"""Argument checks whose errors name the argument, its requirement and its value.
 
-An operator's ``check`` hook gets a `Checker` and states shapes by named sizes; the first tensor that mentions a size binds it,
-and every later one must agree::
+An operator's ``check`` hook gets a `Checker` and states shapes by named sizes. The first tensor that mentions a size binds it, and
+every later tensor must agree::
 
     check.tensor("q", q, "tokens heads head_dim", FLOATS)
     check.tensor("k", k, "kv_tokens kv_heads head_dim", q.dtype)
     check.divides("kv_heads", "heads")
 
-Wrong shapes and values raise ValueError, wrong types and dtypes TypeError, always before anything is launched.
+Wrong shapes and values raise ValueError, wrong types and dtypes TypeError. Both raise before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def describe(value: Any) -> str:
 
 
 def unusual_storage(tensor: torch.Tensor) -> str:
-    """What keeps a tensor's elements from being found by shape and strides: ``"sparse_csr"``, ``"nested"``...; empty for others."""
+    """Why shape and strides do not locate a tensor's elements: ``"sparse_csr"``, ``"nested"``...; empty for ordinary tensors."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout is not torch.strided:
@@ -50,7 +50,8 @@ def unusual_storage(tensor: torch.Tensor) -> str:
 
 
 def refuse_gradients(mode: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises RuntimeError where a gradient would be lost: kernels are for inference and have none."""
+    """Raises RuntimeError if a tensor requires a gradient while gradients are enabled: kernels are for inference and have no
+    backward pass."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors:
@@ -62,7 +63,7 @@ def refuse_gradients(mode: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 class Checker:
-    """Checks the arguments of one call of one operator. ``check["heads"]`` is the size that a tensor bound to that name."""
+    """Checks the arguments of one call of one operator. ``check["heads"]`` is the value that a tensor bound to that size name."""
 
     def __init__(self, operator: str) -> None:
         self.operator = operator
@@ -74,14 +75,14 @@ class Checker:
         return self._sizes[size][0]
 
     def sizes(self) -> dict[str, int]:
-        """Every size that was bound, by name; ``rows`` is the product of the axes that a leading ``...`` stood for. A ``"batch+1"``
-        says what ``batch`` is; other sums and products of sizes are left out."""
+        """Every bound size by name. ``rows`` is the number of rows in the axes that a leading ``...`` matched. A size ``"batch+1"``
+        yields ``batch``; other expressions of sizes are omitted."""
         named = {name[:-2]: value - 1 for name, (value, _) in self._sizes.items() if name.endswith("+1")}
         named |= {name: value for name, (value, _) in self._sizes.items() if name.isidentifier()}
         return named if self._rows is None else {"rows": self._rows, **named}
 
     def bind(self, size: str, value: int, source: str) -> None:
-        """Gives a size a value that no tensor's shape says."""
+        """Binds a size to a value that no tensor's shape gives. Messages name ``source`` as the value's origin."""
         self._sizes[size] = (value, source)
 
     def fail(self, argument: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
@@ -94,14 +95,16 @@ class Checker:
             self.fail(argument, expected, got)
 
     def bound(self, argument: str, value: int | None, least: int = 0, most: int = sys.maxsize, why: str = "") -> None:
-        """Checks an integer that the operator declares as a bound; None passes. Calls that differ in nothing else are not checked
-        again while it stays within these limits, so a check must look at it in no other way.
+        """Checks an integer that the operator declares as a bound; None passes.
+
+        A later call that differs only in this value hits the memo while the value stays within these limits, and skips the check.
+        So a check must use the value in no other way.
 
         Args:
             argument: its name.
-            value: what was given.
+            value: the value.
             least, most: the limits, both included.
-            why: what sets the upper limit, for the message.
+            why: the reason for the upper limit, for the message.
         """
         self.ranges[argument] = (least, most)
         if value is None:
@@ -114,13 +117,13 @@ class Checker:
     def tensor(
         self, argument: str, value: torch.Tensor | None, shape: str, dtype: torch.dtype | Collection[torch.dtype] | None = None
     ) -> None:
-        """Checks a tensor's shape and dtype. None passes: whether an argument may be absent is for its annotation to say.
+        """Checks a tensor's shape and dtype. None passes: the annotation decides whether an argument may be absent.
 
         Args:
             argument: its name.
             value: the tensor.
-            shape: names or numbers of its sizes, outermost first; a leading ``...`` stands for any number of axes.
-            dtype: the dtype or dtypes that it may have.
+            shape: names or numbers of its sizes, outermost first; a leading ``...`` matches any number of axes.
+            dtype: the allowed dtype or dtypes.
         """
         if value is None:
             return
@@ -148,7 +151,7 @@ class Checker:
                 self.fail(argument, f"of shape [{', '.join(shape.split())}] where {because}", str(list(value.shape)))
 
     def dtype(self, argument: str, value: torch.Tensor, dtype: torch.dtype | Collection[torch.dtype]) -> None:
-        """Raises TypeError unless the tensor has the dtype, or one of them."""
+        """Raises TypeError unless the tensor's dtype is ``dtype``, or one of them if there are several."""
         allowed = {dtype} if isinstance(dtype, torch.dtype) else set(dtype)
         if value.dtype not in allowed:
             got = dtype_name(value.dtype)
@@ -179,7 +182,7 @@ class Checker:
         model: torch.Tensor,
         dtypes: Collection[torch.dtype] | None = None,
     ) -> None:
-        """Checks that an optional tensor has another's shape and dtype, or one of ``dtypes``."""
+        """Checks that an optional tensor has the shape of another, and its dtype or one of ``dtypes``."""
         if value is None:
             return
         self.dtype(argument, value, dtypes or model.dtype)

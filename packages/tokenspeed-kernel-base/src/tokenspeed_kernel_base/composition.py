@@ -1,8 +1,8 @@
 """Operators whose bodies call other operators.
 
-Such a body says what several steps give together: a normalisation and the product that reads it, say. A kernel may do them all in
-one launch. Where none does, the body itself runs, and each operator that it calls, a *part*, is dispatched to its best kernel. So
-the operator is right everywhere at once, and model code that calls it need not know which kernels there are.
+Such a body defines the combined result of several steps: a normalisation and the GEMM that reads it, say. A fused kernel may do
+them all in one launch. Without one, the body itself runs, and each operator that it calls, a *part*, is dispatched to its best
+kernel. So the operator works everywhere, and model code that calls it need not know which kernels there are.
 
 ::
 
@@ -10,16 +10,16 @@ the operator is right everywhere at once, and model code that calls it need not 
     def mm_add(a: Tensor, b: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
         return mm(a, b) + residual
 
-From it follow two kernels. ``reference_mm_add`` runs the body with the reference of each part; fused kernels are measured against
-it. ``composed_mm_add`` runs it with the parts' best kernels, and ranks below every other kernel of the operator but the reference.
+Two kernels follow from the body. ``reference_mm_add`` runs it with the reference of each part; fused kernels are compared with it.
+``composed_mm_add`` runs it with the parts' best kernels, and ranks below every other kernel of the operator except the reference.
 
-A composed kernel costs a call no more than its parts would, called one by one. What the operator was called with, its
-description, settles shapes, dtypes and options of all parts. So each is decided when the body first runs for a description, and
-then called directly. For that the body is compiled a second time, with a name of its own in the place of each part that stands
-outside of loops and nested functions; parts within those are looked up at every call, as are parts with bounds.
+A call of a composed kernel costs no more than calls of its parts one by one. The description of the operator's call determines
+shapes, dtypes and options of all parts. So each part is decided when the body first runs for a description, and then called
+directly. For this purpose the body is compiled a second time, with a separate name for each call of a part outside of loops and
+nested functions. Parts inside loops and nested functions are looked up at every call, as are parts with bounds.
 
 A body must give its parts arguments whose shapes, dtypes and options follow from the description: no branch of it may depend on
-values. Its results are contiguous tensors of their own, or what its caller provided.
+values. Its results are contiguous tensors of their own, or the outputs that its caller provided.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from tokenspeed_kernel_base import lowering
 
 COMPOSED = "composed"
 
-# A part stands for itself; where it can be decided once, ``decide`` gives what to call from then on, or None to ask again.
+# ``decide(part, arguments)`` returns the function to call, and whether further calls of the same description may reuse it.
 Decide = Callable[[Any, tuple[Any, ...]], tuple[Callable[..., Any], bool]]
 
 _NESTED = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda, ast.FunctionDef)
 
 
 class _Sites(ast.NodeTransformer):
-    """Gives each part a name of its own, and its arguments in the order of the operator's parameters.
+    """Gives each part a name of its own, and puts its arguments in the order of the operator's parameters.
 
     Attributes:
-        parts: the operators' functions, by these names.
-        defaults: values of arguments that are left out, by name.
+        parts: the parts' operator functions, by these names.
+        defaults: default values of omitted arguments, by name.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
@@ -92,13 +92,13 @@ class Composition:
     """The body of an operator that is composed of others.
 
     Args:
-        body: it. Its source must be at hand.
+        body: the body. Its source must be available.
 
     Attributes:
-        parts: the operators that it calls, in order, those in loops aside.
+        parts: the operators that it calls, in order, except those in loops and nested functions.
 
     Raises:
-        TypeError: it calls no operator, or one in a way that says not which argument is which.
+        TypeError: the body calls no operator, or calls one so that its arguments cannot be matched to parameters.
     """
 
     def __init__(self, body: Callable[..., Any]) -> None:
@@ -123,7 +123,7 @@ class Composition:
         self.parts = tuple(function.operator for function in sites.parts.values())
 
     def with_parts(self, parts: Mapping[str, Callable[..., Any]]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The body with these in the place of its parts, and the namespace that it finds them in."""
+        """The body with these functions in place of its parts, and the namespace in which it looks them up."""
         namespace = {**self._body.__globals__, **self._defaults, **parts}
         exec(self._code, namespace)  # the source is the body's own
         made = namespace[self._body.__name__]
@@ -136,10 +136,11 @@ class Composition:
         return self.with_parts({name: function.operator.reference for name, function in self._sites.items()})[0]
 
     def decided(self, decide: Decide) -> Callable[..., Any]:
-        """A function for calls of one description: the body, whose parts are decided when it first runs, and then called directly.
+        """A function for calls of one description: the body, whose parts are decided when it first runs and then called directly.
 
         Args:
-            decide: gives, for a part's function and its arguments, what to call, and whether that holds for all further calls.
+            decide: for a part's function and its arguments, returns the function to call, and whether that holds for all further
+                calls.
         """
 
         def undecided(name: str, function: Any) -> Callable[..., Any]:
@@ -168,11 +169,11 @@ class Composed:
         self._read, self._positions = read, positions
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it once, and looks each part up."""
+        """Runs the body once, and looks up each part."""
         return self.decided(_ask, args)(*args)
 
     def decided(self, decide: Decide, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """What runs calls like this one; see `Composition.decided`."""
+        """A function that runs calls of this description; see `Composition.decided`."""
         call = self._read().decided(decide)
         given = [(index, position) for index, position in enumerate(self._positions) if args[position] is not None]
         if not given:

@@ -1,8 +1,9 @@
 """Every setting that comes from outside the program, read in one place.
 
-Two sources: environment variables that start with ``TOKENSPEED_KERNEL_``, and one TOML file named by
-``TOKENSPEED_KERNEL_CONFIG``. Where both speak, the environment wins. They are read when the package is imported and again
-by `reload_settings`; changing ``os.environ`` in between has no effect, so that a call never pays for looking.
+There are two sources: environment variables that start with ``TOKENSPEED_KERNEL_``, and one TOML file named by
+``TOKENSPEED_KERNEL_CONFIG``. The environment takes precedence over the file. The settings are read when ``tokenspeed_kernel`` is
+imported, or on first use without it, and again by `reload_settings`. Changing ``os.environ`` in between has no effect, so no call
+pays for reading it.
 
 The file::
 
@@ -61,15 +62,15 @@ class Settings:
     Attributes:
         overrides: operator, as ``("family", "mode")``, to kernel name, from the file.
         env_overrides: upper-case ``FAMILY_MODE`` to kernel name, from the environment. The two parts cannot be told apart
-            without knowing the operators, so they are kept joined; `override_for` compares in that form.
+            without knowing the operators, so they stay joined; `override_for` compares the joined form.
         disabled_plugins: names of plugins that are not loaded; ``"*"`` means all.
         objective: name of the default `SelectionObjective`, or None.
-        platform: name of a platform to pretend, or None.
+        platform: name of a platform to pretend, or None for the real one.
         verbose: whether every new selection is logged.
-        tuned: directory of measured choices, or ``"off"``; None for the user's cache directory.
-        capture_path: where the shapes of every call are written, or None.
+        tuned: directory of tuned results, or ``"off"``; None for the user's cache directory.
+        capture_path: file that receives the shapes of every call, or None.
         profile: whether every call is put into a range that profilers show.
-        profile_folder: where the times of all calls are written, or None.
+        profile_folder: folder that receives the times of all calls, or None.
         source: the TOML file, or None.
     """
 
@@ -86,7 +87,7 @@ class Settings:
     source: Path | None = None
 
     def override_for(self, family: str, mode: str) -> tuple[str, str] | None:
-        """The kernel forced for an operator and the setting that forces it, or None."""
+        """The kernel that a setting forces for an operator, and the setting's name; None if no setting does."""
         joined = f"{family}_{mode}".upper()
         if joined in self.env_overrides:
             return self.env_overrides[joined], OVERRIDE_PREFIX + joined
@@ -96,7 +97,7 @@ class Settings:
 
     @property
     def watches_calls(self) -> bool:
-        """Whether calls are to be watched from the beginning: captured, put into ranges, or timed."""
+        """Whether calls are watched from the start: captured, put into profiler ranges, or timed."""
         return self.capture_path is not None or self.profile or self.profile_folder is not None
 
     def plugin_disabled(self, name: str) -> bool:
@@ -142,7 +143,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _word(text: str) -> bool | None:
-    """What a word for yes or no says; None for any other text."""
+    """True for a word that means yes, False for one that means no; None for any other text."""
     lowered = text.strip().lower()
     return True if lowered in _TRUE else False if lowered in _FALSE else None
 
@@ -155,7 +156,8 @@ def _flag(name: str, text: str) -> bool:
 
 
 def _file(name: str, text: str) -> Path | None:
-    """The path of a file, or None if a word says no. No file is named by a word: whoever writes one means a flag."""
+    """The path of a file, or None for a word that means no. A word that means yes raises ConfigurationError: it is meant as a
+    flag."""
     word = _word(text)
     if word:
         raise ConfigurationError(
@@ -165,11 +167,11 @@ def _file(name: str, text: str) -> Path | None:
 
 
 def directory(text: str) -> str | None:
-    """What a setting says that names a directory in which files are kept: its path, `OFF` if a word says no, None if one says yes,
-    or nothing is said: then it is the usual one.
+    """Parses a setting that names a directory for files. Returns the path, `OFF` for a word that means no, or None for a word that
+    means yes and for an unset setting. None stands for the default directory.
 
     Args:
-        text: the setting's value; empty where it is not set.
+        text: the setting's value; empty if it is not set.
     """
     word = _word(text) if text else True
     return text if word is None else None if word else OFF
@@ -192,7 +194,7 @@ def _warn_about_unknown(env: Mapping[str, str]) -> None:
 
 
 def warn_about_unknown_overrides(operators: Iterable[tuple[str, str]]) -> None:
-    """Warns of overrides for operators that do not exist. Only who knows the operators can tell, once they are declared."""
+    """Warns of overrides for operators that do not exist. The caller passes all operators, once they are declared."""
     known = {f"{family}.{mode}": f"{OVERRIDE_PREFIX}{family}_{mode}".upper() for family, mode in operators}
     for joined in settings().env_overrides:
         name = OVERRIDE_PREFIX + joined
@@ -207,7 +209,7 @@ def _warn_unless_known(where: str, name: str, known: Collection[str], prefix: st
 
 
 def _meant(name: str, known: Iterable[str], prefix: str) -> str:
-    """Which name may have been meant, as `did_you_mean` says it. What all names begin with does not make them alike."""
+    """The suggestion of `did_you_mean`. The common prefix is removed first, because it would make all names look alike."""
     return did_you_mean(name.removeprefix(prefix), (other.removeprefix(prefix) for other in known), prefix.__add__)
 
 
@@ -284,7 +286,8 @@ def _overrides_from_table(table: Any, source: Path | None) -> dict[tuple[str, st
 
 
 def cache_directory() -> Path | None:
-    """Ours in the user's cache directory, as the XDG base directory specification has it. None where there is no home."""
+    """This project's folder in the user's cache directory, by the XDG base directory specification; None without a home
+    directory."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -293,8 +296,8 @@ def cache_directory() -> Path | None:
 
 
 def kept_in(chosen: str | None, folder: str) -> Path | None:
-    """Where files are kept, for a setting that `directory` has read: the directory that it names; None if it says `OFF`; else the
-    folder of this name in `cache_directory`, and None where that is."""
+    """The directory for files, from a setting parsed by `directory`: the named one, or None for `OFF`. By default it is ``folder``
+    in `cache_directory`, or None where there is no cache directory."""
     if chosen is not None:
         return None if chosen == OFF else Path(chosen)
     cache = cache_directory()
@@ -305,7 +308,7 @@ _settings: Settings | None = None
 
 
 def settings() -> Settings:
-    """The settings in force; read on first use."""
+    """The current settings, read on first use."""
     global _settings
     if _settings is None:
         _settings = read_settings()
@@ -313,9 +316,9 @@ def settings() -> Settings:
 
 
 def reload_settings() -> Settings:
-    """Reads everything again, and forgets every selection made under the old settings.
+    """Reads all settings again, and invalidates every selection made under the old ones.
 
-    Plugins that were loaded stay loaded; see `tokenspeed_kernel.plugins`.
+    Loaded plugins stay loaded; see `tokenspeed_kernel.plugins`.
     """
     global _settings
     _settings = read_settings()

@@ -53,10 +53,10 @@ HOOKS = (
     "prepare",
 )  # fmt: skip
 
-# Once these are declared, the attribute of the function that declared each is the step itself.
+# Hooks whose attribute of the function, a decorator at first, becomes the step itself once the hook is declared.
 STEPS = ("plan", "prepare")
 
-# What plans are made by, too.
+# Hooks that also run when a plan is made.
 _PLANNED_HOOKS = frozenset({"traits", "formats"})
 
 # What these say must hold for a whole range of a bound, so they cannot ask for one.
@@ -73,18 +73,18 @@ class Operator(Generic[P, R]):
         outs: parameters that receive output 0, 1, ... when given.
         mutates: further parameters that it writes to.
         in_place: outputs that may be an input, by name: the inputs that each may be.
-        exact: every kernel must give the reference's values bit for bit.
+        exact: every kernel must match the reference bit for bit.
         varying: sizes that change from call to call, the one that counts a batch's items first; all others are fixed by the model.
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
-        padded: the offsets behind whose last one rows are padding, of an operator that allows it.
-        unlimited: integer options that may be so large that they mean no limit.
-        scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
-        planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
-        layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
+        padded: the parameter with offsets; rows past the last offset are padding. None if there is no padding.
+        unlimited: integer options for which -1 and large values mean no limit.
+        scales: parameters that scale the values of another one: positive, and near 1 if drawn at random.
+        planned: the parameter that takes a plan; None if there is none. See `tokenspeed_kernel_base.planning`.
+        layout: the trait, and the plan's attribute, with the layout of prepared objects; None if there is only one layout.
         composed: whether the body calls other operators.
-        trait_kinds: the traits that its ``traits`` hook may give, with the values of each.
-        interface: all that its kernels are declared against.
+        trait_kinds: the traits that its ``traits`` hook may return, with the kind of values of each.
+        interface: the names that its kernels' declarations are checked against.
         function: what users call.
     """
 
@@ -177,8 +177,8 @@ class Operator(Generic[P, R]):
         return cls
 
     def hook_adder(self, name: str) -> Callable[[Hook], Hook]:
-        """The decorator that adds a hook, as an attribute of the operator's function. Adding is for the module that declares the
-        operator: a hook changes what every call of it means."""
+        """The decorator that adds a hook, as an attribute of the operator's function. Only the module that declares the operator
+        may add hooks, because a hook changes the meaning of every call."""
 
         def add(hook: Hook) -> Hook:
             self._refuse_strangers(name)
@@ -190,7 +190,7 @@ class Operator(Generic[P, R]):
         return add
 
     def add_check_values(self, *, host: Iterable[str]) -> Callable[[Hook], Hook]:
-        """The decorator of the hook that looks at values; ``host`` names the tensors whose values it reads."""
+        """The decorator of the hook that checks values; ``host`` names the tensors whose values it reads."""
         self._refuse_strangers("check_values")
 
         def add(hook: Hook) -> Hook:
@@ -238,8 +238,8 @@ class Operator(Generic[P, R]):
             raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
 
     def register_reference(self) -> None:
-        """Registers the body as a kernel, unless it is registered already; twice where it calls other operators, see
-        `tokenspeed_kernel_base.composition`."""
+        """Registers the body as the reference kernel, unless it is registered already. A body that calls other operators is
+        registered a second time, as the composed kernel; see `tokenspeed_kernel_base.composition`."""
         registry = KernelRegistry.get()
         registry.declare_interface(self.family, self.mode, self.interface)
         for spec, impl in self._bodies:
@@ -248,7 +248,7 @@ class Operator(Generic[P, R]):
 
     @functools.cached_property
     def _bodies(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
-        """What the body is registered as."""
+        """The specs and implementations that the body is registered as."""
         bodies: list[tuple[KernelSpec, Callable[..., Any]]] = [
             (self._body_spec(REFERENCE, Priority.REFERENCE, frozenset({"determinism"})), self.reference)
         ]
@@ -275,7 +275,7 @@ class Operator(Generic[P, R]):
         )
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
-        """Calls a hook, if it is declared, with the arguments that it asks for; options are as kernels are given them."""
+        """Calls a hook, if it is declared, with the arguments that it names. Options have the values that kernels receive."""
         hook = self._hooks.get(name)
         return None if hook is None else hook(*leading, **{n: self._by_name[n].normal(arguments[n]) for n in self._wanted[name]})
 
@@ -284,11 +284,11 @@ class Operator(Generic[P, R]):
 
     @functools.cached_property
     def composition(self) -> Composition:
-        """The body as it calls other operators, of an operator that is composed. Read when it is first needed: importing the
-        operators must be quick.
+        """The body of a composed operator, parsed for the operators that it calls. Parsed on first use, to keep the import of
+        operators fast.
 
         Raises:
-            TypeError: it is not, or calls one in a way that cannot be read.
+            TypeError: the operator is not composed, or calls another one in a way that cannot be parsed.
         """
         if not self.composed:
             raise TypeError(f"{self} is not declared as composed")
@@ -297,7 +297,7 @@ class Operator(Generic[P, R]):
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
     def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a call whose values kernels are given in another form, by name; see `Parameter.normal`."""
+        """The options of a call that kernels receive in another form, by name; see `Parameter.normal`."""
         normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
         return {name: value for name, value in normal.items() if value is not arguments[name]}
 
@@ -317,7 +317,7 @@ class Operator(Generic[P, R]):
         return lowering.from_list(results)
 
     def counted_rows(self, arguments: Mapping[str, Any]) -> int | None:
-        """How many first rows of the outputs are not padding; None where all count. Reads the value from the device."""
+        """The number of leading rows of the outputs that are not padding; None without padding. Reads the value from the device."""
         return None if self.padded is None else int(arguments[self.padded][-1])
 
     def all_cases(self) -> list[Case]:
@@ -325,17 +325,17 @@ class Operator(Generic[P, R]):
         return list(self._hooks["cases"]()) if "cases" in self._hooks else []
 
     def cost_of(self, arguments: dict[str, Any]) -> Cost:
-        """The work of a call. ``arguments`` are named; those left out take their defaults."""
+        """The work of a call. ``arguments`` are named; omitted ones take their defaults."""
         cost = self.run_hook("cost", self.complete(arguments))
         assert isinstance(cost, Cost), f"{self} declares no cost"
         return cost
 
     def varied(self, arguments: dict[str, Any], variation: Variation) -> dict[str, Any]:
-        """What changes in (complete) arguments for a variation, by name; nothing where the operator has no ``vary`` hook."""
+        """The (complete) arguments that a variation changes, by name; nothing if the operator has no ``vary`` hook."""
         return dict(self.run_hook("vary", arguments, variation) or {})
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
-        """The (complete) arguments of a case as this kernel wants them: weights in its own layout, say. A copy where it differs."""
+        """The (complete) arguments of a case as this kernel reads them: weights in its own layout, say. A copy if they differ."""
         if "prepare" not in self._hooks or self.planned is None:
             return arguments
         raw, _ = self._wanted["prepare"]
@@ -361,7 +361,7 @@ class Operator(Generic[P, R]):
         return self.run_hook("fake", {**arguments, **unfound} if unfound else arguments)
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
-        """The outputs of a call, described without being allocated."""
+        """The outputs of a call as meta tensors, without allocating memory."""
         return lowering.as_list(self.fake_outputs(on_meta(self.parameters, arguments)))
 
     def request(
@@ -371,12 +371,12 @@ class Operator(Generic[P, R]):
         sizes: Mapping[str, int] | None = None,
         package: str | None = None,
     ) -> Request:
-        """What a call with these (complete, checked) arguments asks of a kernel.
+        """The request of a call with these (complete, checked) arguments.
 
         Args:
             arguments: of the call, by name.
-            solution: only kernels that are made with this.
-            sizes: what `check_call` found, if it ran.
+            solution: only kernels of this solution.
+            sizes: the sizes found by `check_call`, if it ran.
             package: only this package's kernels.
         """
         tensors = tensor_arguments(self.parameters, arguments)
@@ -404,13 +404,13 @@ class Operator(Generic[P, R]):
         """A plan, from facts and a selection.
 
         Args:
-            args, facts: what the ``plan`` hook takes.
+            args, facts: the arguments of the ``plan`` hook.
             called: the function in whose name errors are raised.
             consider: makes the selection for a plan without a kernel.
 
         Raises:
             TypeError, ValueError: a fact is wrong.
-            NoKernelFoundError: nothing was chosen.
+            NoKernelFoundError: no kernel is eligible.
         Warns:
             ReferenceWarning: the plan is for the reference, on a GPU.
         """
@@ -434,7 +434,7 @@ class Operator(Generic[P, R]):
     def consider_plan(
         self, plan: Any, platform: PlatformInfo, solution: str | None, override: Override | None, package: str | None
     ) -> Explanation:
-        """Which kernel a plan would be for, and why no other: each is asked for the layout that it wants."""
+        """The selection for a plan. Each kernel is evaluated with the layout that it needs."""
         planned, trait = self.planned, self.layout
         assert planned is not None
 
@@ -459,12 +459,12 @@ class Operator(Generic[P, R]):
         return planning.consider_layouts(request_in, specs, trait, override)
 
     def consider_prepared(self, request: Request, arguments: dict[str, Any], override: Override | None) -> Explanation:
-        """Which kernel would serve a call that is planned first: each is asked for the layout that it wants.
+        """The selection for a call that is planned first. Each kernel is evaluated with the layout that it needs.
 
         Args:
-            request: what the call asks as it is.
+            request: the request of the unprepared call.
             arguments: of the call, by name.
-            override: the kernel that is wanted by name, if any.
+            override: the kernel requested by name, if any.
         """
         planned, trait = self.planned, self.layout
         if planned is None or trait is None:
@@ -479,7 +479,7 @@ class Operator(Generic[P, R]):
         return planning.consider_layouts(request_in, specs, trait, override)
 
     def prepare(self, given: Any, plan: Any, called: str, package: str | None = None) -> Any:
-        """An object as the plan's kernel wants it, by the ``prepare`` hook. TypeError for what is no plan of the operator."""
+        """An object converted for the plan's kernel by the ``prepare`` hook. Raises TypeError for a plan of another class."""
         check = Checker(called)
         if not isinstance(plan, self.plan_class):
             check.fail(
@@ -488,7 +488,7 @@ class Operator(Generic[P, R]):
         return self._hooks["prepare"](planning.Preparation(check, str(self), self.planned or "", package), given, plan)
 
     def sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
-        """How large a call is: the sizes that its ``check`` hook names, without capacities, and the bounds that are given."""
+        """The sizes of a call: those that its ``check`` hook names, without capacities, and the bounds that are given."""
         if check is None:
             check = Checker(self.mode)
             self.run_hook("check", arguments, check)
@@ -496,8 +496,8 @@ class Operator(Generic[P, R]):
         return {**sizes, **{name: arguments[name] for name in self.bounds if arguments[name] is not None}}
 
     def _stated(self, arguments: dict[str, Any]) -> tuple[FormatSignature, dict[str, Any]]:
-        """The formats and the traits of a call. Raises TypeError for those that the declaration does not state: no kernel could
-        be declared for them."""
+        """The formats and the traits of a call. Raises TypeError for those that the operator does not declare, because no kernel
+        could declare them."""
         traits: dict[str, Any] = self.run_hook("traits", arguments) or {}
         if "formats" in self._hooks:
             signature = self.run_hook("formats", arguments)
@@ -513,10 +513,10 @@ class Operator(Generic[P, R]):
     # -- checking --------------------------------------------------------------------------------------------------------------
 
     def check_call(self, arguments: dict[str, Any], *, values: bool = True) -> Checker:
-        """Raises TypeError or ValueError for a call that no kernel must see; ``values``: look at those in host memory too.
+        """Raises TypeError or ValueError for an invalid call. ``values``: also check values in host memory.
 
         Returns:
-            What the checks found: sizes, and the ranges of bounds.
+            The checker, with the sizes and the ranges of bounds that it found.
         """
         check_types(self.mode, self.parameters, arguments)
         tensors = tensor_arguments(self.parameters, arguments)
@@ -537,8 +537,8 @@ class Operator(Generic[P, R]):
         return check
 
     def _check_resources(self, arguments: dict[str, Any], first: str, device: torch.device) -> None:
-        """Raises ValueError where a resource is not for the device that the tensors are on, and TypeError where nothing can be
-        remembered of it."""
+        """Raises ValueError for a resource of another device than the tensors', and TypeError for a resource whose key is not
+        hashable."""
         for name, resource in resource_arguments(self.parameters, arguments):
             if resource.device is not None and not same_place(resource.device, device):
                 what = f"a {type(resource).__name__} for {resource.device}"
@@ -578,7 +578,7 @@ class Operator(Generic[P, R]):
         ]
 
     def check_overlaps(self, arguments: dict[str, Any]) -> None:
-        """Raises ValueError where the memory that a call writes to holds another argument, or one element twice."""
+        """Raises ValueError if a tensor that a call writes to overlaps another argument, or has several elements at one address."""
         tensors = dict(tensor_arguments(self.parameters, arguments))
         for name in self.written(arguments):
             if name in tensors and memory.repeats_itself(tensors[name]):
@@ -594,7 +594,7 @@ class Operator(Generic[P, R]):
             raise ValueError(f"{self.mode}: {name} must not overlap {other}, got tensors that share memory{allowed}")
 
     def check_values(self, arguments: dict[str, Any]) -> None:
-        """Raises ValueError for wrong values of tensors that lie in host memory, and of hints."""
+        """Raises ValueError for invalid values of tensors in host memory, and of hints."""
         seen = dict(arguments)
         for name in self.host_values:
             value = seen[name]

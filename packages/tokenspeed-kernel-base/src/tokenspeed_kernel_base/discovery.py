@@ -1,8 +1,8 @@
-"""Finding declarations by importing the modules that make them.
+"""Finds declarations by importing the modules that contain them.
 
-A package's kernels and operators are declared in its modules, one beside each launcher, and nowhere else: there is no table to add
-them to. `import_modules` imports every module of a package but device code, whose name ends in ``_device``: a launcher's module
-imports no compiler, and gets at its device code through `DeviceModule`, which imports it at the first launch.
+A package's kernels and operators are declared in its modules, beside each launcher; there is no central table. `import_modules`
+imports every module of a package except device modules, whose names end in ``_device``. A launcher's module imports no compiler. It
+reaches its device code through `DeviceModule`, which imports the device module at the first launch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ DEVICE_SUFFIX = "_device"
 
 
 def import_modules(package: str) -> list[str]:
-    """Imports a package and every module in it, in order of their names, but device code.
+    """Imports a package and all its modules, sorted by name, except device modules.
 
     Returns:
-        Their names.
+        The names of the imported modules.
 
     Raises:
-        ImportError: a folder holds modules and is no package, so that nothing in it would be found.
-        Whatever a module raises; its traceback names file and line.
+        ImportError: a folder holds modules but no ``__init__.py``, so nothing in it would be found.
+        Any exception of a module; its traceback names file and line.
     """
     module = importlib.import_module(package)
     names = [package]
@@ -54,14 +54,14 @@ class DeviceModule:
         def mha_prefill(q, k, v, ...):
             device.attend[grid](q, k, v, ...)
 
-    Attributes that were used once are found without a further call, so that a launch pays nothing for it.
+    The instance caches each attribute on first use, so later launches pay nothing for the look-up.
     """
 
     def __init__(self, name: str) -> None:
         self.__name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # asked by tools that look at every object, for which nothing is to be imported
+        if attribute.startswith("__"):  # introspection tools probe these; they must not trigger the import
             raise AttributeError(attribute)
         value = getattr(importlib.import_module(self.__name), attribute)
         self.__dict__[attribute] = value

@@ -1,17 +1,18 @@
-"""The functions that a public call runs through, generated from an operator's parameters.
+"""Source-generated functions that a public call runs through.
 
-A call must cost about a microsecond, checks included, so nothing about it is computed twice. What checks, traits and selection
-depend on is the *description* of the arguments: dtypes, shapes, devices, the values of plain options, and the keys of resources.
-What was decided for a description is remembered in two places:
+A call must cost about a microsecond, checks included, so nothing is computed twice. Checks, traits and selection depend only on the
+call's *description*: dtypes, shapes, devices, values of plain options, and keys of resources. The decision for a description is
+memoised in two caches:
 
-* ``recent``: comparisons with the calls that were decided last, which do not need the description, see
+* ``recent``, the fast path: comparisons with the last decided calls, which do not build the description. See
   `tokenspeed_kernel_base.recent`.
-* ``memo``: every decision, under dtypes, shapes, devices and options as one tuple.
+* ``memo``: every decision. Its key is the description as one tuple.
 
-Options are told with their types, because 1, 1.0 and True are one key to a dictionary and not one option. Bounds (the longest
-sequence, say) are no part of a description: a decision holds for a range of them, which is compared.
+The key holds each option's type beside its value, because 1, 1.0 and True are equal dictionary keys but different options. Bounds
+(the longest sequence, say) are not in the key: a decision holds for a range of each bound, and each call's bounds are compared with
+that range.
 
-Only a description that is in neither place takes the slow path, `Caller.decide`.
+A miss in both caches takes the slow path, `Caller.decide`.
 """
 
 from __future__ import annotations
@@ -51,28 +52,30 @@ def build_public_function(
 
     Args:
         name: its name.
-        parameters: those of the operator.
-        written: parameters whose memory it writes to.
-        memo: description to the limits of the bounds, and the resolved callable.
-        recent: under `FIRST`, a function of all parameters, override and solution, to try first; None to do without.
-        decide: ``decide(arguments, override, solution)`` resolves a call that neither knows.
-        lowered: what the call becomes while torch.compile traces it; takes all parameters, then override and solution.
+        parameters: the operator's.
+        written: parameters whose memory the operator writes to.
+        memo: maps a description to the limits of the bounds and the resolved callable.
+        recent: holds under `FIRST` a function of all parameters, override and solution, which is tried first; None disables the
+            fast path.
+        decide: ``decide(arguments, override, solution)`` resolves a call that misses both caches.
+        lowered: replaces the call while torch.compile traces it; takes all parameters, then override and solution.
     """
     names = ", ".join(p.name for p in parameters)
     declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
-    look_at_recent = f"""
+    fast_path = f"""
     try:
         _first = _recent[{FIRST!r}]
     except KeyError:
         _first = _otherwise
     return _first({names}, override, solution)"""
     source = f"""\
-def {name}({declared}, *, override=None, solution=None):{look_at_recent if recent is not None else ""}
+def {name}({declared}, *, override=None, solution=None):{fast_path if recent is not None else ""}
     return _otherwise({names}, override, solution)
 """
 
     def otherwise(*args: Any) -> Any:
-        """What is not in ``recent``. Compiled when it is first needed: importing the package would take longer by a tenth."""
+        """The path after a miss in ``recent``. Compiled on first use: compiling it at import would make the import a tenth
+        slower."""
         namespace["_otherwise"] = build_otherwise(name, parameters, written, memo, decide)
         return namespace["_otherwise"](*args)
 
@@ -82,13 +85,13 @@ def {name}({declared}, *, override=None, solution=None):{look_at_recent if recen
         **default_values(parameters),
     }
     function = compile_source(name, source, namespace)
-    # What torch.compile traces in the function's place: asking at every call whether it does would cost a tenth of the call.
+    # torch.compile traces this in the function's stead. A test for tracing at every call would cost a tenth of the call.
     vars(function)["_torchdynamo_inline"] = _traced(parameters, lowered)
     return function
 
 
 def _traced(parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes what the public one takes and calls ``lowered``, in terms that torch.compile can trace."""
+    """A function with the public signature that calls ``lowered``, written so that torch.compile can trace it."""
     names = tuple(parameter.name for parameter in parameters)
     defaults = {parameter.name: parameter.default for parameter in parameters if not parameter.required}
 
@@ -109,7 +112,8 @@ def build_otherwise(
     memo: Mapping[Any, Any],
     decide: Callable[..., Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """A function of all parameters, override and solution, that looks the call up by its whole description, or decides it."""
+    """A function of all parameters, override and solution. It looks the call up in ``memo`` by its description, and decides it on a
+    miss."""
     names = ", ".join(p.name for p in parameters)
     limits, within = limit_names(parameters), " and ".join(within_terms(parameters)) or "True"
     graded = " or ".join(
@@ -132,8 +136,8 @@ def {name}({names}, override, solution):
 
 
 def build_entry_function(name: str, parameters: Sequence[Parameter], written: Sequence[str]) -> Callable[..., Any]:
-    """``entry(arguments, override, solution, limits, call)``: key and value under which a decision is remembered. ``limits``: least
-    and most of each bound, one after another."""
+    """``entry(arguments, override, solution, limits, call)`` returns the memo's key and value for a decision. ``limits``: lower and
+    upper limit of each bound, in order."""
     names = ", ".join(p.name for p in parameters)
     source = f"""\
 def {name}_entry(_arguments, override, solution, _limits, _call):
@@ -144,7 +148,8 @@ def {name}_entry(_arguments, override, solution, _limits, _call):
 
 
 def build_replacing(name: str, parameters: Sequence[Parameter], names: Collection[str]) -> Callable[..., Any]:
-    """A function ``replacing(call, options)`` that gives ``call`` with the options of these names in place of those it is given."""
+    """``replacing(call, options)`` returns a function that calls ``call`` with the arguments of these names replaced by
+    ``options``."""
     given = ", ".join(p.name for p in parameters)
     passed = ", ".join(f"_{p.name}" if p.name in names else p.name for p in parameters)
     unpacked = "\n".join(f"    _{option} = _options[{option!r}]" for option in names)
@@ -164,11 +169,12 @@ def {name}_replacing(_call, _options):
 
 
 def value_check(parameters: Sequence[Parameter], watched: Sequence[str], hints: Sequence[str]) -> str:
-    """Source that checks values that lie in host memory, before the kernel is called.
+    """Source that checks values in host memory before the kernel is called.
 
-    A model's layers pass the same lengths and page table many times a step, so the check runs only when a watched tensor is
-    another one than last time or was written to since (its version counter tells; it does not count writes through NumPy or
-    ``.data``), or a bound is another. With a hint given, or nothing watched, it always runs. The tensors are not kept alive.
+    A model's layers pass the same lengths and page table many times per step. So the check runs only when a watched tensor is
+    another object, a watched tensor was written to since, or a bound changed. Writes are detected by the tensor's version counter,
+    which misses writes through NumPy or ``.data``. The check always runs when a hint is given or nothing is watched. Watched
+    tensors are held by weak reference.
     """
     names = ", ".join(p.name for p in parameters)
     if not watched:
@@ -190,7 +196,7 @@ def value_check(parameters: Sequence[Parameter], watched: Sequence[str], hints: 
 
 
 def nothing_checked(parameters: Sequence[Parameter], watched: Sequence[str]) -> tuple[Any, ...]:
-    """What `value_check` has seen before the first call."""
+    """The initial state of `value_check`, before any check."""
     return _never(len(watched)) + (None,) * len(bounds_of(parameters))
 
 
@@ -199,7 +205,7 @@ def _never(watched: int) -> tuple[Any, ...]:
 
 
 def remember_checked(tensors: tuple[torch.Tensor, ...], bounds: tuple[int | None, ...]) -> tuple[Any, ...]:
-    """What `value_check` has seen after a call."""
+    """The state of `value_check` after a check of these tensors and bounds."""
     if any(t.is_inference() for t in tensors):
         return _never(len(tensors)) + bounds
     return (*map(weakref.ref, tensors), *(t._version for t in tensors), *bounds)
@@ -208,8 +214,8 @@ def remember_checked(tensors: tuple[torch.Tensor, ...], bounds: tuple[int | None
 def build_value_guard(
     name: str, parameters: Sequence[Parameter], watched: Sequence[str], hints: Sequence[str]
 ) -> Callable[..., Any]:
-    """A function ``guard(check, call, seen)`` that gives ``call`` preceded by ``check``, a check of values that lie in host memory,
-    where `value_check` finds that it must run. ``seen``: a list of what was checked last, `nothing_checked` at first."""
+    """``guard(check, call, seen)`` returns ``call`` preceded by ``check`` wherever `value_check` requires it. ``check`` tests
+    values in host memory. ``seen`` is a one-element list with the state of the last check, initially `nothing_checked`."""
     names = ", ".join(p.name for p in parameters)
     source = f"""\
 def {name}_guard(_check, _call, _seen):
@@ -228,16 +234,16 @@ _NOTHING = object()
 def build_overlap_guard(
     name: str, parameters: Sequence[Parameter], pairs: Sequence[tuple[str, str, bool]], tensors: Mapping[str, torch.Tensor]
 ) -> Callable[..., Any]:
-    """A function ``guard(check, call)`` that gives ``call`` preceded by ``check`` where tensors may overlap that must not.
+    """``guard(check, call)`` returns ``call`` preceded by ``check``, which runs where tensors that must be disjoint may overlap.
 
-    Where they lie is compared at every call, in terms of their addresses: a distance between two that was found to be right is
-    right again, because shapes and strides are those of the description.
+    Every call compares the tensors' addresses. A distance between two addresses that passed the check once always passes, because
+    shapes and strides are part of the description.
 
     Args:
-        name: of the operator.
-        parameters: those of the operator.
-        pairs: names of a tensor that is written to, and of another; then whether they may be one tensor.
-        tensors: those of a call of this description, by name.
+        name: the operator's.
+        parameters: the operator's.
+        pairs: the name of a written tensor, the name of another tensor, and whether the two may be the same tensor.
+        tensors: the tensors of one call of this description, by name.
     """
     names = ", ".join(p.name for p in parameters)
     reads = {tensor.name: tensor.name if tensor is p else attribute_of(p, tensor) for p in parameters for tensor in p.tensors()}

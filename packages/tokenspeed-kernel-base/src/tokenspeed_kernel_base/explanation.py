@@ -1,4 +1,4 @@
-"""What is asked of the selector, and what it answers."""
+"""A selection's request, its verdicts and its result."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tokenspeed_kernel_base.traits import format_traits
 
 
 class SelectionObjective(enum.Enum):
-    """What to prefer among kernels that all do the job. Each looks at a tag of the same name unless said otherwise."""
+    """The preference among eligible kernels. An objective prefers the tag of its own name unless its comment says otherwise."""
 
     DEFAULT = "default"  # priority alone
     LATENCY = "latency"
     THROUGHPUT = "throughput"
-    PORTABILITY = "portability"  # kernels with the fewest demands on the platform
-    DETERMINISM = "determinism"  # bitwise the same from run to run
-    ACCURACY = "accuracy"  # no softmax weights in fp8: those without the tag ``fp8_weights``
-    DEBUG = "debug"  # the plainest: lowest priority first
+    PORTABILITY = "portability"  # fewest platform requirements
+    DETERMINISM = "determinism"  # bitwise reproducible from run to run
+    ACCURACY = "accuracy"  # avoids the tag ``fp8_weights``: softmax probabilities rounded to fp8
+    DEBUG = "debug"  # lowest priority first, because such kernels are the plainest
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is wanted for.
+    """A request for a kernel.
 
-    ``traits`` holds every trait the caller knows, flags that are clear included. ``fixed_traits`` names those that say what the
-    operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
-    ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from
-    call to call; the others are fixed by the model. ``intermediates`` are formats that the operator rounds values to between its
-    inputs and its outputs; only tolerances look at them. ``package`` asks for the kernels of one package only. ``given`` names the
-    parameters that the call does not leave at their defaults.
+    ``traits`` holds every trait that the caller knows, including flags that are False. ``fixed_traits`` names the traits that
+    describe the operands (the layout of weights, say); an override cannot bypass them. ``sizes`` holds the sizes of the call:
+    tokens, heads, rows... No gate reads them. ``varying`` names the sizes that change from call to call; the model fixes the
+    others. ``intermediates`` are formats to which the operator rounds intermediate values; only tolerances depend on them.
+    ``package`` restricts the request to the kernels of one package. ``given`` names the parameters that the call does not leave at
+    their defaults.
     """
 
     family: str
@@ -57,13 +57,13 @@ class Request:
 
     @property
     def buckets(self) -> dict[str, int]:
-        """The sizes by which measured results are found: those that vary, rounded up to a power of two; the others as they are,
-        because what is quickest, and what fits, depends on them exactly."""
+        """The sizes by which measured results are keyed. Varying sizes are rounded up to a power of two. Fixed sizes stay exact,
+        because they decide which kernel is fastest and which configuration fits."""
         return {name: bucket(size) if name in self.varying else size for name, size in self.sizes.items()}
 
 
 def bucket(size: int) -> int:
-    """The smallest power of two that is not below a size; 0 for 0.
+    """The smallest power of two that is at least ``size``; 0 for 0.
 
     >>> [bucket(n) for n in (0, 1, 3, 64, 65)]
     [0, 1, 4, 64, 128]
@@ -73,8 +73,8 @@ def bucket(size: int) -> int:
 
 @dataclass(frozen=True)
 class Override:
-    """A kernel that is wanted by name, and by whom. ``config`` is the configuration that it is wanted with: names and values of
-    its tunables, empty for its own choice; None for the tuned one, if there is one."""
+    """A kernel requested by name, and the source of that request. ``config`` is the requested configuration: its tunables' values
+    by name. It is empty for the kernel's defaults, and None for the tuned configuration, if there is one."""
 
     kernel: str
     source: str
@@ -83,8 +83,8 @@ class Override:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one kernel: accepted with its rank and the configuration that it would run with (empty: its own choice), or
-    rejected at a gate with the reason."""
+    """The result for one kernel: accepted with a rank and a configuration (empty: the kernel's defaults), or rejected by a gate
+    with a reason."""
 
     spec: KernelSpec
     gate: str | None = None
@@ -99,16 +99,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The whole of one selection.
+    """One complete selection.
 
     Attributes:
-        request: what was asked.
-        verdicts: every kernel of the operator: accepted ones best first, then the rejected.
-        chosen: the kernel that serves the request, or None.
-        override: the kernel wanted by name, if any.
-        problem: why there is no kernel, beyond what the verdicts say.
-        notes: measured results that exist and are not used, with the reasons.
-        cards: what resources of the call say of themselves, and which caches the chosen kernel copies, by parameter.
+        request: the request.
+        verdicts: one per kernel of the operator: accepted ones best first, then rejected ones.
+        chosen: the selected kernel, or None.
+        override: the kernel requested by name, if any.
+        problem: why no kernel was selected, beyond the verdicts.
+        notes: measured results that exist but are not used, with the reasons.
+        cards: descriptions of the call's resources, and caches that the chosen kernel copies, by parameter.
     """
 
     request: Request
@@ -145,7 +145,7 @@ class Explanation:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
+        """The explanation as plain values, for JSON."""
         return {
             "operator": self.request.operator,
             "platform": {"name": self.request.platform.device_name, "arch": self.request.platform.arch},
@@ -175,7 +175,8 @@ class Explanation:
 
 
 class NoKernelFoundError(RuntimeError):
-    """No kernel can serve a request. The message lists every candidate with its reason; ``explanation`` has them as data."""
+    """No kernel is eligible for a request, or the requested override is not. The message lists every candidate with its reason;
+    ``explanation`` holds them as data."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoKernelFoundError, (self.explanation or self.args[0],)
@@ -189,13 +190,13 @@ class NoKernelFoundError(RuntimeError):
 
 @dataclass(frozen=True)
 class SelectedKernel:
-    """A decision: the kernel's name and its implementation, which is what calling this calls.
+    """A decision: a kernel's name and its implementation. Calling this object calls the implementation.
 
     Attributes:
-        name: of the kernel.
-        impl: its function; with a configuration bound to it where one was measured.
-        config: that configuration; empty for the kernel's own choice.
-        provisional: it should have been measured, and could not be now; the next call decides again.
+        name: the kernel's.
+        impl: its function, with the measured configuration bound to it if there is one.
+        config: that configuration; empty for the kernel's defaults.
+        provisional: the request was due for measurement, which is impossible now; the next call decides again.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Whose distributions are installed: this project's, or another project's of the same name.
+"""Detects installed distributions that carry this project's names but belong to another project.
 
 The package index has other projects' distributions under the names ``tokenspeed-kernel`` and ``tokenspeed-kernel-...``. Versions of
-this project end in a local label, ``0.3.0+independent``. The index takes no upload whose version has a local label, so no version
-there is equal to one of ours, whatever number it has.
+this project end in a local label, ``0.3.0+independent``. The index accepts no upload whose version has a local label. So no version
+there equals one of this project's, whatever its number.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LABEL = __version__.partition("+")[2]
 
 @dataclass(frozen=True)
 class WrongDistribution:
-    """An installed distribution of another project, whose name is one of this project's.
+    """An installed distribution that has one of this project's names but belongs to another project.
 
     Attributes:
-        name, version: as its metadata has them.
+        name, version: from the name of its ``.dist-info`` folder.
         folder: where it is installed.
     """
 
@@ -37,7 +37,7 @@ class WrongDistribution:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """How to fix it."""
         return (
             f"pip uninstall {self.name}; where this project has a package of that name, install it with "
             f"pip install --find-links <folder of its wheels> {requirement(self.name)}"
@@ -45,22 +45,23 @@ class WrongDistribution:
 
 
 def requirement(distribution: str) -> str:
-    """A name, with extras if wanted, as a command line gives it to pip: with our version, so that no other project's is taken."""
+    """A requirement for pip's command line, with this project's version, so that pip accepts no other project's. ``distribution``
+    may name extras."""
     return f"'{distribution}=={__version__}'"
 
 
 class WrongDistributionWarning(UserWarning):
-    """A distribution is installed that is another project's, though its name is one of this project's."""
+    """An installed distribution has one of this project's names but belongs to another project."""
 
 
 def wrong_distributions(path: Iterable[str] | None = None) -> list[WrongDistribution]:
-    """The installed distributions with names of this project that are not this project's, by name.
+    """Installed distributions that have this project's names but belong to another project, sorted by name.
 
     Args:
-        path: folders to look in, in order; a name that several have is the first one's. ``sys.path`` by default.
+        path: folders to search, in order; the first match of a name wins. ``sys.path`` by default.
     """
     found: dict[str, WrongDistribution] = {}
-    # File names are enough, and reading them takes a hundredth of the time that parsing metadata takes.
+    # File names suffice. Reading them takes a hundredth of the time of parsing metadata.
     for folder in map(Path, sys.path if path is None else path):
         for info in folder.glob("tokenspeed_kernel*.dist-info"):
             name, _, version = info.name.removesuffix(".dist-info").partition("-")
@@ -71,10 +72,10 @@ def wrong_distributions(path: Iterable[str] | None = None) -> list[WrongDistribu
 
 
 def warn_of_wrong_distributions() -> None:
-    """Says so where a distribution of another project is installed beside this one.
+    """Warns of installed distributions that have this project's names but belong to another project.
 
     Warns:
-        WrongDistributionWarning: for each.
+        WrongDistributionWarning: one for each.
     """
     for wrong in wrong_distributions():
         warnings.warn(f"{wrong}; {wrong.remedy}", WrongDistributionWarning, stacklevel=3)

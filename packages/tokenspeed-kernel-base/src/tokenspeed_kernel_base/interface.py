@@ -1,8 +1,8 @@
-"""What an operator states, and whether a kernel's declaration keeps to it.
+"""The names that an operator declares, and the check of kernels' declarations against them.
 
-A name that no operator states fails open: a kernel that constrains ``hiden`` is chosen for every ``hidden``. So each name in a
-declaration (a trait, an operand, a format, a value that a trait never has) is looked up when the kernel is registered, or when its
-operator is declared after it.
+An undeclared name would fail open: a kernel that constrains ``hiden`` would be eligible for every ``hidden``. So each name in a
+kernel's declaration (a trait, an operand, a format, a trait's value) is looked up at registration, or when its operator is declared
+later.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from tokenspeed_kernel_base.traits import TraitKind, describe_kind, impossible_v
 
 @dataclass(frozen=True)
 class Interface:
-    """What an operator states to its kernels.
+    """What an operator declares to its kernels.
 
     Attributes:
-        parameters: the operator's, in order; an implementation takes those of them that it uses.
-        traits: what values each trait of a request has.
+        parameters: the operator's, in order; an implementation takes those that it uses.
+        traits: the kind of values of each trait of a request.
         formats: operands that a request's signature may name, with the names of the formats that each may have.
-        layout: the trait that says in which layout weights lie, if there is one.
+        layout: the trait that gives the layout of weights, if there is one.
         written: parameters whose memory a call may write to. Every implementation takes them.
-        holders: classes whose resources a call may be given. Their ``trait_kinds``, and those of derived classes, are traits, too.
+        holders: classes of resources that a call may be given. Their ``trait_kinds``, and those of derived classes, count as
+            traits.
     """
 
     parameters: tuple[str, ...]
@@ -38,7 +39,7 @@ class Interface:
     holders: tuple[type, ...] = ()
 
     def check(self, spec: KernelSpec) -> None:
-        """Raises RegistrationError for a declaration with a name that the operator does not state."""
+        """Raises RegistrationError for a trait, a trait's value, an operand or a format that the operator does not declare."""
         for trait, constraint in spec.traits.items():
             kind = self.traits.get(trait) or self.all_traits().get(trait)
             if kind is None:
@@ -57,7 +58,7 @@ class Interface:
                     _refuse(spec, _with_known(said, fmt.format, self.formats[operand], "It may be"))
 
     def check_request(self, operator: str, traits: Iterable[str], operands: Iterable[str]) -> None:
-        """Raises ValueError for names in a request that the operator does not state: kernels would pass them over."""
+        """Raises ValueError for names in a request that the operator does not declare: kernels would ignore them."""
         for trait in traits:
             if trait not in self.all_traits():
                 raise ValueError(self._no_trait(operator, trait))
@@ -66,14 +67,15 @@ class Interface:
                 raise ValueError(self._no_operand(operator, operand))
 
     def unstated(self, traits: Mapping[str, Any], signature: FormatSignature) -> list[str]:
-        """What a request has that the operator does not state: names of traits, of operands, and of formats."""
+        """Parts of a request that the operator does not declare: names of traits, then undeclared formats as
+        ``"operand: format"``."""
         formats = [f"{role}: {fmt.format}" for role, fmt in signature.roles if fmt.format not in self.formats.get(role, ())]
         return [*(name for name in traits if name not in self.traits), *formats]
 
     def all_traits(self) -> dict[str, TraitKind]:
-        """The traits that a request may have, those of resources included, with the values of each.
+        """The traits that a request may have, those of resources included, with the kind of values of each.
 
-        Classes of resources are looked for at each call, because a kernel's package may bring one.
+        Every call searches the resource classes, because a kernel's package may define one.
         """
         stated = {name: kind for cls in _with_derived(self.holders) for name, kind in getattr(cls, "trait_kinds", {}).items()}
         return {**stated, **self.traits}
@@ -86,13 +88,13 @@ class Interface:
 
 
 def layouts_of(spec: KernelSpec, trait: str | None) -> frozenset[str]:
-    """The layouts of weights that a kernel names."""
+    """The weight layouts that a kernel names."""
     constraint = spec.traits.get(trait) if trait is not None else None
     return frozenset() if constraint is None or constraint.values is None else constraint.values
 
 
 def refuse_layout(spec: KernelSpec, layout: str, made: Iterable[str]) -> None:
-    """Raises RegistrationError for a kernel that names a layout which nothing makes."""
+    """Raises RegistrationError for a kernel that names a layout which no kernel's preprocessor makes."""
     said = f"no kernel's weight_preprocessor makes the layout {layout}, and this kernel has none"
     _refuse(spec, _with_known(said, layout, sorted(made), "There are"))
 
@@ -102,12 +104,12 @@ def _refuse(spec: KernelSpec, said: str) -> NoReturn:
 
 
 def _with_known(said: str, name: str, known: Collection[str], are: str) -> str:
-    """A sentence about a name that nothing has, then the name that may have been meant, and all that there are."""
+    """A sentence about an unknown name, then the nearest known name and the list of all known names."""
     return f"{said}{did_you_mean(name, known) or '.'} {are} {', '.join(known) or 'none'}"
 
 
 def _with_derived(classes: Iterable[type]) -> set[type]:
-    """Some classes and all that are derived from them."""
+    """The classes and all classes derived from them."""
     found: set[type] = set()
     for cls in classes:
         derived: list[type] = cls.__subclasses__()

@@ -1,8 +1,8 @@
 """Launchers: the functions that kernels are registered with.
 
-A launcher names the operator's parameters that it uses, in any order, as hooks do. Everything else calls it with all parameters in
-the operator's order, through `Launcher.function`. So an operator can get another parameter without an edit of its kernels: a
-launcher that does not name it is eligible for calls that leave it at its default.
+A launcher names the operator's parameters that it uses, in any order, as hooks do. Other code calls it through `Launcher.function`,
+with all parameters in the operator's order. So an operator can gain a parameter without an edit of its kernels. A launcher that
+does not name the new parameter is eligible for calls that leave it at its default.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.spec import KernelSpec, RegistrationError
 
 
 def check_keywords(spec: KernelSpec, impl: Callable[..., Any]) -> None:
-    """Raises RegistrationError where a launcher does not take what its declaration says: tunables, and caches by their names."""
+    """Raises RegistrationError where a launcher lacks a parameter of its declaration: a tunable or an aligned cache."""
     parameters = _parameters(impl)
     if parameters is None:
         return
@@ -39,7 +39,7 @@ def named_parameters(spec: KernelSpec, impl: Callable[..., Any], interface: Inte
     """The operator's parameters that a launcher takes, in the launcher's order.
 
     Raises:
-        RegistrationError: it names one that the operator does not have, or does not take an output that callers may provide.
+        RegistrationError: the launcher names a parameter that the operator lacks, or lacks an output that callers may provide.
     """
     parameters = _parameters(impl)
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -62,15 +62,15 @@ def named_parameters(spec: KernelSpec, impl: Callable[..., Any], interface: Inte
 
 
 class Launcher:
-    """A kernel's launcher and what it takes.
+    """A kernel's launcher and its parameters.
 
     Attributes:
         spec: the kernel's declaration.
         impl: the launcher.
-        interface: what it was checked against; None where its operator is not declared.
-        ignored: the operator's parameters that it does not name.
-        function: a function of all the operator's parameters in order, which calls the launcher with those that it names: the
-            launcher itself where it takes exactly these. The kernel's tunables are keywords of both.
+        interface: the interface that the launcher was checked against; None where its operator is not declared.
+        ignored: the operator's parameters that the launcher does not name.
+        function: takes all the operator's parameters in order, and calls the launcher with those that it names. It is the launcher
+            itself where both lists of parameters are equal. The kernel's tunables are keywords of both.
 
     Raises:
         RegistrationError: see `check_keywords` and `named_parameters`.
@@ -96,13 +96,13 @@ def {self.spec.mode}({", ".join(self._all)}{options}):
 
 
 def unchecked(operator: Any, launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called as the operator and calls a launcher with the parameters that it names.
+    """A function with the operator's signature that calls a launcher with the parameters that it names.
 
-    It checks nothing and selects nothing: it is for trying a launcher alone, in tests and benchmarks.
+    The function checks nothing and selects nothing. It runs a launcher alone, in tests and benchmarks.
 
     Args:
         operator: the operator's function.
-        launcher: takes some of the operator's parameters; keywords of its own, tunables, are passed on.
+        launcher: takes some of the operator's parameters; its own keywords, the tunables, are passed on.
     """
     op = operator.operator
     names = [p.name for p in _parameters(launcher) or () if p.name in op.names]

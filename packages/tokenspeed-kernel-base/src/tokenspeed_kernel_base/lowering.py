@@ -1,14 +1,14 @@
 """Operators as custom operators of PyTorch, for torch.compile, export and fake tensors.
 
-Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters: objects are spread
-over their attributes, hints are dropped (they repeat what a tensor says), and resources are named by their handles.
+Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters. Objects are flattened to
+their attributes, hints are dropped (they repeat a tensor's values), and resources are passed as handles.
 
 An operator has up to two overloads. ``default`` lacks the optional tensors that a call writes to, such as ``out``. It is functional
-unless the operator always mutates something. ``out`` takes them all, and serves calls that pass at least one of them. One overload
-for both will not do: Inductor rejects a call whose only output is new and whose mutable arguments are all None.
+unless the operator always mutates something. ``out`` has all of them, and is used by calls that pass at least one. One overload for
+both is impossible: Inductor rejects a call whose only output is new and whose mutable arguments are all None.
 
-A custom operator returns a fixed number of tensors, none of which it was given. So a stand-in takes the place of an output that the
-caller provides, or that the call does not have, and `lowered` replaces it.
+A custom operator returns a fixed number of tensors, none of which aliases an input. So it returns a dummy tensor for an output that
+the caller provides, or that the call does not have. `define`'s traced function replaces the dummies.
 
 Operators have no gradients: with gradients enabled, an argument that requires one is an error here as in an ordinary call.
 """
@@ -39,13 +39,14 @@ def library(namespace: str) -> torch.library.Library:
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
 
 
-# A handle is a SymInt too, so that one compiled function serves several resources.
+# A handle is a SymInt too, so that one compiled function works for several resources.
 _HANDLE = (int,)
 
 
 def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters of the custom operator: objects spread, hints gone, resources by their handles. An object may be a resource,
-    too: its handle follows its attributes, None if it is none, so that a kernel is given the object itself and all that it holds.
+    """The parameters of the custom operator: objects flattened, hints dropped, resources as handles. An object may also be a
+    resource.
+    So its attributes are followed by a handle, None for other objects, by which a kernel receives the object itself.
     """
     spread: list[Parameter] = []
     for parameter in parameters:
@@ -61,10 +62,10 @@ def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 def count_outputs(body: Callable[..., Any]) -> int:
-    """The most outputs that a body can have, by its return annotation: None, a tensor, a tuple of tensors, or a union of them.
+    """The largest number of outputs of a body, by its return annotation: None, a tensor, a tuple of tensors, or a union of these.
 
     Raises:
-        TypeError: the annotation is missing or says something else.
+        TypeError: the annotation is missing or of another form.
     """
     annotation = resolved_annotations(body).get("return", Any)
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
@@ -84,9 +85,9 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
     """An overload's schema, e.g. ``rmsnorm(Tensor x, Tensor weight, float eps, ...) -> (Tensor, Tensor)``.
 
     Args:
-        name: of the operator, with the overload's behind a dot.
+        name: the operator's, followed by a dot and the overload's.
         parameters: those that the overload takes.
-        mutated: names of those that are written to.
+        mutated: names of the parameters that are written to.
         outputs: how many tensors are returned.
 
     Raises:
@@ -95,7 +96,7 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
     arguments = []
     for index, leaf in enumerate(leaves(parameters)):
         optional = "?" if leaf.optional else ""
-        # PyTorch passes a keyword of this name along with an operator's own arguments.
+        # PyTorch itself passes a keyword of this name to custom operators.
         identifier = "mode_" if leaf.identifier == "mode" else leaf.identifier
         if leaf.is_tensor:
             alias = f"(a{index}!)" if leaf.name in mutated else ""
@@ -111,8 +112,8 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Collection[str],
 
 @dataclass(frozen=True)
 class Unfound:
-    """A resource that nobody has asked for yet: while a call is traced its handle may be a symbol, and asking for the value of one
-    makes torch.compile compile again for another."""
+    """A resource that is not looked up yet. While a call is traced its handle may be a symbol. Reading the symbol's value would
+    make torch.compile recompile for every other handle."""
 
     handle: Any
 
@@ -121,7 +122,7 @@ class Unfound:
 
 
 def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
-    """The operator's arguments, from those of the custom operator: objects put together again, resources found, hints absent.
+    """The operator's arguments from those of the custom operator: objects rebuilt, resources looked up, hints None.
 
     Raises:
         RuntimeError: a resource is gone.
@@ -137,7 +138,7 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callabl
             tuples = {field.attribute for field in parameter.fields if tuple in field.types}
             made = parameter.cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in inner.items()})
             handle = next(remaining) if parameter.kind is Kind.OBJECT else None
-            # While a call is traced, what describes it is all that is wanted of an object.
+            # While a call is traced, only the object's attributes are needed.
             arguments.append(made if handle is None or find is Unfound else find(handle))
         elif parameter.kind is Kind.RESOURCE:
             value = next(remaining)
@@ -149,7 +150,7 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callabl
 
 
 def spread(name: str, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> list[Any]:
-    """The reverse of `gather`: what the custom operator of that name is given for an operator's arguments.
+    """The inverse of `gather`: the custom operator's arguments for an operator's arguments. Errors name ``name``.
 
     Raises:
         TypeError: an argument is not the resource that it should be.
@@ -188,18 +189,18 @@ def as_list(result: Any) -> list[torch.Tensor]:
 
 
 def from_list(results: Sequence[torch.Tensor]) -> Any:
-    """The reverse of `as_list`."""
+    """The inverse of `as_list`."""
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)
 
 
-# No operator has outputs of so many axes, so that they tell a stand-in.
+# No operator has outputs of 12 axes, so the number of axes identifies a dummy tensor.
 _STAND_IN_SHAPE = (0,) * 12
 
 
 def merge_outputs(provided: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs that a call has, in order: those the caller provided in their places, and those made; stand-ins left out."""
+    """The outputs of a call, in order: the provided tensors, and new tensors for the others. Dummy tensors are removed."""
     padded = [*provided, *[None] * (len(made) - len(provided))]
     merged = [given if given is not None else new for given, new in zip(padded, made, strict=False)]
     return [t for t in merged if t.dim() != len(_STAND_IN_SHAPE)]
@@ -210,7 +211,7 @@ class Lowering(NamedTuple):
 
     Attributes:
         call: a function of all parameters, override and solution, that torch.compile can trace.
-        choose: from a call's arguments in order, the overload that serves it, and what that is given before override and solution.
+        choose: for a call's arguments in order, returns the overload and its arguments before override and solution.
     """
 
     call: Callable[..., Any]
@@ -230,25 +231,25 @@ def define(
     """Registers the custom operator.
 
     Args:
-        namespace: where it is found: ``torch.ops.<namespace>.<name>``.
+        namespace: its namespace: ``torch.ops.<namespace>.<name>``.
         name: ``mode`` of the operator.
         parameters: those of the operator.
         outs: parameters that receive outputs 0, 1, ...
         mutates: further parameters that are written to.
-        outputs: the most outputs that a call can have.
+        outputs: the largest number of outputs of a call.
         call: the public function.
         fake: outputs of the right shapes and dtypes, from arguments by name.
 
     Returns:
-        How calls become calls of it.
+        The conversion of calls to calls of the custom operator.
     """
     written = frozenset((*outs, *mutates))
-    # Flags rather than indices: with dynamic shapes, Dynamo takes integers of a closure for symbols.
+    # Flags rather than indices: with dynamic shapes, Dynamo treats integers of a closure as symbols.
     avoidable = [p.name in written and p.optional for p in parameters]
     out_positions = [index for out in outs for index, p in enumerate(parameters) if p.name == out]
 
     def overload(suffix: str, taken: Sequence[Parameter]) -> Callable[..., Any]:
-        """Defines an overload that takes some of the parameters; the others are None in its calls."""
+        """Defines an overload with some of the parameters; the others are None in its calls."""
 
         def by_name(flat: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> dict[str, Any]:
             given = zip((p.name for p in taken), gather(taken, flat, find), strict=True)

@@ -1,7 +1,7 @@
-"""Measured results, as selection sees them: what was measured, and who is asked.
+"""Measured results, as selection uses them.
 
-Where results come from is not this package's business: `use` puts a source in, as ``tokenspeed_kernel`` does with its tables.
-Without one nothing was measured, and kernels are ranked by what they declare.
+`use` installs a source of results; ``tokenspeed_kernel`` installs its tables. This package does not know where the results come
+from. Without a source, kernels are ranked by their declarations alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.signature import FormatSignature
 
 
 class Tuned(NamedTuple):
-    """What was measured of one kernel: microseconds with its best configuration (empty: its own choice), and with its own."""
+    """The measurement of one kernel: microseconds with its best configuration (empty: its defaults), and with its defaults."""
 
     us: float
     config: Mapping[str, Any] = MappingProxyType({})
@@ -25,36 +25,36 @@ class Tuned(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was measured for a request: a result for each kernel, and a line for each entry that is not used, with the reason."""
+    """The measurements for a request: a result per kernel, and a note per unused entry, with the reason."""
 
     results: Mapping[str, Tuned] = MappingProxyType({})
     notes: tuple[str, ...] = ()
 
 
 class Source(Protocol):
-    """Gives measured results."""
+    """A source of measured results."""
 
     def has_results(self, operator: str, platform: PlatformInfo) -> bool:
-        """Whether anything was measured of an operator on a platform, so that it matters how large a call is."""
+        """Whether an operator has any measurement on a platform, so that selection depends on sizes."""
 
     def find(
         self, operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
     ) -> Found:
-        """The results that hold for a request. ``buckets``: its sizes, those that vary rounded up to powers of two."""
+        """The results that apply to a request. ``buckets``: its sizes, with the varying ones rounded up to powers of two."""
 
 
 _source: Source | str | None = None
 
 
 def use(source: Source | str | None) -> None:
-    """Puts in the source of measured results, in place of the one before: an object with those functions, or the name of a module
-    that has them, which is imported when it is first asked. None for none."""
+    """Installs the source of measured results, in place of the previous one: an object with the methods of `Source`, or the name of
+    a module that has them as functions. The module is imported on first use. None removes the source."""
     global _source
     _source = source
     memo.invalidate()
 
 
-def _asked() -> Source | None:
+def _current_source() -> Source | None:
     global _source
     if isinstance(_source, str):
         _source = cast(Source, importlib.import_module(_source))
@@ -62,12 +62,12 @@ def _asked() -> Source | None:
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    source = _asked()
+    source = _current_source()
     return source is not None and source.has_results(operator, platform)
 
 
 def find(
     operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
 ) -> Found:
-    source = _asked()
+    source = _current_source()
     return Found() if source is None else source.find(operator, formats, traits, buckets, platform)

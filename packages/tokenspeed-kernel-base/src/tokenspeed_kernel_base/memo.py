@@ -1,13 +1,13 @@
-"""Remembered decisions, and when they must be forgotten.
+"""Memoised decisions, and their invalidation.
 
-A call through the public API is fast because what was decided for a call like it is remembered in a dictionary. This module
-owns the two rules that keep that safe, so that no one else needs to think of them:
+A call through the public API is fast because the decision for its key is memoised in a dictionary. This module owns the two rules
+that keep that safe:
 
-* Whatever decisions rest on (kernels, policy, overrides for all, the platform) calls `invalidate` when it changes. A decision
-  that was being made meanwhile is not remembered.
-* While anything is in force that holds only for one thread or task, or that must see every call (an override in a context,
-  shape capture, profiling), no call is remembered: it enters `exceptional`. The common path then needs no test for any of them;
-  it simply finds its dictionary empty. Only selections, whose key names the override, are remembered all the same.
+* A change of anything that decisions depend on (kernels, policy, process-wide overrides, the platform) calls `invalidate`. A
+  decision that was in progress at that moment is not memoised.
+* Some states hold for one thread or task only, or must see every call: an override in a context, shape capture, profiling. They
+  enter `exceptional`. No call is memoised while such a state is in force, so the fast path tests for none of them: its dictionary
+  is empty. Selections are still memoised, because their key contains the override.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ def new_memo() -> dict[Any, Any]:
 
 
 def epoch() -> int:
-    """Take this before deciding, and hand it to `remember`."""
+    """The current epoch. Read it before deciding, and pass it to `remember`."""
     return _epoch
 
 
 def remember(memo: dict[Any, Any], key: Hashable, value: object, decided_in: int, *, exceptions_in_key: bool = False) -> None:
-    """Stores a decision, unless what it rests on has changed since ``decided_in`` or something exceptional is in force.
+    """Memoises a decision, unless something that it depends on has changed since the epoch ``decided_in``, or an exceptional state
+    is in force.
 
-    ``exceptions_in_key``: the key holds whatever may be exceptional, so that this is no reason against it.
+    ``exceptions_in_key``: the key contains everything that may be exceptional, so an exceptional state does not prevent memoising.
     """
     with _lock:
         if decided_in != _epoch or (_exceptions and not exceptions_in_key):
             return
         if len(memo) >= MAX_ENTRIES:
-            # Shapes that vary with every step would grow it for ever; making a decision again costs microseconds.
+            # Shapes that vary at every step would grow the memo without limit. Deciding again costs microseconds.
             memo.clear()
         memo[key] = value
 
 
 def invalidate() -> None:
-    """Forgets every decision."""
+    """Clears every memo and starts a new epoch."""
     global _epoch
     with _lock:
         _epoch += 1
@@ -63,7 +64,7 @@ def invalidate() -> None:
 
 @contextlib.contextmanager
 def exceptional() -> Iterator[None]:
-    """Inside the block every call decides afresh. Nests, also across threads."""
+    """Inside the block every call is decided afresh. Nests, also across threads."""
     enter_exceptional()
     try:
         yield

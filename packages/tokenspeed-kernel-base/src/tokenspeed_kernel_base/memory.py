@@ -1,14 +1,14 @@
 """Whether two tensors share memory.
 
-A kernel reads its inputs while it writes its outputs, so an output that lies in an input gives wrong numbers, silently. Tensors
-that only lie in one allocation are fine: the query and key parts of one projection, keys and values of one cache.
+A kernel reads inputs while it writes outputs, so an output that overlaps an input gives wrong values silently. Disjoint tensors
+within one allocation are valid: the query and key parts of one projection, keys and values of one cache.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# Tensors whose axes cannot be merged into rows are compared element by element, up to this many.
+# Tensors without a common row pitch are compared element by element, up to this many elements.
 _MOST_ELEMENTS = 1 << 20
 
 
@@ -21,17 +21,17 @@ def span(tensor: Tensor) -> int:
 
 
 def repeats_itself(tensor: Tensor) -> bool:
-    """Whether some elements of a tensor are one: it was expanded."""
+    """Whether several elements of a tensor share an address: the tensor was expanded."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def lies_like(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have each element in the same place, if they begin in the same place."""
+    """Whether two tensors with the same start address would hold every element at the same address."""
     return tensor.dtype == other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
 
 
 def overlap(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share a byte. Of tensors that are interleaved in an unusual way and large, only the ends are compared."""
+    """Whether two tensors share a byte. Tensors without a common row pitch count as disjoint if one has more than 2^20 elements."""
     distance = other.data_ptr() - tensor.data_ptr()
     if not -span(other) < distance < span(tensor):
         return False
@@ -39,13 +39,13 @@ def overlap(tensor: Tensor, other: Tensor) -> bool:
     if rows is None or others is None or rows[0] != others[0]:
         return _share_elements(tensor, other, distance)
     pitch, width, other_width = rows[0], rows[1], others[1]
-    # Rows of both repeat with one pitch, so that the distance within a pitch says whether they ever meet.
+    # The rows of both tensors repeat at one pitch, so the distance modulo the pitch decides whether they overlap.
     within = distance % pitch
     return within < width or within + other_width > pitch
 
 
 def _as_rows(tensor: Tensor) -> tuple[int, int] | None:
-    """Pitch and width in bytes, of a tensor that is rows of contiguous bytes at equal distances; None for any other."""
+    """Pitch and width in bytes of a tensor that consists of contiguous rows at one pitch; None for any other tensor."""
     size = tensor.element_size()
     axes = sorted((stride, count) for stride, count in zip(tensor.stride(), tensor.shape, strict=True) if count > 1)
     width, pitch, rows = 1, 0, 1
@@ -64,12 +64,12 @@ def _as_rows(tensor: Tensor) -> tuple[int, int] | None:
 def _share_elements(tensor: Tensor, other: Tensor, distance: int) -> bool:
     if max(tensor.numel(), other.numel()) > _MOST_ELEMENTS:
         return False
-    return not _bytes_of(tensor).isdisjoint(place + distance for place in _bytes_of(other))
+    return not _bytes_of(tensor).isdisjoint(offset + distance for offset in _bytes_of(other))
 
 
 def _bytes_of(tensor: Tensor) -> set[int]:
-    places = {0}
+    offsets = {0}
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = {place + index * stride for place in places for index in range(size)}
+        offsets = {offset + index * stride for offset in offsets for index in range(size)}
     width = tensor.element_size()
-    return {place * width + byte for place in places for byte in range(width)}
+    return {offset * width + byte for offset in offsets for byte in range(width)}

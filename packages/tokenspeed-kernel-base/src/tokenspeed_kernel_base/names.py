@@ -1,7 +1,7 @@
-"""Names that nothing has, and which may have been meant.
+"""Suggestions for unknown names.
 
-A suggestion that is not near is worse than none, so two names are near only if a few letters differ, or if all words of the one are
-among the other's: ``hiden`` and ``hidden``, ``mha`` and ``mha_prefill``.
+A far-fetched suggestion is worse than none. Two names are near only if a few letters differ, or if all words of one name occur in
+the other: ``hiden`` and ``hidden``, ``mha`` and ``mha_prefill``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that may have been meant, or None where none is near. Of equally near ones, the first.
+    """The known name that is nearest to ``name``, or None where none is near. The first one wins a tie.
 
     >>> nearest("hiden", ["residual", "hidden"]), nearest("nosuch", ["moe_dispatch"])
     ('hidden', None)
@@ -19,28 +19,28 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     wanted, words = name.casefold(), _words(name)
     most = len(name) // 4 or int(len(name) == 3)  # letters that may differ
     near = []
-    for place, other in enumerate(known):
+    for position, other in enumerate(known):
         distance = _distance(wanted, other.casefold())
         if distance <= most or words <= _words(other) or _words(other) <= words:
-            near.append((distance, place, other))
+            near.append((distance, position, other))
     return min(near)[2] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:
-    """``"; did you mean hidden?"``, the end of a sentence about a name that nothing has; empty where no known name is near.
-    ``spelled`` gives the name as the sentence spells it: in quotes, say."""
+    """``"; did you mean hidden?"``, the end of a sentence about an unknown name; empty where no known name is near. ``spelled``
+    formats the suggested name: in quotes, say."""
     near = nearest(name, known)
     return "" if near is None else f"; did you mean {spelled(near)}?"
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name. A name whose words all have fewer than three letters counts as one word."""
+    """The words of a name. A name without a word of three or more letters counts as one word."""
     words = re.findall("[a-z0-9]+", name.casefold())
     return set(words) if any(len(word) > 2 for word in words) else {name}
 
 
 def _distance(one: str, other: str) -> int:
-    """Letters to insert, remove, replace, or swap with a neighbour to get from one to the other (optimal string alignment)."""
+    """Edits from one name to the other: insert, remove or replace a letter, or swap two neighbours (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one):

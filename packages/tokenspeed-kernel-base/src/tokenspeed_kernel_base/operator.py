@@ -1,19 +1,19 @@
-"""One declaration per operator, and everything that follows from it.
+"""The decorator that declares an operator, and an example of a whole declaration.
 
 ::
 
     @operator("norm", "rmsnorm", formats=("x",), traits={"hidden": int}, varying=("rows",))
     def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-5, out: Tensor | None = None) -> Tensor:
         \"\"\"What it computes: shapes, dtypes, rounding, errors, source.\"\"\"
-        ...plain PyTorch, without a thought for ``out``: the meaning, and the reference...
+        ...plain PyTorch that ignores ``out``: the meaning, and the reference...
 
-    @rmsnorm.traits                  # what a request asks of a kernel: values of the traits that are declared, from the arguments
+    @rmsnorm.traits                  # a request's traits: values of the declared traits, from the arguments
     def _(x): return {"hidden": x.shape[-1]}
 
-    @rmsnorm.check                   # what makes a call wrong; depends on shapes, dtypes, devices and options only
+    @rmsnorm.check                   # raises for invalid calls; depends on shapes, dtypes, devices and options only
     def _(check, x, weight): ...
 
-    @rmsnorm.check_values(host=("lengths",))   # what makes values wrong, of tensors that lie in host memory
+    @rmsnorm.check_values(host=("lengths",))   # raises for invalid values of tensors in host memory
     def _(check, lengths): ...
 
     @rmsnorm.fake                    # every output, empty: shapes and dtypes, for torch.compile and for checking ``out``
@@ -25,34 +25,34 @@
     @rmsnorm.cost                    # work that cannot be avoided
     def _(x): return Cost(...)
 
-    @rmsnorm.work                    # the values that decide how much there is to do, for a capture; may wait for the device
+    @rmsnorm.work                    # the values that decide the amount of work, for a capture; may wait for the device
     def _(lengths): return {"lengths": lengths.tolist()}
 
     @rmsnorm.vary                    # arguments with other values, see `tokenspeed_kernel_base.variation`
     def _(variation, x, lengths): return {"x": ...}
 
-    @rmsnorm.decoded                 # rarely: what codes and scales among the outputs stand for; ``outs`` are the outputs here
+    @rmsnorm.decoded                 # rarely: outputs dequantised with their scales; parameters of ``outs`` are the outputs here
     def _(out, scale_out): return (Decoded(...),)
 
-    @rmsnorm.intermediates           # rarely: formats that values are rounded to on the way, which a tolerance has to allow for
+    @rmsnorm.intermediates           # rarely: formats that intermediate values are rounded to, which a tolerance must allow for
     def _(): return (fp8_format(...),)
 
-    @rmsnorm.plan                    # rarely: see `tokenspeed_kernel_base.planning`; ``rmsnorm.plan(...)`` then makes plans
+    @rmsnorm.plan                    # rarely, see `tokenspeed_kernel_base.planning`; ``rmsnorm.plan(...)`` then makes plans
     def _(check, hidden): return Plan(...)
 
-    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then arranges it for the plan's kernel
+    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then converts it for the plan's kernel
     def _(preparation, weight, plan): return ...
 
-Each hook names the parameters that it wants, or takes all of them as ``**arguments``, and is added in the module of the body. The
-result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``; it also
-carries the hooks, ``bind``, ``explain`` and ``operator``. Operators are for inference: a call whose arguments require gradients
-raises RuntimeError.
+Each hook names the parameters that it needs, or takes all of them as ``**arguments``. It is added in the module of the body. The
+result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``. The
+function has the hooks, ``bind``, ``explain`` and ``operator`` as attributes. Operators are for inference: a call whose arguments
+require gradients raises RuntimeError.
 
-A parameter is a tensor, a plain option, a dataclass of such, or a resource, which outlives the call: a process group, say
+A parameter is a tensor, a plain option, a dataclass of these, or a resource that outlives the call: a process group, say
 (`tokenspeed_kernel_base.resources`).
 
-The body runs as solution ``reference``. It takes ``out`` in its signature only; writing into it is done here, for every operator
-alike. A body that calls other operators runs as solution ``composed``, too, with the best kernel of each
+The body runs as solution ``reference``. It has ``out`` in its signature but ignores it: the framework copies results to ``out``,
+for every operator. A body that calls other operators also runs as solution ``composed``, with the best kernel of each
 (`tokenspeed_kernel_base.composition`).
 """
 
@@ -77,7 +77,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class OperatorFunction(Protocol[P, R_co]):
-    """An operator as its users see it: a function, and what can be asked of it."""
+    """An operator as its users see it: a function with attributes."""
 
     __name__: str
     __qualname__: str
@@ -158,30 +158,30 @@ def operator(
             constrains any other trait is refused when it is registered, and so is one that asks for a value of another kind.
         outs: parameters into which outputs are written when given, in the order of the outputs.
         mutates: other parameters that it writes to.
-        in_place: inputs that an output may be, by the output's name: ``{"out": ("x",)}``. Otherwise what a call writes to must not
-            overlap any other argument.
-        hints: parameters that repeat on the host what a tensor says; they may spare work, and never decide.
+        in_place: inputs that may be the same tensor as an output, by the output's name: ``{"out": ("x",)}``. Otherwise written
+            memory must not overlap any other argument.
+        hints: parameters that repeat a tensor's values on the host. They may save work, and are no part of a decision.
         exact: kernels must match the body bit for bit.
-        reference_traits: constraints of the body itself, where it does not serve everything the signature can say.
-        composed_traits: the same of the body as it runs with its parts' best kernels, of an operator that is composed: where its
-            parts cannot take what is prepared for kernels of this operator alone, say.
-        fixed_traits: traits that say what the operands are; an override does not get past them.
+        reference_traits: constraints of the body itself, if it does not support every call that the signature allows.
+        composed_traits: constraints of the composed kernel of a composed operator: if its parts cannot read objects that are
+            prepared for this operator's kernels, say.
+        fixed_traits: traits that describe the operands; an override cannot bypass them.
         varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
-            found by the power of two above them, and by the exact value of every size that is not named here. The first one counts
-            the items that a batch consists of: sequences, rows.
-        capacity: sizes that only say how much memory there is: the pages of a cache. Nothing is found by them.
-        bounds: integer parameters that bound a varying size. They vary, too, and a decision holds for all values that the ``check``
-            hook allows with `Checker.bound`; it looks at them in no other way, and the hooks ``traits``, ``formats`` and ``fake``
-            in none.
-        padded: the parameter with the offsets of a batch's items, where rows behind the last offset are padding: they belong to no
-            item, and a call leaves those rows of its outputs as they are.
-        unlimited: integer parameters of which -1 means no limit, as of a window. 2^30 and more mean the same: kernels and hooks
-            are given -1 for them, so that what they compute with the option does not overflow int32.
+            keyed by these sizes rounded up to a power of two, and by the exact value of every other size. The first one counts the
+            items of a batch: sequences, rows.
+        capacity: sizes that only give the amount of memory: the pages of a cache. They are not part of any key.
+        bounds: integer parameters that bound a varying size. They vary, too. A decision holds for all values that the ``check``
+            hook allows with `Checker.bound`. The hook must use a bound in no other way, and the hooks ``traits``, ``formats`` and
+            ``fake`` must not use it.
+        padded: the parameter with the offsets of a batch's items, if rows past the last offset are padding. A call leaves those
+            rows of its outputs unchanged.
+        unlimited: integer parameters for which -1 means no limit, such as a window. Values from 2^30 on mean the same. Kernels and
+            hooks receive -1 for them, so that arithmetic with the option does not overflow int32.
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
-        planned: the parameter that a plan is given as, for operators whose kernel is chosen before any tensor exists.
-        layout: the trait, and the plan's attribute, that says in which layout what is prepared for a kernel lies.
-        composed: the body calls other operators. Where no kernel serves a call as a whole, each of them is dispatched to its best
-            kernel; see `tokenspeed_kernel_base.composition`.
+        planned: the parameter that takes a plan, for operators whose kernel is selected before any tensor exists.
+        layout: the trait, and the plan's attribute, that gives the layout of objects prepared for a kernel.
+        composed: the body calls other operators. If no other kernel but the reference is eligible, each called operator is
+            dispatched to its best kernel; see `tokenspeed_kernel_base.composition`.
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -224,18 +224,20 @@ def operator(
 
 
 def plain_function(function: Any, package: str) -> Any:
-    """An operator as a function of one package: the same signature, docstring and checks, served by that package's kernels alone.
+    """An operator as a function of one package: the same signature, docstring and checks, dispatched to that package's kernels
+    alone.
 
-    So a wheel of kernels works without any other, from the same declarations that it registers with. Its kernels are found and
-    registered now; who else sees them is for plugins to say.
+    So a wheel of kernels works without any other wheel, from the declarations that it registers. Its kernels are discovered and
+    registered now, as private ones; plugins make them public.
 
     Args:
         function: an operator's function.
         package: the name of a package, ``"my_kernels"``; no subpackage.
 
     Returns:
-        A function that raises TypeError and ValueError for wrong arguments, as the operator does, and NoKernelFoundError where none
-        of the package's kernels serves a call, with the reason of each. It has ``bind``, ``explain`` and ``operator``, too.
+        A function that raises TypeError and ValueError for invalid arguments, as the operator does. It raises NoKernelFoundError,
+        with the reason of each kernel, if none of the package's kernels is eligible. It has ``bind``, ``explain`` and ``operator``,
+        too.
     """
-    register_package(package, public=False)  # those that were registered before stay as they are
+    register_package(package, public=False)  # kernels that are public already stay public
     return Caller(function.operator, package).function

@@ -1,6 +1,6 @@
-"""An operator's parameters, as its signature declares them.
+"""An operator's parameters, parsed from its signature.
 
-Everything that treats arguments mechanically (the dispatch key, type checks, the schema for torch.compile) reads this.
+All mechanical treatment of arguments (the memo key, type checks, the schema for torch.compile) uses them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from tokenspeed_kernel_base.resources import Resource
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _INT64 = torch.iinfo(torch.int64)
 
-# No sequence has so many tokens. An option below this can be added to a position in int32, and subtracted from one.
+# No sequence has this many tokens. A smaller option can be added to an int32 position, or subtracted from one, without overflow.
 NO_LIMIT = 1 << 30
 
 
 class Kind(enum.Enum):
     TENSOR = "tensor"
-    OBJECT = (
-        "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do; a resource too
-    )
-    VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of such
-    HINT = "hint"  # a host-side copy of what a tensor says: checked, passed on, never decides and never required
-    RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; described by its class and its key
+    OBJECT = "object"  # holds tensors in named attributes; any object with the required attributes is accepted, a resource too
+    VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of these
+    HINT = "hint"  # a host-side copy of a tensor's values: checked and passed on, never required, no part of a decision
+    RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; its class and ``key`` enter the memo key
 
 
 @dataclass(frozen=True)
@@ -45,14 +43,14 @@ class Parameter:
 
     Attributes:
         name: as in the signature; ``object.attribute`` for an attribute of an OBJECT or of a frozen dataclass.
-        kind: how it is treated.
-        types: classes that a value may have.
-        optional: whether None will do.
-        default: as in the signature, or of the dataclass's attribute; `inspect.Parameter.empty` if there is none.
-        fields: attributes, of an OBJECT or of a VALUE that is a dataclass.
-        cls: the dataclass that ``fields`` are of.
-        bound: whether it is an integer that bounds a size: decisions hold for a range of it.
-        unlimited: whether it is an integer of which -1 means no limit, and so does `NO_LIMIT` or more.
+        kind: how its arguments are treated.
+        types: the classes that a value may have.
+        optional: whether None is allowed.
+        default: from the signature, or from the dataclass's field; `inspect.Parameter.empty` if there is none.
+        fields: the attributes of an OBJECT, or of a VALUE that is a dataclass.
+        cls: the dataclass that ``fields`` belong to.
+        bound: whether it is an integer that bounds a size: a decision holds for a range of its values.
+        unlimited: whether it is an integer for which -1, and every value from `NO_LIMIT` on, means no limit.
     """
 
     name: str
@@ -71,7 +69,7 @@ class Parameter:
 
     @property
     def identifier(self) -> str:
-        """The name, usable where a dot is not."""
+        """The name with its dot replaced, for use as an identifier."""
         return self.name.replace(".", "_")
 
     @property
@@ -81,21 +79,21 @@ class Parameter:
 
     @property
     def attribute(self) -> str:
-        """The attribute's own name, without its object's."""
+        """The attribute's own name, without its object's name."""
         return self.name.partition(".")[2]
 
     def read(self, holder: Any) -> Any:
-        """This attribute of an object, which may lack it where there is a default."""
+        """Reads this attribute of an object. Returns the default if there is one and the object lacks the attribute."""
         return getattr(holder, self.attribute) if self.required else getattr(holder, self.attribute, self.default)
 
     def tensors(self) -> tuple[Parameter, ...]:
-        """The tensors in this parameter: itself, or those among its attributes."""
+        """The tensors of this parameter: itself, or those among its attributes."""
         if self.kind is Kind.TENSOR:
             return (self,)
         return tuple(field for field in self.fields if field.is_tensor) if self.kind is Kind.OBJECT else ()
 
     def type_error(self, value: Any) -> str | None:
-        """What the value should have been, or None if it will do."""
+        """The expected type in words, or None if the value has it."""
         if value is None:
             return None if self.optional else self._expected()
         if self.kind is Kind.HINT:
@@ -120,17 +118,18 @@ class Parameter:
         return self._expected()
 
     def range_error(self, value: Any) -> str | None:
-        """What a number of the right type should have been, or None if it fits the int64 or float32 that kernels are given."""
+        """The expected range in words, or None if a number fits the int64 or float32 that kernels receive."""
         if float in self.types and isinstance(value, (int, float)):
             if isinstance(value, float) and not math.isfinite(value):
-                return None  # the operator decides whether it has a meaning
+                return None  # the operator decides whether infinities and NaN have a meaning
             return None if -_FLOAT32_MAX <= value <= _FLOAT32_MAX else f"a float within ±{_FLOAT32_MAX:.3g}"
         given = value if tuple in self.types and value is not None else (value,)
         fits = all(_INT64.min <= number <= _INT64.max for number in given if isinstance(number, int))
         return None if fits else "within the range of int64"
 
     def normal(self, value: Any) -> Any:
-        """A value of the right type as kernels are given it: floats are no integers, and what is `unlimited` is -1."""
+        """A value of the right type as kernels receive it: an int for a float option becomes a float, and an `unlimited` value from
+        `NO_LIMIT` on becomes -1."""
         if self.kind is not Kind.VALUE or value is None:
             return value
         if self.fields:
@@ -153,7 +152,7 @@ class Parameter:
 def parse_parameters(
     function: Callable[..., Any], hints: Iterable[str] = (), bounds: Iterable[str] = (), unlimited: Iterable[str] = ()
 ) -> tuple[Parameter, ...]:
-    """The parameters of an operator's body, of which some are hints, some are bounds, and some may be unlimited.
+    """The parameters of an operator's body. ``hints``, ``bounds`` and ``unlimited`` name the parameters with these roles.
 
     Raises:
         TypeError: a parameter lacks an annotation, or has one that cannot be handled.
@@ -187,13 +186,14 @@ def _compiled(annotation: str) -> types.CodeType:
 
 @functools.cache
 def resolved_annotations(owner: Any) -> dict[str, Any]:
-    """The annotations of a function or class of a module that postpones their evaluation.
+    """The evaluated annotations of a function or class whose module postpones their evaluation.
 
-    As `typing.get_type_hints`, which compiles each of them again: that would be most of what importing the operators costs.
+    Like `typing.get_type_hints`, but each annotation text is compiled once. Repeated compilation would dominate the import time of
+    the operators.
     """
     names = vars(sys.modules[owner.__module__]) if isinstance(owner, type) else owner.__globals__
     return {
-        name: eval(_compiled(told), names) if isinstance(told, str) else told  # our own source's annotations
+        name: eval(_compiled(told), names) if isinstance(told, str) else told  # the text comes from this project's own source
         for name, told in owner.__annotations__.items()
     }
 
@@ -224,7 +224,7 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
 
 
 def fields_of(name: str, cls: Any) -> tuple[Parameter, ...]:
-    """The fields of a parameter of this name that is a dataclass."""
+    """The fields of a dataclass, as parameters whose names start with ``name``."""
     annotations = resolved_annotations(cls)
     return tuple(
         _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, f"{cls.__qualname__}.{f.name}")
@@ -238,7 +238,7 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[str, Any]) -> None:
-    """Raises TypeError for the first argument of a wrong type, and ValueError for a number that no kernel can be given."""
+    """Raises TypeError for the first argument of a wrong type, and ValueError for a number out of a kernel argument's range."""
     for parameter in parameters:
         value = arguments[parameter.name]
         _check_type(operator, parameter, value)
@@ -272,7 +272,7 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
 
 
 def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters that a call does not leave at their defaults, but for hints and bounds, which a kernel may always ignore."""
+    """The parameters that a call does not leave at their defaults, except hints and bounds, which a kernel may always ignore."""
 
     def left(parameter: Parameter) -> bool:
         value, default = parameter.normal(arguments[parameter.name]), parameter.default
@@ -283,7 +283,7 @@ def options_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any])
 
 
 def on_meta(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tensors replaced by meta tensors, so that outputs can be described without being allocated."""
+    """The arguments with meta tensors in place of tensors, to compute outputs' shapes without allocating memory."""
 
     def convert(value: Any) -> Any:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -304,11 +304,11 @@ def on_meta(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> dict[
 
 
 def resources_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:
-    """Every resource among the arguments, with its name, those in an object's place included."""
+    """Every resource among the arguments, with its parameter's name, including resources passed for OBJECT parameters."""
     return [(p.name, arguments[p.name]) for p in parameters if isinstance(arguments[p.name], Resource)]
 
 
 def resource_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:
-    """Every resource among the arguments, with its name. What stands in for an object is none."""
+    """The argument of every RESOURCE parameter, with the parameter's name. Resources passed for OBJECT parameters are left out."""
     named = ((p.name, arguments[p.name]) for p in parameters if p.kind is Kind.RESOURCE)
     return [(name, resource) for name, resource in named if resource is not None]

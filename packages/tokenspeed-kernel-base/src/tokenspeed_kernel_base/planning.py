@@ -1,29 +1,29 @@
-"""Plans: the kernel of an operator is chosen before any tensor exists, and what outlives its calls is prepared for it once.
+"""Plans: an operator's kernel is chosen before any tensor exists, and weights are prepared for it once.
 
-Four steps, of which an operator that needs them declares the first two::
+There are four steps. An operator that needs them declares the first two::
 
     @operator("moe", "moe_apply", planned="plan", layout="weight_layout", fixed_traits=("weight_layout",))
     def moe_apply(x: Tensor, weights: MoEWeights, ..., plan: MoEPlan, out: Tensor | None = None) -> Tensor: ...
 
-    @moe_apply.plan                  # facts to a plan that names no kernel yet: a frozen dataclass with an attribute ``kernel``
+    @moe_apply.plan                  # returns a plan that names no kernel yet: a frozen dataclass with an attribute ``kernel``
     def _(check, num_experts, top_k): return MoEPlan(num_experts, top_k, kernel=UNDECIDED, weight_layout=CANONICAL)
 
-    @moe_apply.prepare               # what the plan's kernel is to be given in place of the raw object
+    @moe_apply.prepare               # converts the raw object to the form that the plan's kernel reads
     def _(preparation, weights, plan): ...
 
-    plan = moe_apply.plan(128, 4, device="cuda")       # once a layer: chooses
-    weights = moe_apply.prepare(weights, plan)         # once a layer: arranges
-    launch = moe_apply.bind(x, weights, ..., plan)     # if wanted, once a description
-    moe_apply(x, weights, ..., plan)                   # as often as there are tokens
+    plan = moe_apply.plan(128, 4, device="cuda")       # once per layer: selects the kernel
+    weights = moe_apply.prepare(weights, plan)         # once per layer: converts the weights
+    launch = moe_apply.bind(x, weights, ..., plan)     # optional, once per description
+    moe_apply(x, weights, ..., plan)                   # at every step
 
-Kernels may want the same object in layouts of their own. A kernel names its layout by a trait, and has a ``weight_preprocessor``
-that arranges the object. A plan compares each kernel as a call would, as if the object were in the layout that this kernel wants.
-The hooks ``traits`` and ``formats`` of such an operator see the plan alone, so that plan and call ask the same of a kernel.
+Kernels may need the same object in different layouts. A kernel names its layout by a trait, and has a ``weight_preprocessor`` that
+converts the object. A plan evaluates each kernel as a call would, with the object already in that kernel's layout. The hooks
+``traits`` and ``formats`` of such an operator see the plan only, so plan and call make the same request.
 
-An operator that takes the plans of another one declares ``prepare`` and no ``plan``; its other hooks may see what they like.
+An operator that uses the plans of another operator declares ``prepare`` and no ``plan``; its other hooks may read all arguments.
 
-Weights are a dataclass of tensors with an attribute ``layout``, for which functions take any object with its attributes in place:
-`as_weights` makes it, and `Preparation.arranged` is all that a ``prepare`` hook has to do.
+Weights are a dataclass of tensors with an attribute ``layout``. Functions also accept any other object with the same attributes,
+which `as_weights` converts. A ``prepare`` hook only needs to call `Preparation.arranged`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, Verdict, consider
 from tokenspeed_kernel_base.spec import CANONICAL, KernelSpec
 
-# The kernel of a plan that is being made.
+# The kernel's name in a plan that is not finished.
 UNDECIDED = "undecided"
 
 W = TypeVar("W")
 
 
 class ReferenceWarning(UserWarning):
-    """A plan for a GPU is for its operator's reference, because no kernel serves it there."""
+    """A plan for a GPU falls back to its operator's reference, because no other kernel is eligible."""
 
 
 def wanted_layout(spec: KernelSpec, trait: str) -> str:
-    """The layout that an object is prepared in for a kernel: the one that it names beside canonical (the first by name of several),
-    if it has a preprocessor or does not take the canonical one; else canonical.
+    """The layout that an object is prepared in for a kernel.
+
+    A kernel's own layout is the one that it names beside canonical, the first by name if there are several. It is returned if the
+    kernel has a preprocessor or rejects the canonical layout. Otherwise the result is canonical.
 
     Args:
         spec: the kernel.
-        trait: the trait that says the layout.
+        trait: the trait that gives the layout.
     """
     constraint = spec.traits.get(trait)
     if constraint is None or constraint.values is None:
@@ -72,13 +74,13 @@ def wanted_layout(spec: KernelSpec, trait: str) -> str:
 def consider_layouts(
     request_in: Callable[[str], Request], specs: Iterable[KernelSpec], trait: str, override: Override | None
 ) -> Explanation:
-    """One selection in which each kernel is asked for the layout that it wants.
+    """One selection in which each kernel is evaluated with the layout that it needs.
 
     Args:
-        request_in: what is asked, with the object in this layout.
-        specs: the kernels that may be chosen.
-        trait: the trait that says the layout.
-        override: the kernel that is wanted by name, if any.
+        request_in: returns the request for an object in the given layout.
+        specs: the candidate kernels.
+        trait: the trait that gives the layout.
+        override: the kernel requested by name, if any.
     """
     layouts = sorted({CANONICAL, *(wanted_layout(spec, trait) for spec in specs)})
     explanations = {layout: consider(request_in(layout), override) for layout in layouts}
@@ -102,19 +104,20 @@ def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def warn_of_reference(called: str, explanation: Explanation) -> None:
-    """Warns of a selection for a GPU that falls back to the reference, unless that was asked for by name.
+    """Warns if a selection for a GPU falls back to the reference. Does not warn if a kernel or solution was requested by name, or
+    if another kernel was eligible.
 
     Args:
-        called: the function that plans.
-        explanation: the selection; something was chosen.
+        called: the planning function.
+        explanation: the selection, with a chosen kernel.
 
     Warns:
         ReferenceWarning: see above. Python shows the same text once.
     """
     request, chosen = explanation.request, explanation.chosen
-    asked = explanation.override is not None or request.solution is not None
+    requested = explanation.override is not None or request.solution is not None
     accepted = sum(verdict.accepted for verdict in explanation.verdicts)
-    if chosen is None or not chosen.is_reference or request.platform.is_cpu or asked or accepted > 1:
+    if chosen is None or not chosen.is_reference or request.platform.is_cpu or requested or accepted > 1:
         return
     rejected = [verdict for verdict in explanation.verdicts if not verdict.accepted]
     nearest = next((verdict for verdict in rejected if verdict.gate == "traits"), rejected[0] if rejected else None)
@@ -125,23 +128,24 @@ def warn_of_reference(called: str, explanation: Explanation) -> None:
 
 
 def check_fields(check: Checker, plan: Any, prefix: str = "") -> None:
-    """Raises TypeError or ValueError for an attribute of a plan that is not of the kind that it is annotated as. ``prefix`` stands
-    before the names."""
+    """Raises TypeError or ValueError for a plan's attribute that does not match its annotation. Messages put ``prefix`` before its
+    name."""
     fields = [dataclasses.replace(field, name=prefix + field.attribute) for field in fields_of("plan", type(plan))]
     check_types(check.operator, fields, {field.name: getattr(plan, field.name.removeprefix(prefix)) for field in fields})
 
 
 def layout_of(weights: Any) -> str:
-    """The layout that any weights object is in."""
+    """The layout of a weights object; canonical if it does not state one."""
     return getattr(weights, "layout", CANONICAL)
 
 
 def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout: str | None = None) -> W:
-    """A new object of a weights class with any object's tensors, in ``layout`` or the object's own; the object itself if it is a
-    resource. What has a default in the class the object may lack.
+    """An object of a weights class with the tensors of any object, in ``layout`` or in the object's own layout.
+
+    A resource is returned as it is. The object may lack attributes that have a default in the class.
 
     Raises:
-        TypeError: an attribute is missing or is no tensor, or a resource is not derived from the class.
+        TypeError: an attribute is missing or is not a tensor, or a resource is not derived from the class.
         ValueError: the tensors are on several devices, or a resource is in another layout.
     """
     values: dict[str, Any] = {}
@@ -173,7 +177,8 @@ def as_weights(check: Checker, argument: str, weights: Any, cls: type[W], layout
 
 
 def check_layout(check: Checker, weights: Any, plan: Any, prepare: str) -> None:
-    """Raises ValueError for a call's weights that are not in the layout that its plan wants. ``prepare``: what makes those."""
+    """Raises ValueError for a call's weights that are not in the layout of its plan. ``prepare``: the function that converts
+    them."""
     layout = layout_of(weights)
     if layout != plan.weight_layout:
         wanted = f"{plan.weight_layout!r}, which {plan.kernel} of the plan wants: {prepare}(weights, plan) makes it"
@@ -181,13 +186,13 @@ def check_layout(check: Checker, weights: Any, plan: Any, prepare: str) -> None:
 
 
 class Preparation(NamedTuple):
-    """What a ``prepare`` hook works with.
+    """The tools of a ``prepare`` hook.
 
     Attributes:
-        check: raises errors in the name of the function that was called.
-        operator: whose hook it is, ``"family.mode"``.
-        planned: the operator's parameter that the plan is given as.
-        package: the package whose kernels serve that function; None for all.
+        check: raises errors in the name of the called function.
+        operator: the hook's operator, ``"family.mode"``.
+        planned: the operator's parameter that takes the plan.
+        package: the package whose kernels that function dispatches to; None for all.
     """
 
     check: Checker
@@ -203,15 +208,17 @@ class Preparation(NamedTuple):
         check_canonical: Callable[[Checker, Any, Any], None],
         normalised: Callable[[W], W] = lambda weights: weights,
     ) -> W:
-        """Weights in the layout ``plan.weight_layout``, as a ``prepare`` hook gives them; those in it already stay as they are.
+        """Weights in the layout ``plan.weight_layout``, for a ``prepare`` hook to return. Weights in a kernel's own layout are not
+        converted again.
 
         Args:
             weights: any object with the attributes of ``cls``, in the canonical layout or the plan's.
             plan: the plan, already checked.
-            cls: a dataclass of tensors with an attribute ``layout``. What is for its keywords alone is kept where the kernel's
-                preprocessor leaves it out.
-            check_canonical: raises unless canonical weights are what the plan says.
-            normalised: canonical weights of the one dtype that preprocessors and kernels take, where several are canonical.
+            cls: a dataclass of tensors with an attribute ``layout``. Its keyword-only fields are carried over if the kernel's
+                preprocessor omits them.
+            check_canonical: raises unless canonical weights match the plan.
+            normalised: converts canonical weights to the dtype that preprocessors and kernels expect, where several dtypes are
+                canonical.
 
         Raises:
             TypeError, ValueError: see above, and `preprocess`.
@@ -228,25 +235,25 @@ class Preparation(NamedTuple):
         made = self.preprocess("weights", given, plan, plan.weight_layout)
         made = as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", made, cls, plan.weight_layout)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            # A preprocessor that need not change what is for keywords alone need not know it.
+            # A preprocessor may omit keyword-only fields that it does not change.
             kept = getattr(given, field.name)
             if field.kw_only and kept is not None and getattr(made, field.name) is None:
                 setattr(made, field.name, kept)
         return made
 
     def preprocess(self, argument: str, given: Any, plan: Any, layout: str) -> Any:
-        """What the ``weight_preprocessor`` of the plan's kernel makes of an object in the canonical layout; the object itself where
-        the kernel has none and wants it as it is.
+        """The output of the kernel's ``weight_preprocessor`` for an object in the canonical layout. Returns the object itself if
+        the kernel reads the canonical layout and has no preprocessor.
 
         Args:
-            argument: what the object is called in messages.
+            argument: the object's name in messages.
             given: the object. A preprocessor must not write to it.
             plan: the plan, already checked.
-            layout: the layout that the plan wants.
+            layout: the layout that the plan requires.
 
         Raises:
-            ValueError: the plan's kernel is not registered or belongs to another package, or it wants a layout and has no
-                preprocessor that makes it.
+            ValueError: the plan's kernel is not registered or belongs to another package, or it needs another layout and has no
+                preprocessor.
             ImportError, AttributeError: the preprocessor cannot be imported.
         """
         spec = self._kernel(plan)

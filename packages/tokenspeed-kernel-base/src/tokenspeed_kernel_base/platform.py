@@ -1,10 +1,10 @@
-"""What machine is this, and what can it do.
+"""The platform of this machine, and its capabilities.
 
-Nothing here creates a GPU context until a platform is asked for, and importing this module asks for none.
+Nothing here creates a GPU context until a platform is requested. Importing this module requests none.
 
-A platform answers one question for selection: `CapabilityRequirement.gap` says why a kernel cannot run on it. Tensors on a
-CPU are served by the CPU's platform even where a GPU is present (`platform_of`), unless `use_platform` says otherwise: an
-emulator that runs GPU code on CPU tensors installs the platform it emulates with it.
+`CapabilityRequirement.gap` tells selection why a kernel cannot run on a platform. CPU tensors use the CPU's platform even where a
+GPU is present (`platform_of`), unless `use_platform` is in force. An emulator that runs GPU code on CPU tensors installs the
+emulated platform with `use_platform`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ VENDORS = frozenset({"nvidia", "amd", "cpu"})
 
 @dataclass(frozen=True, order=True)
 class ArchVersion:
-    """An architecture's version, as the vendor counts: sm_90 is ``ArchVersion(9, 0)``, gfx942 and gfx950 are ``(9, 4)`` and
-    ``(9, 5)``. Versions of different vendors do not compare: a requirement that gives one names its vendors too."""
+    """An architecture's version in its vendor's numbering: sm_90 is ``ArchVersion(9, 0)``, gfx942 and gfx950 are ``(9, 4)`` and
+    ``(9, 5)``. Versions of different vendors are not comparable, so a requirement with a version names its vendors, too."""
 
     major: int
     minor: int
@@ -41,19 +41,19 @@ class ArchVersion:
 
 @dataclass(frozen=True)
 class PlatformInfo:
-    """One kind of device, as far as selection cares.
+    """One kind of device, as selection sees it.
 
     Attributes:
         vendor: ``"nvidia"``, ``"amd"`` or ``"cpu"``.
         arch_version: see `ArchVersion`; ``(0, 0)`` on a CPU.
-        device_name: what the driver calls the device.
+        device_name: the device's name from its driver.
         arch: the compiler's name for the architecture: ``"sm_90"``, ``"gfx950"``, ``"cpu"``.
-        device_count: devices of this kind that are visible.
+        device_count: number of visible devices of this kind.
         total_memory: bytes of one device, 0 if unknown.
-        sm_count: multiprocessors or compute units of one device, 0 if unknown.
-        features: what the device and the installed software offer, by name (``"triton"``: Triton kernels run here).
-        emulated: a simulator stands in for the device: kernels run, on CPU tensors, slowly.
-        pretended: nothing stands in for it: selection can be explained, nothing launches.
+        sm_count: SMs, CUs or logical CPU cores of one device, 0 if unknown.
+        features: capabilities of the device and the installed software, by name (``"triton"``: Triton kernels run here).
+        emulated: a simulator replaces the device: kernels run on CPU tensors, slowly.
+        pretended: there is no device: selection can be explained, launches are refused.
     """
 
     vendor: str
@@ -98,15 +98,15 @@ def _arch_name(vendor: str, arch: ArchVersion) -> str:
 
 @dataclass(frozen=True)
 class CapabilityRequirement:
-    """What a kernel needs of the platform. An empty requirement is met everywhere, a CPU included.
+    """A kernel's requirements of the platform. Every platform, a CPU included, meets an empty requirement.
 
     Attributes:
-        min_arch_version, max_arch_version: inclusive bounds. A platform without an architecture version (a CPU) meets none.
+        min_arch_version, max_arch_version: inclusive bounds. A platform without an architecture version (a CPU) fails both.
         required_features: names that `PlatformInfo.features` must hold.
-        vendors: vendors whose devices will do; None for any.
-        probe: says why this machine cannot run the kernel although the device could (what must be installed beside it, for
-            instance), or None where it can. It is asked last, at every selection, so it should remember what it found. Two
-            requirements are equal only if they have the same function here; `overlaps` leaves it out, as any machine may have it.
+        vendors: the vendors whose devices are accepted; None for any.
+        probe: returns why this machine cannot run the kernel although the device could (missing software, for instance), or None.
+            It is called last, at every selection, so it should cache its result. Two requirements are equal only if they have the
+            same probe. `overlaps` ignores the probe, because it may succeed on any machine.
     """
 
     min_arch_version: ArchVersion | None = None
@@ -126,7 +126,7 @@ class CapabilityRequirement:
             raise ValueError(f"min_arch_version {self.min_arch_version} is above max_arch_version {self.max_arch_version}")
 
     def gap(self, platform: PlatformInfo) -> str | None:
-        """Why the platform does not do, or None where it does."""
+        """Why the platform does not meet the requirement, or None if it does."""
         if self.vendors is not None and platform.vendor not in self.vendors:
             return f"needs a device by {' or '.join(sorted(self.vendors))}, this is {platform.vendor} ({platform.arch})"
         low, high = self.min_arch_version, self.max_arch_version
@@ -149,7 +149,7 @@ class CapabilityRequirement:
         return self.required_features - platform.features
 
     def overlaps(self, other: CapabilityRequirement) -> bool:
-        """Whether some platform could meet both."""
+        """Whether some platform could meet both requirements."""
         vendors = [r.vendors for r in (self, other) if r.vendors is not None]
         common = frozenset.intersection(*vendors) if vendors else None
         if common is not None:
@@ -162,7 +162,7 @@ class CapabilityRequirement:
 
 
 def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
-    """Why a platform does not have some features."""
+    """Why a platform lacks some features."""
     if features == {_TRITON} and not _is_installed(_TRITON):
         return "needs triton, which is not installed"
     if features == {_TRITON} and platform.is_cpu:
@@ -173,14 +173,14 @@ def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
 _TRITON = "triton"
 
 
-@functools.cache  # the reason is wanted at every decision, and looking takes longer than the rest of one
+@functools.cache  # called at every decision; the search takes longer than the rest of one
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
 @functools.cache
 def _software_features(vendor: str) -> frozenset[str]:
-    """Features that installed software gives a device of this vendor. Looks for packages without importing them."""
+    """Features that the installed software adds to a device of this vendor. Finds packages without importing them."""
     features = set()
     interpreted = os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
     if (vendor != "cpu" or interpreted) and _is_installed(_TRITON):
@@ -195,7 +195,7 @@ def cpu_platform() -> PlatformInfo:
 
 
 def _cpu_name() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # Linux says it nowhere else
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # the only source on Linux
         for line in lines:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
@@ -224,7 +224,7 @@ _DRIVER_FILES = {"nvidia": "/sys/module/nvidia/version", "amd": "/sys/module/amd
 
 @functools.cache
 def driver_version(vendor: str) -> str:
-    """The version of a vendor's driver, as Linux tells it; empty where there is none."""
+    """The version of a vendor's driver, read from Linux's sysfs; empty if there is none."""
     try:
         return Path(_DRIVER_FILES[vendor]).read_text().strip()
     except (KeyError, OSError):
@@ -237,7 +237,7 @@ _KNOWN_DEVICES = {"gfx950": "AMD Instinct MI355X", "gfx942": "AMD Instinct MI300
 def named_platform(name: str) -> PlatformInfo:
     """A pretended platform by its architecture's name: ``"cpu"``, ``"sm_90"`` (``"sm90"``, ``"sm_90a"``), ``"gfx950"``.
 
-    Its features are those that installed software would give such a device; it launches nothing.
+    Its features are those that the installed software would add to such a device. It launches nothing.
 
     >>> named_platform("gfx950").arch_version
     ArchVersion(major=9, minor=5)
@@ -259,9 +259,10 @@ _installed: PlatformInfo | None = None
 
 
 def current_platform() -> PlatformInfo:
-    """The platform that this process's kernels are chosen for.
+    """The platform that this process selects kernels for.
 
-    In order: the one put in by `use_platform`, the one pretended by ``TOKENSPEED_KERNEL_PLATFORM``, the current GPU, the CPU.
+    In order of precedence: the one installed by `use_platform`, the one pretended by ``TOKENSPEED_KERNEL_PLATFORM``, the current
+    GPU, the CPU.
     """
     forced = _forced_platform()
     if forced is not None:
@@ -272,10 +273,10 @@ def current_platform() -> PlatformInfo:
 
 
 def platform_of(device: torch.device) -> PlatformInfo:
-    """The platform that serves tensors on this device: like `current_platform`, but CPU tensors go to the CPU.
+    """The platform for tensors on this device: like `current_platform`, but CPU tensors use the CPU's.
 
     Raises:
-        ValueError: no kernel of any kind runs on such a device.
+        ValueError: no kernel runs on devices of this type.
     """
     forced = _forced_platform()
     if forced is not None:
@@ -300,16 +301,16 @@ def _forced_platform() -> PlatformInfo | None:
 
 
 def installed_platform() -> PlatformInfo | None:
-    """The platform put in by `use_platform`, or None."""
+    """The platform installed by `use_platform`, or None."""
     return _installed
 
 
 @contextlib.contextmanager
 def use_platform(platform: PlatformInfo) -> Iterator[PlatformInfo]:
-    """Makes `current_platform` answer ``platform`` inside the block, for the whole process.
+    """Makes `current_platform` return ``platform`` inside the block, for the whole process.
 
-    For simulators, which run a device's kernels on CPU tensors (``emulated=True``), and for tests. Selections made outside are
-    not used inside, nor the other way round.
+    It serves simulators, which run a device's kernels on CPU tensors (``emulated=True``), and tests. Decisions made outside the
+    block are not used inside, nor the reverse.
     """
     global _installed
     previous, _installed = _installed, platform

@@ -1,7 +1,7 @@
-"""What every kernel can do: the declarations, and nothing of how one is chosen.
+"""The registry of kernels: their declarations and implementations. Selection is in `tokenspeed_kernel_base.selection`.
 
-A kernel is declared with `register_kernel`, once, beside its code. The registry keeps the declaration (`KernelSpec`) and the
-implementation, which may be a function or ``"module:function"``; the latter is imported when the kernel is first selected.
+A kernel is declared once, with `register_kernel`, beside its code. The registry keeps the declaration (`KernelSpec`) and the
+implementation. The implementation is a function, or ``"module:function"``, which is imported when the kernel is first selected.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ F = TypeVar("F")
 
 
 class PriorityClashWarning(UserWarning):
-    """Two kernels of equal priority could serve one request. The one whose name sorts first wins."""
+    """Two kernels of equal priority may be eligible for the same request. The one whose name sorts first wins."""
 
 
 class KernelLoadWarning(UserWarning):
-    """A kernel was selected whose implementation cannot be imported; it is left out from then on."""
+    """The implementation of a selected kernel cannot be imported; selection rejects the kernel from then on."""
 
 
 class PriorityClash(NamedTuple):
-    """Two kernels of equal priority that could serve one request."""
+    """Two kernels of equal priority that may be eligible for the same request."""
 
     first: KernelSpec
     second: KernelSpec
@@ -51,9 +51,9 @@ class PriorityClash(NamedTuple):
 
 
 class KernelRegistry:
-    """All kernels, by operator and by name. There is one, `KernelRegistry.get`; tests may make others.
+    """All kernels, by operator and by name. `KernelRegistry.get` returns the process-wide registry; tests may make others.
 
-    Registering and reading are safe from any thread.
+    Registering and reading are thread-safe.
     """
 
     _instance: KernelRegistry | None = None
@@ -69,7 +69,7 @@ class KernelRegistry:
         self._clashes: list[PriorityClash] = []
         self._load_failures: dict[str, tuple[str, str]] = {}
         self._private: set[str] = set()
-        self._open = 0
+        self._open_transactions = 0
 
     @classmethod
     def get(cls) -> KernelRegistry:
@@ -80,7 +80,7 @@ class KernelRegistry:
 
     @classmethod
     def reset(cls) -> None:
-        """Drops all kernels of the process-wide registry, the built-in ones included. For tests."""
+        """Removes all kernels of the process-wide registry, the built-in ones included. For tests."""
         with cls._instance_lock:
             cls._instance = None
         memo.invalidate()
@@ -88,10 +88,10 @@ class KernelRegistry:
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
     def declare_interface(self, family: str, mode: str, interface: Interface) -> None:
-        """Fixes what every kernel of an operator is declared against: its implementation's parameters, and names.
+        """Sets the interface that every kernel of an operator is checked against.
 
         Raises:
-            RegistrationError: a kernel that is registered already does not keep to it.
+            RegistrationError: a kernel that is already registered violates the interface.
         """
         with self._lock:
             self._interfaces[family, mode] = interface
@@ -103,7 +103,7 @@ class KernelRegistry:
             self._check_layouts(specs)
 
     def interface_of(self, family: str, mode: str) -> Interface | None:
-        """What kernels of an operator are declared against; None where it is not declared."""
+        """The interface of an operator; None if the operator is not declared."""
         with self._lock:
             return self._interfaces.get((family, mode))
 
@@ -111,50 +111,50 @@ class KernelRegistry:
         """Adds a kernel.
 
         Raises:
-            RegistrationError: the name is taken, the implementation's parameters are not the operator's, or the declaration has a
-                name that the operator does not state.
+            RegistrationError: the name is in use, the implementation's parameters do not match the operator's, or the declaration
+                has a name that the operator does not declare.
         Warns:
-            PriorityClashWarning: another kernel of equal priority could serve one of this one's requests.
+            PriorityClashWarning: another kernel of equal priority may be eligible for the same request.
         """
         if not callable(impl) and not (isinstance(impl, str) and impl.count(":") == 1 and all(impl.split(":"))):
             raise RegistrationError(
                 f'{spec.name}: an implementation is a function or "module:function", got {impl!r} ({spec.origin})'
             )
         with self._lock:
-            taken = self._specs.get(spec.name)
-            if taken is not None:
+            existing = self._specs.get(spec.name)
+            if existing is not None:
                 raise RegistrationError(
-                    f"a kernel named {spec.name} exists: registered by {taken.origin}, now again by {spec.origin}; "
+                    f"a kernel named {spec.name} exists: registered by {existing.origin}, now again by {spec.origin}; "
                     "give one of them another name="
                 )
             interface = self._interfaces.get((spec.family, spec.mode))
             launcher = Launcher(spec, impl, interface) if callable(impl) else None
             if interface is not None:
                 interface.check(spec)
-            if not self._open:
+            if not self._open_transactions:
                 self._check_layouts([spec])
-            peers = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
+            candidates = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
             self._specs[spec.name] = spec
             self._impls[spec.name] = impl
             if launcher is not None:
                 self._launchers[spec.name] = launcher
             self._modules[spec.name] = impl.partition(":")[0] if isinstance(impl, str) else _module_of(impl)
-            clashes = [PriorityClash(peer, spec) for peer in peers]
+            clashes = [PriorityClash(candidate, spec) for candidate in candidates]
             self._clashes.extend(clashes)
         memo.invalidate()
         for clash in clashes:
             warnings.warn(str(clash), PriorityClashWarning, stacklevel=3)
 
     def publish(self, names: Iterable[str], public: bool) -> None:
-        """Says whether kernels serve everyone, as they do once registered, or only requests that name their package. Names that no
-        kernel has are passed over."""
+        """Makes kernels public, eligible for all requests, or private, eligible only for requests that name their package.
+        Registered kernels are public by default. Unknown names are ignored."""
         with self._lock:
             known = self._specs.keys() & set(names)
             self._private = self._private - known if public else self._private | known
         memo.invalidate()
 
     def unregister(self, name: str) -> None:
-        """Removes a kernel. Raises KeyError if there is none of that name."""
+        """Removes a kernel. Raises KeyError for an unknown name."""
         with self._lock:
             self.get_by_name(name)
             del self._specs[name], self._impls[name]
@@ -166,29 +166,31 @@ class KernelRegistry:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[list[KernelSpec]]:
-        """All registrations inside the block, or none of them if it raises. Yields the list in which the kernels are gathered that
-        serve everyone since: those that were registered before for their package alone, too."""
+        """Makes all registrations inside the block, or none if the block raises.
+
+        Yields a list. After the block it holds the kernels that became public in it, including kernels that were private before.
+        """
         with self._lock:
             public = set(self._public())
             before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes), set(self._private)
             added: list[KernelSpec] = []
-            self._open += 1
+            self._open_transactions += 1
             try:
                 yield added
-                # Only now: the kernel that makes a layout may be registered after another one that takes it.
+                # Checked at the end: the kernel that makes a layout may be registered after a kernel that reads it.
                 self._check_layouts([spec for name, spec in self._specs.items() if before[0].get(name) is not spec])
             except BaseException:
                 self._specs, self._impls, self._interfaces, self._clashes, self._private = before
                 memo.invalidate()
                 raise
             finally:
-                self._open -= 1
+                self._open_transactions -= 1
             added.extend(spec for name, spec in self._public().items() if name not in public or before[0][name] is not spec)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
     def has(self, spec: KernelSpec) -> bool:
-        """Whether this very declaration is registered."""
+        """Whether this very spec object is registered."""
         with self._lock:
             return self._specs.get(spec.name) is spec
 
@@ -196,32 +198,35 @@ class KernelRegistry:
         return {name: spec for name, spec in self._specs.items() if name not in self._private}
 
     def is_public(self, name: str) -> bool:
-        """Whether a kernel is registered and serves everyone."""
+        """Whether a kernel is registered and public."""
         with self._lock:
             return name in self._public()
 
     def get_by_name(self, name: str, operator: str | None = None) -> KernelSpec:
-        """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none: the nearest of an operator,
-        ``"family.mode"``, if one is given."""
+        """The declaration of a kernel. Raises KeyError for an unknown name, with a suggestion. The suggestion comes from the
+        kernels of ``operator``, ``"family.mode"``, if one is given."""
         with self._lock:
             if name not in self._specs:
-                peers = [spec for spec in self._specs.values() if operator in (None, spec.operator)]
-                raise KeyError(f"no kernel named {name}{nearest_kernel(name, peers)}")
+                candidates = [spec for spec in self._specs.values() if operator in (None, spec.operator)]
+                raise KeyError(f"no kernel named {name}{nearest_kernel(name, candidates)}")
             return self._specs[name]
 
     def declarations(self, names: Iterable[str]) -> list[tuple[KernelSpec, Callable[..., Any] | str]]:
-        """What kernels were registered with, so that they can be registered again; a function where it has been imported."""
+        """Specs and implementations of kernels, so that they can be registered again. An implementation that has been imported is a
+        function."""
         with self._lock:
             return [(self.get_by_name(name), self._impls[name]) for name in names]
 
     def get_impl(self, name: str) -> Callable[..., Any]:
-        """A function of all the operator's parameters, in order, that runs the kernel: its implementation, imported now if it was
-        given by name, or a function that calls it with the parameters that it takes.
+        """A function of all the operator's parameters, in order, that runs the kernel.
+
+        It is the implementation, imported now if it was registered by name, or a wrapper that passes on the parameters that the
+        implementation takes.
 
         Raises:
             KeyError: no kernel of that name.
             ImportError, AttributeError: the implementation cannot be imported; the message names the kernel.
-            RegistrationError: it can, but its parameters are not the operator's.
+            RegistrationError: the implementation's parameters do not match the operator's.
         """
         with self._lock:
             spec, impl = self.get_by_name(name), self._impls[name]
@@ -236,27 +241,29 @@ class KernelRegistry:
         return self._launcher(name).function
 
     def ignored_parameters(self, name: str) -> frozenset[str]:
-        """The operator's parameters that a kernel's implementation does not take. Empty as long as it is not imported, and where
-        there is no kernel of that name."""
+        """The operator's parameters that a kernel's implementation does not take. Empty for an unknown name, and until the
+        implementation is imported."""
         with self._lock:
             return self._launcher(name).ignored if callable(self._impls.get(name)) else frozenset()
 
     def module_of(self, name: str) -> str:
-        """The module that a kernel is implemented in. Imports nothing. Raises KeyError if there is no kernel of that name."""
+        """The module that implements a kernel. Imports nothing. Raises KeyError for an unknown name."""
         with self._lock:
             self.get_by_name(name)
             return self._modules[name]
 
     def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
-        """The implementation, or None if it cannot be imported. Then the kernel is left out of every selection to come, and the
-        failure is kept and warned of: one package that is not in order must not take an operator down that others serve.
+        """The implementation, or None if it cannot be imported.
+
+        After a failure every later selection rejects the kernel, and the failure is kept and warned of. So one broken package does
+        not disable an operator that has other kernels.
 
         Warns:
             KernelLoadWarning: the implementation cannot be imported.
         """
         try:
             return self.get_impl(name)
-        except KeyError:  # unregistered by another thread meanwhile
+        except KeyError:  # another thread unregistered the kernel
             return None
         except (ImportError, AttributeError, RegistrationError) as error:
             line = f"{type(error).__name__}: {error}"
@@ -270,17 +277,17 @@ class KernelRegistry:
             return None
 
     def load_failures(self) -> dict[str, str]:
-        """Kernels that were selected and could not be loaded, with the traceback."""
+        """Tracebacks of selected kernels that could not be loaded, by name."""
         with self._lock:
             return {name: trace for name, (_, trace) in sorted(self._load_failures.items())}
 
     def load_error(self, name: str) -> str | None:
-        """Why a kernel could not be loaded, in one line; None where it could, or was never tried."""
+        """Why a kernel could not be loaded, in one line; None if it was loaded or was never tried."""
         failure = self._load_failures.get(name)
         return failure[0] if failure else None
 
     def get_for_operator(self, family: str, mode: str, package: str | None = None) -> list[KernelSpec]:
-        """All kernels of an operator, or those of one package; best priority first, equal ones by name."""
+        """All public kernels of an operator, or all kernels of one package; by descending priority, then by name."""
         with self._lock:
             offered = self._public() if package is None else {n: s for n, s in self._specs.items() if s.package == package}
         specs = [spec for spec in offered.values() if spec.family == family and spec.mode == mode]
@@ -305,17 +312,17 @@ class KernelRegistry:
             return [c for c in self._clashes if c.first.name in public and c.second.name in public]
 
     def is_lazy(self, name: str) -> bool:
-        """Whether a kernel's implementation was given by name and has not been imported."""
+        """Whether a kernel's implementation was given by name and is not imported yet."""
         with self._lock:
             self.get_by_name(name)
             return isinstance(self._impls[name], str)
 
     def _check_layouts(self, specs: Iterable[KernelSpec]) -> None:
-        """Raises RegistrationError for a kernel that names a layout of weights which neither it nor another kernel makes."""
+        """Raises RegistrationError for a kernel that names a weight layout which no kernel of its family makes."""
         for spec in specs:
             named = self._layouts_of(spec) - {CANONICAL}
             if named and spec.weight_preprocessor is None:
-                # Operators of a family share plans, and so layouts.
+                # Operators of a family share plans, and therefore layouts.
                 makers = (o for o in self._specs.values() if o.family == spec.family and o.weight_preprocessor is not None)
                 made = {CANONICAL}.union(*map(self._layouts_of, makers))
                 for layout in sorted(named - made):
@@ -326,7 +333,8 @@ class KernelRegistry:
         return frozenset() if interface is None else layouts_of(spec, interface.layout)
 
     def _launcher(self, name: str) -> Launcher:
-        """A kernel's launcher, which has been imported, checked against its operator."""
+        """A kernel's imported launcher, checked against its operator. Cached until the spec, the implementation or the interface
+        changes."""
         with self._lock:
             spec, impl = self._specs[name], self._impls[name]
             interface = self._interfaces.get((spec.family, spec.mode))
@@ -338,11 +346,11 @@ class KernelRegistry:
 
 
 def load_object(path: str, wanted_by: str) -> Any:
-    """Imports ``"module:attribute"``; the error names who wanted it."""
+    """Imports ``"module:attribute"``. Errors name ``wanted_by``."""
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module may raise anything: OSError for a missing library, SyntaxError...
+    except Exception as error:  # importing may raise anything: OSError for a missing library, SyntaxError...
         raise ImportError(
             f"{wanted_by} is implemented by {path}, which cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -353,19 +361,19 @@ def load_object(path: str, wanted_by: str) -> Any:
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, the function
+    inner = inspect.unwrap(getattr(function, "func", function))  # a functools.partial's function
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
 def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
-    """Which of these kernels may have been meant by a name that none of them has, as the end of a sentence; empty where none is
-    like it. The name of a solution means its kernels."""
+    """A suggestion for an unknown kernel name, as the end of a sentence; empty if no name is near. A name near a solution's
+    suggests that solution's kernels."""
     names: set[str] = set()
     by_solution: dict[str, list[str]] = {}
     for spec in specs:
         names.add(spec.name)
         by_solution.setdefault(spec.solution, []).append(spec.name)
-    near = nearest(name, [*sorted(names), *sorted(by_solution.keys() - names)])  # solutions last: the first of equals is taken
+    near = nearest(name, [*sorted(names), *sorted(by_solution.keys() - names)])  # solutions last: the first wins a tie
     if near is None:
         return ""
     if near in names:
@@ -375,24 +383,24 @@ def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
     return f"; did you mean a kernel of solution {near} ({listed})?"
 
 
-_FEW = 4  # kernels of a solution that an error names
+_FEW = 4  # number of kernels of a solution that an error lists
 
 
-# What each module has declared, in the order of its text. A module is run once; what it declared can be registered again.
+# Declarations by module, in source order. A module runs once, but its declarations can be registered again.
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
 
 
 def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
-    """Imports the modules of a package but device code (see `discovery.import_modules`), and registers every kernel that they
-    declare: all of them or, if anything raises, none.
+    """Imports the modules of a package except device modules (see `discovery.import_modules`), and registers every kernel that they
+    declare. Registers all kernels or, if anything raises, none.
 
     Args:
         package: its name.
-        public: whether its kernels serve everyone from now on. Otherwise those that were not registered before serve only requests
-            that name the package.
+        public: whether its kernels become public. Otherwise those that were not public before are eligible only for requests that
+            name the package.
 
     Returns:
-        The declarations, by name; those that were registered before are among them.
+        All declarations of the package, by name, including those registered before.
     """
     registry = KernelRegistry.get()
     with registry.transaction():
@@ -401,7 +409,7 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
             import_modules(package)
         finally:
             for module in [name for name in _declared if name not in sys.modules]:
-                del _declared[module]  # it raised on the way, and runs again when it is imported again
+                del _declared[module]  # the import raised; the module runs again at its next import
         declared = [
             pair for module, pairs in sorted(_declared.items()) if (module + ".").startswith(package + ".") for pair in pairs
         ]
@@ -435,23 +443,23 @@ def register_kernel(
     Args:
         family, mode: the operator, e.g. ``"attention", "mha_prefill"``.
         name: unique; ``f"{solution}_{mode}"`` if not given.
-        solution: what it is made with.
-        capability: what it needs of the platform; nothing if not given.
-        signatures: the formats it serves; None for all.
-        traits: constraints by trait; a flag it does not mention it does not have.
-        priority: 0 to 19.
+        solution: the backend: the toolkit or library that the kernel is made with.
+        capability: requirements of the platform; none if not given.
+        signatures: the accepted operand formats; None for all.
+        traits: constraints by trait. The kernel lacks every flag that is not mentioned.
+        priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
-        aligned_caches: parameters that are caches whose rows must begin at multiples of 16 bytes. The kernel copies others whole at
-            every call: it warns once (`tokenspeed_kernel_base.alignment.aligned_cache`), and `explain` says so.
-        only_by_name: why only a request that names the kernel may have it: something that no trait says, and that the caller must
-            be sure of.
+        aligned_caches: cache parameters whose rows must start at multiples of 16 bytes. The kernel copies other caches whole at
+            every call: it warns once (`tokenspeed_kernel_base.alignment.aligned_cache`), and `explain` reports the copy.
+        only_by_name: why the kernel is eligible only for requests that name it: a precondition that no trait expresses and the
+            caller must ensure.
         accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
-        weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
+        weight_preprocessor: converts weights to the kernel's layout at load time; a function or ``"module:function"``.
         tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
-            whose default is what it does where nothing was measured; a measured configuration is bound to it when the kernel is
-            selected, so that a call looks nothing up.
-        tunable_if: ``tunable_if(request, configuration)`` says why a configuration will not do for a `Request` (its ``traits``
-            and ``sizes``), or None where it will. Configurations that it refuses are neither measured nor used.
+            whose default applies without a measurement. Selection binds a measured configuration to the implementation, so that
+            calls look nothing up.
+        tunable_if: ``tunable_if(request, configuration)`` returns why a configuration is invalid for a `Request` (its ``traits``
+            and ``sizes``), or None. Invalid configurations are neither measured nor used.
 
     Raises:
         RegistrationError: see `KernelRegistry.register`.
@@ -494,7 +502,7 @@ def register_kernel(
 
 
 def describe_kernel(name: str) -> str:
-    """Everything that is known of a kernel as text, one fact a line. Raises KeyError if there is none of that name."""
+    """All facts about a kernel as text, one per line. Raises KeyError for an unknown name."""
     registry = KernelRegistry.get()
     ((spec, impl),) = registry.declarations([name])
     capability = spec.capability
@@ -507,20 +515,20 @@ def describe_kernel(name: str) -> str:
         "vendors": ", ".join(sorted(capability.vendors)) if capability.vendors is not None else "any",
         "architectures": f"{capability.min_arch_version or 'any'} to {capability.max_arch_version or 'any'}",
         "platform features": ", ".join(sorted(capability.required_features)) or "none",
-        "probe": _called(capability.probe),
+        "probe": _qualified_name(capability.probe),
         "formats": "any" if spec.format_signatures is None else " | ".join(sorted(map(str, spec.format_signatures))),
         "traits": "; ".join(f"{k}: {v}" for k, v in sorted(spec.traits.items())) or ("any" if spec.universal else "none"),
         "undeclared flags": "served" if spec.universal else "not served",
         "tunables": "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in spec.tunables.items()) or "none",
-        "tunable if": _called(spec.tunable_if),
-        "weight preprocessor": _called(spec.weight_preprocessor),
+        "tunable if": _qualified_name(spec.tunable_if),
+        "weight preprocessor": _qualified_name(spec.weight_preprocessor),
         "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
         "ignored parameters": ", ".join(sorted(registry.ignored_parameters(name))) or "none",
         "aligned caches": ", ".join(spec.aligned_caches) or "none",
         "only by name": spec.only_by_name or "no",
         "accuracy": spec.accuracy or "as the operator says",
         "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
-        "implementation": _called(impl),
+        "implementation": _qualified_name(impl),
         "load error": registry.load_error(name) or "none",
         "declared by": spec.origin or "unknown",
     }
@@ -528,7 +536,7 @@ def describe_kernel(name: str) -> str:
     return "\n".join([name, *(f"  {label:<{width}} {value}" for label, value in facts.items())])
 
 
-def _called(function: Callable[..., Any] | str | None) -> str:
+def _qualified_name(function: Callable[..., Any] | str | None) -> str:
     """A function as ``module:name``."""
     if function is None or isinstance(function, str):
         return function or "none"

@@ -1,7 +1,7 @@
-"""Resources: what a call needs besides tensors and options, and what outlives it.
+"""Resources: objects that a call needs besides tensors and options, and that outlive it.
 
-A process group, a state cache, a workspace, weights in a kernel's own layout. An operator declares a parameter as a resource by
-annotating it with a class derived from `Resource`::
+Examples are a process group, a state cache, a workspace, and weights in a kernel's own layout. An operator declares a parameter as
+a resource by annotating it with a class derived from `Resource`::
 
     class ProcessGroup(Resource):
         def __init__(self, group): self.key = ("gloo", 2)
@@ -9,8 +9,8 @@ annotating it with a class derived from `Resource`::
     @operator("comm", "all_reduce", formats=("x",))
     def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor: ...
 
-Custom operators of PyTorch take no such objects. They are given the resource's ``handle``, a number, and `find` gives the living
-resource again. Only weak references are kept here: whoever made a resource keeps it alive for as long as compiled code may use it.
+PyTorch's custom operators accept no such objects. They receive the resource's ``handle``, an integer, and `find` returns the live
+resource. This module keeps only weak references: the owner of a resource keeps it alive for as long as compiled code may use it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Resource:
     """Base class of resources.
 
     Attributes:
-        key: part of the description of every call that is given the resource. Resources of one class with equal keys share
-            decisions, so whatever hooks of operators read of a resource (``check``, ``traits``, ``formats``, ``fake``), and its
-            device, must follow from class and key. Set it once, when the resource is made, and to something hashable. It is a
-            plain attribute, because it is read at every call.
-        handle: the number by which custom operators name this resource. Set when the object is made; never used twice.
-        device: where the tensors of a call must be; None where any device will do. Without an index, any device of that type.
-        trait_kinds: what `traits` may give, with the values of each: ``{"rounded": bool}``. A class that derives from one which an
-            operator takes may add to them; its kernels are then declared after it.
-        world_size: how many processes take part in a call that is given it. Where it is more than 1, no process may make calls that
-            the others do not make, to measure them, say.
+        key: part of the memo key of every call that is given the resource. Resources of one class with equal keys share decisions.
+            So everything that operators' hooks (``check``, ``traits``, ``formats``, ``fake``) read of a resource, and its device,
+            must follow from class and key. Set ``key`` once, at construction, to something hashable. It is a plain attribute,
+            because every call reads it.
+        handle: the integer by which custom operators name this resource. Set at construction; never reused.
+        device: where a call's tensors must be; None for any device. Without an index, any device of that type.
+        trait_kinds: the traits that `traits` may return, with the values of each: ``{"rounded": bool}``. A derived class may add
+            traits; kernels that constrain them are declared after the class.
+        world_size: number of processes that take part in a call with the resource. If it is more than 1, no process may make calls
+            that the others do not make, to measure them, say.
     """
 
     key: Hashable = None
@@ -51,25 +51,28 @@ class Resource:
 
     def __new__(cls: type[R], *args: Any, **kwargs: Any) -> R:
         self = super().__new__(cls)
-        # Here and not in __init__, which a dataclass would replace; past __setattr__, which a frozen one forbids.
+        # Set here, because a dataclass replaces __init__; through object.__setattr__, because a frozen dataclass forbids
+        # assignment.
         object.__setattr__(self, "handle", next(_handles))
         _living[self.handle] = self
         return self
 
     @property
     def traits(self) -> Mapping[str, Any]:
-        """Facts that calls which are given the resource state to kernels, beside those of the operator's ``traits`` hook. They must
-        follow from class and key. They say what the resource is, so an override does not get past them, and a kernel that says
-        nothing of one that is True is not given the resource."""
+        """Traits that the resource adds to a call's request, beside those of the operator's ``traits`` hook.
+
+        They must follow from class and key. They describe the resource, so an override cannot bypass them. A kernel that is silent
+        about a True one is rejected.
+        """
         return {}
 
     @property
     def card(self) -> str:
-        """One sentence about the resource that ``explain`` shows; empty where there is nothing to say."""
+        """One sentence about the resource for ``explain``; empty for none."""
         return ""
 
     def __copy__(self: R) -> R:
-        """The resource itself, like `__deepcopy__`: copies of a call's arguments share it."""
+        """Returns the resource itself, as `__deepcopy__` does: copies of a call's arguments share it."""
         return self
 
     def __deepcopy__(self: R, memo: dict[int, Any]) -> R:
@@ -84,8 +87,8 @@ _living: weakref.WeakValueDictionary[int, Resource] = weakref.WeakValueDictionar
 
 
 def stated_by(resource: Resource) -> Mapping[str, Any]:
-    """The traits that a resource states. Raises TypeError for one that its class does not declare, because no kernel could be
-    declared for that."""
+    """The traits of a resource. Raises TypeError for a trait that its class does not declare, because no kernel could constrain
+    it."""
     traits = resource.traits
     for name in traits.keys() - resource.trait_kinds.keys():
         raise TypeError(f"a {type(resource).__name__} states the trait {name}, which trait_kinds of its class must declare")
@@ -93,10 +96,10 @@ def stated_by(resource: Resource) -> Mapping[str, Any]:
 
 
 def find(handle: int) -> Resource:
-    """The living resource of a handle.
+    """The live resource of a handle.
 
     Raises:
-        RuntimeError: there is none: it was deleted, or the handle is another process's.
+        RuntimeError: there is none: the resource was deleted, or the handle belongs to another process.
     """
     found = _living.get(handle)
     if found is None:
@@ -108,5 +111,6 @@ def find(handle: int) -> Resource:
 
 
 def same_place(wanted: torch.device, got: torch.device) -> bool:
-    """Whether a tensor's device is a resource's; without an index the latter stands for all devices of its type."""
+    """Whether a tensor's device ``got`` matches a resource's device ``wanted``. Without an index, ``wanted`` matches all devices of
+    its type."""
     return wanted.type == got.type and wanted.index in (None, got.index)

@@ -1,11 +1,11 @@
-"""Which kernel serves a request, and why not the others.
+"""Selects the kernel for a request, and explains why the other kernels were not selected.
 
-A request passes every kernel of its operator through the gates of `GATES`. What is left is ranked, by `RANKS`. The gates fail
-closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
-`consider`, so that they cannot disagree.
+A request passes every kernel of its operator through the gates of `GATES`. The remaining kernels are ranked by `RANKS`. The gates
+fail closed, and each returns a reason. `explain_selection`, `NoKernelFoundError` and the selection itself all use the function
+`consider`, so they cannot disagree.
 
-Measured results also say with which configuration a kernel is quickest; it is bound to the implementation when the kernel is
-selected. They hold for a bucket of sizes, which a request brings with it.
+Measured results also give a kernel's fastest configuration, which selection binds to the implementation. The results apply to a
+bucket of sizes; a request contains its sizes.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ logger = logging.getLogger("tokenspeed_kernel")
 class SelectionStrategy(enum.Enum):
     """Where the ranking comes from."""
 
-    HEURISTIC = "heuristic"  # tuned results where there are any, else objective, priority
-    AUTOTUNE = "autotune"  # the same; where there are no tuned results the first call measures, and its results are kept
+    HEURISTIC = "heuristic"  # tuned results if there are any, else objective and priority
+    AUTOTUNE = "autotune"  # the same; without tuned results the first call measures, and its results are kept
 
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """What holds for every selection that does not say otherwise.
+    """Defaults for selections that do not say otherwise.
 
     Attributes:
         default_strategy: for operators that ``op_strategies`` does not name.
         op_strategies: by ``("family", "mode")``.
-        objective: what requests that give none are ranked by.
-        autotune_budget_s: how long AUTOTUNE may measure for one decision, in seconds, compilation included. The own choice of each
-            kernel is measured in any case.
+        objective: the ranking objective of requests that give none.
+        autotune_budget_s: time limit of AUTOTUNE's measurements for one decision, in seconds, compilation included. Each kernel's
+            default configuration is measured in any case.
     """
 
     default_strategy: SelectionStrategy = SelectionStrategy.HEURISTIC
@@ -98,16 +98,16 @@ class SelectionPolicy:
         return self.op_strategies.get((family, mode), self.default_strategy)
 
 
-# -- what decisions rest on, besides the registry -----------------------------------------------------------------------------
+# -- what decisions depend on, besides the registry ---------------------------------------------------------------------------
 
 _policy: SelectionPolicy | None = None
 
-# ``autotuner(request, arguments, budget_s)`` measures the candidates for a request on a call's arguments and records the result; it
-# returns why it could not, or an empty string. As "module:function" it is imported when it is first needed.
+# ``autotuner(request, arguments, budget_s)`` measures the candidates for a request on a call's arguments and records the results.
+# It returns why it could not, or an empty string. Given as "module:function", it is imported on first use.
 Autotuner = Callable[["Request", Mapping[str, Any], float], str]
 
 _autotuner: Autotuner | str | None = None
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class _OverrideBlock:
     operator: tuple[str, str]
     kernel: str
     config: tuple[tuple[str, Any], ...] | None
-    # Tasks inherit the context that they are made in and may outlive the block, so that leaving the context is not enough.
+    # A task inherits its creator's context and may outlive the block, so resetting the context variable is not enough.
     active: bool = True
 
 
@@ -123,7 +123,7 @@ _overrides: contextvars.ContextVar[tuple[_OverrideBlock, ...]] = contextvars.Con
 
 
 def selection_policy() -> SelectionPolicy:
-    """The policy in force: the one that was set, or the defaults with the objective from the settings."""
+    """The current policy: the one that was set, or the defaults with the objective from the settings."""
     if _policy is not None:
         return _policy
     objective = config.settings().objective
@@ -139,11 +139,11 @@ def selection_policy() -> SelectionPolicy:
 
 
 def set_selection_policy(policy: SelectionPolicy | None) -> None:
-    """Puts a policy in force for the whole process; None for the default one.
+    """Sets the policy of the whole process; None restores the default.
 
-    With `SelectionStrategy.AUTOTUNE` the first call of each bucket of sizes measures every kernel that could serve it, for about
-    ``autotune_budget_s``, on the call's own inputs (copies of what kernels write to). What it finds is kept for other processes.
-    While a CUDA graph is captured nothing is measured: the untuned choice serves, with a warning.
+    With `SelectionStrategy.AUTOTUNE` the first call of each bucket of sizes measures every eligible kernel, for about
+    ``autotune_budget_s``, on the call's own inputs (copies of what kernels write to). The results are kept for other processes.
+    Nothing is measured during the capture of a CUDA graph: the untuned choice runs, with a warning.
     """
     global _policy
     _policy = policy
@@ -151,8 +151,8 @@ def set_selection_policy(policy: SelectionPolicy | None) -> None:
 
 
 def set_autotuner(autotuner: Autotuner | str | None) -> None:
-    """Puts in what measures for `SelectionStrategy.AUTOTUNE`: a function, or ``"module:function"``, which is imported when it is
-    first needed. The package puts in `tokenspeed_kernel.workbench.tuning.autotune`."""
+    """Sets the function that measures for `SelectionStrategy.AUTOTUNE`: a function, or ``"module:function"``, which is imported on
+    first use. ``tokenspeed_kernel`` sets `tokenspeed_kernel.workbench.tuning.autotune`."""
     global _autotuner
     _autotuner = autotuner
     memo.invalidate()
@@ -160,15 +160,17 @@ def set_autotuner(autotuner: Autotuner | str | None) -> None:
 
 @contextlib.contextmanager
 def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Serves an operator with this kernel inside the block, in this thread or task only, and in tasks made there until it ends.
+    """Forces this kernel for an operator inside the block: in this thread or task only, and in tasks created there until the block
+    ends.
 
-    The platform and format gates still hold. The traits gate does not: a kernel can be tried on what it does not declare.
+    The override bypasses the name gate, and the traits gate except for fixed traits. So a kernel can be tried on traits that it
+    does not declare. All other gates still apply.
 
     Args:
         family, mode: the operator.
         kernel_name: the kernel.
-        config: the configuration that it runs with: a value for each of its tunables, or ``{}`` for its own choice. If not given,
-            the tuned one where there is one. Also holds for calls inside the block that name the kernel themselves.
+        config: the configuration to run with: a value for each of its tunables, or ``{}`` for the kernel's defaults. If not given,
+            the tuned one if there is one. The configuration also applies to calls inside the block that name the kernel themselves.
 
     Raises:
         KeyError: no kernel of that name.
@@ -187,13 +189,13 @@ def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping
             try:
                 yield
             finally:
-                block.active = False  # while nothing is remembered yet: no decision of the block may stay
+                block.active = False  # still inside `exceptional`, so that no decision of the block is memoised
     finally:
         _overrides.reset(token)
 
 
 def override_in_force(family: str, mode: str) -> Override | None:
-    """The kernel wanted by name where a call names none itself: by `kernel_override`, the environment, or the TOML file."""
+    """The kernel requested by name outside the call: by `kernel_override`, the environment, or the TOML file."""
     for block in reversed(_overrides.get()):
         if block.active and block.operator == (family, mode):
             return Override(block.kernel, "kernel_override", block.config)
@@ -202,8 +204,8 @@ def override_in_force(family: str, mode: str) -> Override | None:
 
 
 def override_of_call(family: str, mode: str, kernel: str | None) -> Override | None:
-    """The kernel wanted by name: by the call itself, else as `override_in_force` says. A configuration that is in force for the
-    kernel holds for calls that name it, too."""
+    """The kernel requested by name: by the call, else by `override_in_force`. A configuration that is in force for the kernel also
+    applies to calls that name it."""
     in_force = override_in_force(family, mode)
     if not kernel:
         return in_force
@@ -223,15 +225,15 @@ GATES = {
     "parameters": "its implementation takes every parameter that the call does not leave at its default",
     "traits": "its constraints hold, and it has every flag that is set",
 }
-"""The gates in order: a kernel passes one if what stands here holds. An override need not pass name, nor traits but fixed ones."""
+"""The gates in order. A kernel passes a gate if its statement holds. An override bypasses name, and traits except fixed ones."""
 
 RANKS = ("override", "measured result", "objective", "priority", "name")
-"""What ranks the kernels that pass, in order."""
+"""The criteria that rank the kernels which pass all gates, in order."""
 
 
 def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
-    """The first of `GATES` that a kernel fails, with the reason; None if it passes all. Overridden, it need not have the traits
-    that are asked for, but for the fixed ones."""
+    """The first of `GATES` that a kernel fails, with the reason; None if it passes all. ``overridden`` bypasses the name gate, and
+    the traits gate except for fixed traits."""
     if request.package is not None and spec.package != request.package:
         return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
     if request.solution is not None and spec.solution != request.solution:
@@ -258,12 +260,12 @@ def _nearest_difference(offered: Iterable[FormatSignature], wanted: FormatSignat
 
 
 def _find_measured(request: Request) -> Found:
-    """What was measured for a request, kernel by kernel."""
+    """The measured results for a request, by kernel."""
     return measured.find(request.operator, request.signature, request.traits, request.buckets, request.platform)
 
 
 def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
-    """What was measured of a kernel, beside the best of what else there was: other kernels, and its own choice."""
+    """A kernel's measured time beside the best alternative: another kernel, or its own default configuration."""
     mine = results[name]
     others = [other.us for kernel, other in results.items() if kernel != name]
     if mine.config and mine.own_us is not None:
@@ -273,8 +275,8 @@ def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
 
 
 def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tuple[tuple[float, ...], str]:
-    """A kernel's place among those that pass the gates (the greater tuple first; equal ones go by name) and what it rests on.
-    ``results``: what was measured, of all kernels that pass."""
+    """A kernel's rank among the kernels that pass all gates, and the reasons for it. The greater tuple wins; a tie is broken by
+    name. ``results``: the measurements of all kernels that pass."""
     parts: list[str] = []
     mine = results.get(spec.name)
     if mine is not None:
@@ -304,7 +306,7 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
                 bool(capability.required_features),
             )
         )
-        # A reference demands least of all, and is not what one ports to.
+        # Kernels below PORTABLE demand least, but are fallbacks: they rank last.
         return (-demands if spec.priority >= Priority.PORTABLE else -5), f"{demands} demands on the platform"
     if objective is SelectionObjective.ACCURACY:
         rounds = "fp8_weights" in spec.tags and any(fmt.storage_dtype in FP8 for _, fmt in request.signature.roles)
@@ -314,9 +316,9 @@ def _preference(spec: KernelSpec, request: Request) -> tuple[float, str]:
 
 
 def consider(request: Request, override: Override | None = None, *, found: Found | None = None) -> Explanation:
-    """Passes every kernel of the request's operator through the gates, ranks what is left, and chooses.
+    """Passes every kernel of the request's operator through the gates, ranks the rest, and selects the best.
 
-    ``found``: what to rank by in place of what tables say; an empty one gives the choice where nothing was measured.
+    ``found``: measured results that replace the tables' results; an empty one gives the untuned choice.
     """
     specs = KernelRegistry.get().get_for_operator(request.family, request.mode, request.package)
     wanted = override.kernel if override else None
@@ -328,12 +330,12 @@ def consider(request: Request, override: Override | None = None, *, found: Found
     accepted: list[Verdict] = []
     for spec in passing:
         overridden = spec.name == wanted
-        place, why = rank(spec, request, results)
+        position, why = rank(spec, request, results)
         if overridden:
             full = gate(spec, request)
             why = "override" + (f", although {full[1]}" if full else "") + f", {why}"
         configured, refused = _configuration(spec, request, override if overridden else None, results.get(spec.name))
-        accepted.append(Verdict(spec, None, why + refused, (float(overridden), *place), configured))
+        accepted.append(Verdict(spec, None, why + refused, (float(overridden), *position), configured))
     accepted.sort(key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
     if len(accepted) > 1 and accepted[0].rank == accepted[1].rank:
         first, second = accepted[0], accepted[1]
@@ -343,7 +345,7 @@ def consider(request: Request, override: Override | None = None, *, found: Found
     chosen = accepted[0].spec if accepted else None
     problem = ""
     if override is not None and (chosen is None or chosen.name != wanted):
-        # An override that cannot be honoured is an error: quietly running something else would hide it.
+        # An override that cannot be honoured is an error: silently running another kernel would hide it.
         chosen = None
         problem = _why_no_override(override, request, rejected)
     elif request.solution is not None and not any(spec.solution == request.solution for spec in specs):
@@ -354,12 +356,12 @@ def consider(request: Request, override: Override | None = None, *, found: Found
 def _configuration(
     spec: KernelSpec, request: Request, override: Override | None, result: Tuned | None
 ) -> tuple[Mapping[str, Any], str]:
-    """The configuration that a kernel would run with, and why not the measured one."""
+    """The configuration that a kernel would run with, and why it is not the measured one."""
     if override is not None and override.config is not None:
         return dict(override.config), ""
     if result is None or not result.config:
         return {}, ""
-    gap = spec.configuration_gap(result.config, request)  # another size of the bucket may be refused what was measured
+    gap = spec.configuration_gap(result.config, request)  # measured at one size of the bucket, perhaps invalid at this size
     return (result.config, "") if gap is None else ({}, f"; runs as untuned: {gap}")
 
 
@@ -382,7 +384,7 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
 
 
 def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
-    """Why an operator's kernels cannot serve a request for a solution that none of them has."""
+    """Why no kernel is eligible for a request: none has the requested solution."""
     kernels = {spec.name: spec.solution for spec in specs}
     if solution in kernels:
         near = f"; it is a kernel of solution {kernels[solution]}: override= takes it"
@@ -395,19 +397,19 @@ _decisions: dict[Any, SelectedKernel] = memo.new_memo()
 
 
 def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
-    """The kernel for a request; the same object every time until what it rests on changes.
+    """The kernel for a request; the same object until something that the decision depends on changes.
 
     Args:
-        request: what it is wanted for.
-        override: the kernel wanted by name.
-        arguments: those of the call, by name, to be measured on where the policy says so; None for a request without a call.
+        request: the request.
+        override: the kernel requested by name.
+        arguments: the call's, by name, for a measurement if the policy requires one; None for a request without a call.
 
     Raises:
-        NoKernelFoundError: no kernel passes, or the override does not.
+        NoKernelFoundError: no kernel passes the gates, or the override does not.
     Warns:
-        KernelLoadWarning: the best kernel cannot be imported; the next best serves the request.
+        KernelLoadWarning: the best kernel cannot be imported; the next best is selected.
     """
-    # The type belongs to a trait's identity: True and 1 are equal, and not the same request.
+    # A trait's type is part of the key: True and 1 are equal, but make different requests.
     traits = frozenset((name, type(value), value) for name, value in request.traits.items())
     key = (
         request.operator,
@@ -427,7 +429,7 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
         return known
     provisional = override is None and arguments is not None and not _autotuned(request, arguments)
     impl: Callable[..., Any] | None = None
-    while impl is None:  # the next round rejects a kernel that cannot be loaded, or turns out not to take an argument
+    while impl is None:  # the next round rejects a kernel that failed to load, or turned out not to take an argument
         started = memo.epoch()
         explanation = consider(request, override)
         if explanation.chosen is None:
@@ -444,20 +446,20 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
 
 
 def _loaded(name: str, request: Request) -> Callable[..., Any] | None:
-    """A kernel's implementation; None where it cannot be imported, or does not take what the call gives."""
+    """A kernel's implementation; None if it cannot be imported, or does not take a parameter that the call gives."""
     registry = KernelRegistry.get()
     impl = registry.load_or_leave_out(name)
     return None if impl is None or registry.ignored_parameters(name) & request.given else impl
 
 
 def sizes_matter(request: Request) -> bool:
-    """Whether the decision for a request depends on how large it is: something was measured, or will be."""
+    """Whether the decision for a request depends on its sizes: something was measured, or will be."""
     strategy = selection_policy().get_strategy(request.family, request.mode)
     return strategy is not SelectionStrategy.HEURISTIC or measured.has_results(request.operator, request.platform)
 
 
 def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
-    """Measures for a request if the policy says so and nothing holds; False if it should have and could not."""
+    """Measures for a request if the policy requires it and there is no result. False if a measurement was due but impossible."""
     policy = selection_policy()
     if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE:
         return True
@@ -467,8 +469,8 @@ def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
         set_autotuner(load_object(_autotuner, "SelectionStrategy.AUTOTUNE"))
         assert callable(_autotuner)
     problem = _autotuner(request, arguments, policy.autotune_budget_s)
-    if problem and (request.operator, problem) not in _told:
-        _told.add((request.operator, problem))
+    if problem and (request.operator, problem) not in _warned:
+        _warned.add((request.operator, problem))
         warnings.warn(f"{request.operator} is not measured: {problem}; its kernel is chosen as without AUTOTUNE", stacklevel=5)
     return not problem
 
@@ -491,8 +493,8 @@ def make_request(
     solution: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Request:
-    """A request with what is not given filled in: the current platform and the policy's objective. Raises ValueError for a trait or
-    an operand that the operator does not state."""
+    """A request with defaults filled in: the current platform and the policy's objective. Raises ValueError for a trait or an
+    operand that the operator does not declare."""
     interface = KernelRegistry.get().interface_of(family, mode)
     if interface is not None:
         interface.check_request(f"{family}.{mode}", traits or {}, (operand for operand, _ in format_signature.roles))
@@ -520,21 +522,21 @@ def select_kernel(
     override: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> SelectedKernel:
-    """Chooses a kernel.
+    """Selects a kernel.
 
     Args:
         family, mode: the operator.
         format_signature: formats of the operands.
-        platform: where it shall run; the current platform if not given. A pretended one gives a kernel that refuses to run.
-        objective: what to prefer; the policy's if not given.
-        traits: what the request needs; see `tokenspeed_kernel_base.traits`.
-        solution: only kernels made with this.
-        override: only this kernel; the platform and format gates still hold.
-        sizes: how large the call is, by the names of `Request.sizes`; tuned results are found by them.
+        platform: the platform to run on; the current one if not given. A kernel selected for a pretended one refuses to run.
+        objective: the preference; the policy's if not given.
+        traits: the traits of the request; see `tokenspeed_kernel_base.traits`.
+        solution: only kernels of this solution.
+        override: only this kernel; the platform and format gates still apply.
+        sizes: the sizes of the call, by the names of `Request.sizes`; tuned results are keyed by them.
 
     Raises:
-        ValueError: the operator does not state a trait, or an operand of the signature.
-        NoKernelFoundError: none will do; the message has every candidate with its reason.
+        ValueError: the operator does not declare a trait, or an operand of the signature.
+        NoKernelFoundError: no kernel is eligible; the message has every candidate with its reason.
     """
     request = make_request(
         family,
@@ -561,7 +563,8 @@ def explain_selection(
     override: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> str:
-    """What `select_kernel` would choose and why, as text; never raises for want of a kernel. `consider` gives it as data."""
+    """What `select_kernel` would select and why, as text. Does not raise if no kernel is eligible. `consider` returns the same as
+    data."""
     request = make_request(
         family,
         mode,
@@ -576,16 +579,16 @@ def explain_selection(
 
 
 def warmup_selection(ops: Iterable[tuple[str, str, FormatSignature, Mapping[str, Any] | None]] | None = None) -> list[str]:
-    """Makes decisions ahead of the first call, so that it need not import anything.
+    """Makes decisions before the first call, so that the call imports nothing.
 
     Args:
-        ops: family, mode, signature and traits of each request to come. None imports every kernel that this platform can run.
+        ops: family, mode, signature and traits of each expected request. None imports every kernel that this platform can run.
 
     Returns:
         Names of the kernels that are now loaded.
 
     Raises:
-        NoKernelFoundError: nothing serves one of ``ops``.
+        NoKernelFoundError: no kernel is eligible for one of ``ops``.
     """
     if ops is not None:
         return [select_kernel(family, mode, signature, traits=traits).name for family, mode, signature, traits in ops]

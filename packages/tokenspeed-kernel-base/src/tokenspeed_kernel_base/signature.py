@@ -1,8 +1,8 @@
-"""Tensor formats: what the bits of an operand mean.
+"""Tensor formats: how the bits of an operand encode its values.
 
-A `TensorFormat` is a storage dtype, a format name (``"dense"``, ``"mxfp4"``...) and, for scaled formats, where the scales are
-(`ScaleFormat`). A `FormatSignature` maps an operator's roles (``q``, ``k``, ``weight``) to formats; kernels declare the
-signatures they serve, requests carry one, and the two are compared for equality.
+A `TensorFormat` is a storage dtype, a format name (``"dense"``, ``"mxfp4"``...) and, for scaled formats, the format of the scales
+(`ScaleFormat`). A `FormatSignature` maps an operator's roles (``q``, ``k``, ``weight``) to formats. Kernels declare the signatures
+that they accept, a request has one, and the two are compared for equality.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ def dtype_names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """Where the scales of a tensor are.
+    """The format of a tensor's scales.
 
     Attributes:
         storage_dtype: dtype of one scale: float32, float8_e4m3fn, or uint8 for e8m0 exponents (also where the tensor itself is
-            float8_e8m0fnu); int32 for four such exponents, those of four consecutive blocks along k, the first in the lowest byte.
-        granularity: one scale a ``"tensor"``, ``"token"`` (row), ``"channel"`` (column) or ``"block"``.
-        block_shape: elements that share a scale, for blocks: ``(1, 32)`` is 32 consecutive elements of the last axis.
+            float8_e8m0fnu). int32 packs four such exponents, of four consecutive blocks along k, the first in the lowest byte.
+        granularity: one scale per ``"tensor"``, ``"token"`` (row), ``"channel"`` (column) or ``"block"``.
+        block_shape: shape of the block of elements that one scale applies to: ``(1, 32)`` is 32 consecutive elements of the last
+            axis.
         dynamic_block_shape: the kernel reads the block's shape from the tensors; ``block_shape`` is then None.
-        layout: ``"linear"``, or ``"128x4"`` for scales of blocks that lie as `swizzle_scales` puts them.
+        layout: ``"linear"``, or ``"128x4"`` for block scales in the order that `swizzle_scales` produces.
     """
 
     storage_dtype: torch.dtype
@@ -71,7 +72,7 @@ class ScaleFormat:
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """What the bits of one operand mean: storage dtype, format name, and scales if it has any."""
+    """The encoding of one operand: storage dtype, format name, and the scales' format if it has scales."""
 
     storage_dtype: torch.dtype
     format: str = "dense"
@@ -86,12 +87,12 @@ class TensorFormat:
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """What codes and scales stand for. Results of kernels are compared by it where one step of the format is no error, though it
-    may change every code of a block.
+    """Dequantised values. Kernels' results are compared in this form if a difference of one quantisation step is allowed, even if
+    it changes every quantised value of a block.
 
     Attributes:
         values: float32.
-        format: what they were decoded from.
+        format: the format that they were dequantised from.
     """
 
     values: torch.Tensor
@@ -100,7 +101,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class FormatSignature:
-    """Role to format, in the roles' alphabetical order. Build it with `format_signature`."""
+    """Formats by role, in the roles' alphabetical order. `format_signature` builds one."""
 
     roles: tuple[tuple[str, TensorFormat], ...]
 
@@ -117,7 +118,8 @@ class FormatSignature:
         raise KeyError(f"no role {role!r} in {self}")
 
     def difference(self, other: FormatSignature) -> list[str]:
-        """Roles whose format is not the same in ``other``, each as a phrase: ``"k: this has float16, that bfloat16"``."""
+        """Roles whose format differs in ``other``, each as a phrase: ``"k: bfloat16 wanted, float16 offered"``. ``other`` is the
+        wanted one."""
         mine, theirs = dict(self.roles), dict(other.roles)
         return [
             f"{role}: {theirs.get(role, 'nothing')} wanted, {mine.get(role, 'nothing')} offered"
@@ -156,7 +158,7 @@ def format_signature(**roles: TensorFormat) -> FormatSignature:
 def format_signatures(
     roles: str | Iterable[str], format: str, storage_dtypes: Iterable[torch.dtype], *, scale: ScaleFormat | None = None
 ) -> frozenset[FormatSignature]:
-    """One signature a dtype, in which every role has that same format.
+    """One signature per dtype, in which every role has the same format.
 
     >>> import torch
     >>> len(format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}))

@@ -1,4 +1,4 @@
-"""A kernel's declaration: what it serves, what it needs, and what it promises."""
+"""A kernel's declaration: what it accepts, what it requires, and what it guarantees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps,
 
 
 class Priority(enum.IntEnum):
-    """How good a kernel claims to be; the higher is preferred. Values between the named ones order kernels of one kind."""
+    """The quality that a kernel claims; higher is preferred. Values between the named ones order kernels of one kind."""
 
     REFERENCE = 0
     COMPOSED = 2
@@ -29,7 +29,7 @@ class Priority(enum.IntEnum):
 
 MAX_PRIORITY = 19
 
-# The layout in which weights are made and checked; every other one belongs to a kernel.
+# The layout in which weights are created and checked. Every other layout belongs to a kernel.
 CANONICAL = "canonical"
 
 TAGS = {
@@ -40,11 +40,11 @@ TAGS = {
     "fp8_weights": "it may round the softmax's weights to fp8 where an operand is fp8; the objective `accuracy` avoids it",
     "waits": "it may wait for the device, so that it is not for CUDA graphs",
 }
-"""What a kernel may be tagged with, and what that says of it."""
+"""The tags that a kernel may have, with their meanings."""
 
 
 class RegistrationError(ValueError):
-    """A kernel's declaration cannot be taken; the message names the kernel, where it was declared, and what is wrong."""
+    """A kernel's declaration is invalid. The message names the kernel, the location of its declaration, and the fault."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,22 @@ class KernelSpec:
 
     Attributes:
         name: unique among all kernels.
-        family, mode: the operator it implements.
-        solution: the toolkit or library it is made with: ``"triton"``, ``"torch"``...
-        capability: what it needs of the platform.
-        format_signatures: the operand formats it serves; None for all.
+        family, mode: the operator that it implements.
+        solution: the backend: the toolkit or library that it is made with: ``"triton"``, ``"torch"``...
+        capability: requirements of the platform.
+        format_signatures: the accepted operand formats; None for all.
         traits: constraints by trait; see `tokenspeed_kernel_base.traits` for what silence means.
-        universal: silence means support: it serves every flag, but for what ``traits`` restrict. Only what is made of an
-            operator's body may claim that: its reference, and where the body calls other operators, the kernel composed of those.
+        universal: silence means support: the kernel accepts every flag, except as ``traits`` restrict. Only kernels made from an
+            operator's body may claim this: its reference and, if the body calls other operators, its composed kernel.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
-        aligned_caches: parameters that are caches and need rows at multiples of 16 bytes; others are copied whole at every call.
-        only_by_name: why the kernel serves only requests that name it; empty where it serves all that it declares.
+        aligned_caches: cache parameters whose rows must start at multiples of 16 bytes; other caches are copied whole at every
+            call.
+        only_by_name: why the kernel is eligible only for requests that name it; empty if it is eligible for all that it declares.
         accuracy: the error that the kernel has and its operator allows, with its bound; `explain` shows it.
-        weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
-        tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
-        tunable_if: says why a configuration will not do for a request, or None where it will.
+        weight_preprocessor: converts weights to this kernel's layout once, when a model is loaded.
+        tunables: parameters whose best values are measured, by name, with the values to try. See `register_kernel`.
+        tunable_if: returns why a configuration is invalid for a request, or None.
         package: the top-level package that declares it.
         origin: where it was declared: ``file:line``.
     """
@@ -170,13 +171,13 @@ class KernelSpec:
         object.__setattr__(self, "tunables", MappingProxyType(frozen))
 
     def configurations(self) -> Iterator[dict[str, Any]]:
-        """Every combination of the tunables' values; nothing where there are none."""
+        """Every combination of the tunables' values; nothing without tunables."""
         if self.tunables:
             for values in itertools.product(*self.tunables.values()):
                 yield dict(zip(self.tunables, values, strict=True))
 
     def undeclared(self, config: Mapping[str, Any]) -> str | None:
-        """Why a configuration is none of this kernel's, or None where it is. The empty one, its own choice, always is."""
+        """Why the kernel does not declare a configuration, or None if it does. The empty one, its defaults, is always declared."""
         if not config:
             return None
         if config.keys() != self.tunables.keys():
@@ -188,7 +189,7 @@ class KernelSpec:
         return None
 
     def configuration_gap(self, config: Mapping[str, Any], request: Any) -> str | None:
-        """Why a configuration will not do for a request: it is not among those declared, or ``tunable_if`` refuses it."""
+        """Why a configuration is invalid for a request: it is not declared, or ``tunable_if`` rejects it. None if it is valid."""
         gap = self.undeclared(config)
         return self.tunable_if(request, config) if gap is None and config and self.tunable_if is not None else gap
 
@@ -196,7 +197,7 @@ class KernelSpec:
         return hash(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process is for reading: its functions stay behind."""
+        """Pickles a copy for reading in another process, without the functions in ``tunable_if`` and ``weight_preprocessor``."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields.update(traits=dict(self.traits), tunables=dict(self.tunables), tunable_if=None)
         if not isinstance(self.weight_preprocessor, str):
@@ -205,7 +206,7 @@ class KernelSpec:
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is its operator's reference, which says what is right."""
+        """Whether it is its operator's reference, which defines the correct results."""
         return self.universal and self.priority == Priority.REFERENCE
 
     @property
@@ -213,7 +214,7 @@ class KernelSpec:
         return f"{self.family}.{self.mode}"
 
     def overlaps(self, other: KernelSpec) -> bool:
-        """Whether some request could be served by both."""
+        """Whether both kernels could be eligible for one request."""
         if self.operator != other.operator or not self.capability.overlaps(other.capability):
             return False
         mine, theirs = self.format_signatures, other.format_signatures
@@ -222,7 +223,7 @@ class KernelSpec:
         return traits_overlap(self.traits, other.traits, left_universal=self.universal, right_universal=other.universal)
 
     def trait_gaps(self, requested: Mapping[str, Any], only: Iterable[str] | None = None) -> list[str]:
-        """Why it cannot serve these traits (or only those named), one phrase a trait; empty where it can."""
+        """Why the kernel does not support these traits (or only those in ``only``), one phrase per trait; empty if it does."""
         if only is None:
             return trait_gaps(self.traits, requested, universal=self.universal)
         names = set(only)

@@ -1,4 +1,4 @@
-"""Tensors that stand in for others while a call is traced: fake and functional ones, and those on the meta device."""
+"""Tensors that replace real ones while a call is traced: fake and functional tensors, and tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tokenspeed_kernel_base.parameters import Parameter
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read without a device."""
+    """Whether a tensor's values can be read on the host without a device."""
     return tensor.device.type == "cpu" and not stands_in(tensor)
 
 
 def stands_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class takes operations over (fake, functional, distributed, quantised tensors), so that kernels must not
-    see it. A subclass that does not, as of weights with a loader attached, is as good as a plain tensor."""
+    """Whether a tensor's class intercepts operations (fake, functional, distributed, quantised tensors), so that kernels must not
+    receive it. A subclass that intercepts none, such as weights with a loader attached, counts as a plain tensor."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
-    """Whether the call is being traced rather than run: its tensors are stand-ins."""
+    """Whether the call is traced rather than run: one of its tensors is a stand-in, or all are meta tensors."""
     found = []
     for parameter in parameters:
         value = arguments[parameter.name]

@@ -1,4 +1,4 @@
-"""A package of kernels that works alone: each operator that its kernels implement is a function of the package.
+"""A package of kernels that works alone: each operator that its kernels implement becomes a function of the package.
 
 In the package's ``__init__.py``::
 
@@ -6,8 +6,8 @@ In the package's ``__init__.py``::
 
     __getattr__, __dir__ = functions_of(__name__)
 
-Then ``from my_kernels import mha_prefill`` gives the operator's function, with its signature, docstring and checks, served by the
-kernels that ``my_kernels`` declares. Kernels are looked for, and PyTorch is imported, when the first function is asked for.
+Then ``from my_kernels import mha_prefill`` returns the operator's function, with its signature, docstring and checks, dispatched to
+the kernels that ``my_kernels`` declares. The first access to a function discovers the kernels and imports PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATORS = "tokenspeed_kernel_base.ops"
 
 
 def functions_of(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``, through which it offers the operators that its kernels implement."""
+    """A package's ``__getattr__`` and ``__dir__``, which expose the operators that its kernels implement."""
 
     @functools.cache
     def operators() -> Mapping[str, Any]:

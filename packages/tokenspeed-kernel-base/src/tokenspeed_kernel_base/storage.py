@@ -1,14 +1,14 @@
-"""Files that several processes share and that stay whole if one of them is killed. Needs the standard library alone.
+"""Files that several processes share, and that stay intact if a process is killed. Needs only the standard library.
 
 Everything that is kept on disk is written in one of three ways:
 
 * `replace_file`: a small file that is always written whole, such as a report, a table of results or a compiled program.
-* `locked`: work that one process does while others wait for it, such as changing such a file, or compiling once.
+* `locked`: work that one process does while others wait, such as changing such a file, or compiling once.
 * `Database`: a file that many processes add to all the time, such as a capture of calls.
 
-Locks are those of SQLite. They work on every system, and the operating system releases them when their process ends. SQLite's state
-in memory must not be used on both sides of a fork. So a connection lives for one operation, forks wait until no thread is inside
-SQLite, and a child closes the locks that it inherits, which its parent goes on holding.
+Locks are SQLite's. They work on every system, and the operating system releases them when their process ends. SQLite's state in
+memory must not be used on both sides of a fork. So a connection lives for one operation, and forks wait until no thread is inside
+SQLite. A child closes the locks that it inherits; its parent still holds them.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ _POLL_S = 0.01
 _PART = ".part"
 
 _inside = threading.Lock()  # held while this process is inside SQLite
-_held: set[sqlite3.Connection] = set()  # locks
+_held: set[sqlite3.Connection] = set()  # connections of held locks
 
 
 class StorageWarning(UserWarning):
-    """A file could not be read or written, and what the program does instead."""
+    """A file could not be read or written; the message says what the program does instead."""
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warns with a `StorageWarning`, of each message once in a process."""
+    """Issues a `StorageWarning`, once per message and process."""
     warnings.warn(message, StorageWarning, stacklevel=4)
 
 
 class DamagedFileError(OSError):
-    """A file is not what its name promises: it was damaged, or somebody else wrote it."""
+    """A file does not have the content that its name promises: it was damaged, or another program wrote it."""
 
 
 # -- whole files ---------------------------------------------------------------------------------------------------------------
 
 
 def part_of(path: Path) -> Path:
-    """A name beside a file, of this thread alone, for what shall replace it. `locked` removes what killed writers left there."""
+    """A temporary name beside a file, unique to this thread, for the file's replacement. `locked` removes leftovers of killed
+    writers."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{_PART}")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file such that whoever reads it finds the old content or the new one.
+    """Writes a file atomically: readers find the old content or the new one.
 
     Raises:
-        OSError: it cannot be written. The file is as it was.
+        OSError: the file cannot be written. It is unchanged.
     """
     part = part_of(path)
     try:
@@ -76,11 +77,11 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def set_aside(path: Path, problem: str) -> None:
-    """Renames a damaged file to ``<name>.corrupt``, so that it can be looked at and a new one takes its place, and warns of it.
+    """Renames a damaged file to ``<name>.corrupt``, for inspection and to make room for a new file, and warns.
 
     Args:
         path: the file.
-        problem: what is wrong with it; names it.
+        problem: what is wrong; names the file.
     """
     try:
         kept = f"kept as {path.replace(path.with_name(path.name + '.corrupt'))}"
@@ -94,15 +95,15 @@ def set_aside(path: Path, problem: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Holds the lock of a file against other threads and processes, and removes what killed writers of the file left beside it.
+    """Holds the lock of a file against other threads and processes, and removes temporary files of killed writers.
 
     Args:
-        path: the file; need not exist. The lock is ``<name>.lock`` beside it, in a folder that is made if there is none.
-        patience_s: seconds to wait for it.
+        path: the file; need not exist. The lock is ``<name>.lock`` beside it. A missing folder is created.
+        patience_s: seconds to wait for the lock.
 
     Raises:
-        TimeoutError: somebody else held it for all that time.
-        OSError: there can be no lock at this place.
+        TimeoutError: another thread or process held the lock all that time.
+        OSError: the lock cannot be created there.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
@@ -120,8 +121,8 @@ def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
 
 
 def _sqlite() -> Any:
-    """The module ``sqlite3``. Imported when it is needed: it takes time, and some builds of Python lack it. To be called inside
-    `_inside` at first: a child that is forked while another thread imports a module can never import it."""
+    """The module ``sqlite3``, imported on demand: the import takes time, and some builds of Python lack it. The first call must
+    hold `_inside`: a child that is forked while another thread imports a module can never import that module."""
     try:
         import sqlite3
     except ImportError:
@@ -130,7 +131,7 @@ def _sqlite() -> Any:
 
 
 def _begin(path: Path, setting: str, patience_s: float) -> sqlite3.Connection:
-    """A connection that alone may write to a database. Returns inside SQLite: the caller releases `_inside`."""
+    """A connection that holds the write lock of a database. Returns with `_inside` acquired; the caller releases it."""
     until = time.monotonic() + patience_s
     while True:
         _inside.acquire()
@@ -175,7 +176,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Rows:
-    """The rows of a database while they are changed. Keys are text, values what JSON can hold."""
+    """The rows of a database while they are changed. Keys are text, values are JSON values."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -192,13 +193,14 @@ class Rows:
 class Database:
     """Values by key in one SQLite file, which any number of processes read and change.
 
-    Changes are all made or none, also if the process is killed. SQLite keeps a rollback journal, and no write-ahead log: a log
-    would be a second file to copy, asks readers for write access to the folder, and does not work on network file systems.
+    A change is made whole or not at all, even if the process is killed. SQLite keeps a rollback journal instead of a write-ahead
+    log. A log would be a second file to copy, would need write access to the folder for readers, and does not work on network file
+    systems.
 
     Args:
         path: the file; need not exist.
-        content: what it holds, in four letters; together with ``version`` it tells the file from others.
-        version: of the form of its rows, 1 or more.
+        content: four ASCII letters that name the content; with ``version`` they identify the file.
+        version: version of the row format, 1 or more.
     """
 
     def __init__(self, path: Path, content: str, version: int) -> None:
@@ -210,7 +212,7 @@ class Database:
 
         Raises:
             FileNotFoundError: there is no file.
-            DamagedFileError: it is no such database, or of another version.
+            DamagedFileError: the file is another kind of database, or has another version.
             OSError: it cannot be read.
         """
         if not self.path.exists():
@@ -227,19 +229,19 @@ class Database:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[Rows]:
-        """The rows, to be read and changed by nobody else inside the block. File and folder are made if there are none.
+        """The rows, under the database's write lock. Creates file and folder if they are missing.
 
-        Nothing has changed if the block or this raises. Keep the block short: forks of this process wait for its end.
+        Nothing changes if the block or this function raises. Keep the block short: forks of this process wait for its end.
 
         Raises:
-            DamagedFileError: the file is no such database, or of another version.
+            DamagedFileError: the file is another kind of database, or has another version.
             OSError: it cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = _begin(self.path, "synchronous = NORMAL", _PATIENCE_S)
         sqlite3 = _sqlite()
         try:
-            connection.execute(f"PRAGMA busy_timeout = {_PATIENCE_S * 1e3:.0f}")  # for readers, which a commit must wait for
+            connection.execute(f"PRAGMA busy_timeout = {_PATIENCE_S * 1e3:.0f}")  # a commit waits for readers
             if not self._is_ours(connection):
                 connection.execute("CREATE TABLE rows (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
                 connection.execute(f"PRAGMA application_id = {self._application}")
@@ -253,7 +255,7 @@ class Database:
             _inside.release()
 
     def _is_ours(self, connection: sqlite3.Connection) -> bool:
-        """Whether a database is one of these. False for an empty one."""
+        """Whether a database has this content and version. False for an empty one."""
         (application,), (version,) = (
             connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
         )
@@ -267,9 +269,9 @@ class Database:
 
 
 def _as_oserror(path: Path, error: sqlite3.DatabaseError) -> OSError:
-    """What is wrong with a file, in the terms of those who know no SQLite."""
+    """The OSError for a SQLite error, in words that need no knowledge of SQLite."""
     if "is locked" in str(error):
         return TimeoutError(f"another process holds {path}")
-    if type(error) is _sqlite().DatabaseError:  # not a database, or a damaged one; all else is of a class below it
+    if type(error) is _sqlite().DatabaseError:  # not a database, or a damaged one; all other errors are subclasses
         return DamagedFileError(f"{path}: {error}")
     return OSError(f"{path}: {error}")

@@ -1,6 +1,6 @@
-"""Source text of what functions generated from an operator's parameters read of their arguments.
+"""Source text for generated functions: how they read an operator's arguments.
 
-The functions are generated because reading attributes is most of what a call costs: a loop over the parameters would double it.
+The functions are generated because attribute reads dominate the cost of a call: a loop over the parameters would double it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tokenspeed_kernel_base.parameters import Kind, Parameter
 
 
 def attribute_of(holder: Parameter, field: Parameter) -> str:
-    """Source that reads an attribute. Any object passes for an OBJECT, so an attribute with a default may be absent."""
+    """Source that reads an attribute. An OBJECT argument may be of any class, so it may lack an attribute that has a default."""
     if field.required or holder.kind is not Kind.OBJECT:
         return field.name
     return f"getattr({holder.name}, {field.attribute!r}, _default_{field.identifier})"
 
 
 def default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """The defaults of options, and of attributes, by the names that the source has for them."""
+    """The default values of options and attributes, under their names in the source."""
     every = [field for parameter in parameters for field in (parameter, *parameter.fields)]
     return {f"_default_{p.identifier}": p.default for p in every if not p.required}
 
@@ -38,18 +38,19 @@ def tensor_reads(parameters: Sequence[Parameter]) -> list[tuple[str, str]]:
 
 
 class Option(NamedTuple):
-    """How an option is read.
+    """How generated source reads an option.
 
     Attributes:
         read: source that reads it.
-        told: source of a value that it shares with the options that it is equal to and no other.
-        absent: source of a test whether the object that it is an attribute of is absent; empty where there is none.
-        default: the name of its default; empty where there is none.
-        lasting: whether the same object is the same option for ever.
+        key: source of its key, which is equal for equal options of the same type, and different otherwise.
+        absent: source that tests whether the option's object is absent; empty if the option has no object or the object is
+            required.
+        default: name of its default in the source; empty if there is none.
+        lasting: whether an identical object always is an equal option. False for resources.
     """
 
     read: str
-    told: str
+    key: str
     absent: str = ""
     default: str = ""
     lasting: bool = True
@@ -59,7 +60,7 @@ class Option(NamedTuple):
 
 
 def option_reads(parameters: Sequence[Parameter]) -> list[Option]:
-    """Everything but tensors that a decision depends on by its value."""
+    """Every input of a decision that is compared by value: all but tensors, hints and bounds."""
     found = []
     for parameter in parameters:
         absent = f"{parameter.name} is None" if parameter.optional else ""
@@ -74,18 +75,19 @@ def option_reads(parameters: Sequence[Parameter]) -> list[Option]:
 
 
 def _value_read(parameter: Parameter, read: str) -> Option:
-    """An option is told by its type, too; a tuple by those of what it holds. A dtype, and an object of ours, is like no other."""
+    """The key of an option includes its type; a tuple's key includes its elements' types. A dtype and a frozen dataclass equal no
+    value of another type, so their keys need no type."""
     if tuple in parameter.types:
-        told = f"({read}, {read} and tuple(map(type, {read})))"
+        key = f"({read}, {read} and tuple(map(type, {read})))"
     elif parameter.fields or parameter.types == (torch.dtype,):
-        told = read
+        key = read
     else:
-        told = f"(type({read}), {read})"
-    return Option(read, told, default="" if parameter.required else f"_default_{parameter.identifier}")
+        key = f"(type({read}), {read})"
+    return Option(read, key, default="" if parameter.required else f"_default_{parameter.identifier}")
 
 
 def absences(parameters: Sequence[Parameter]) -> list[str]:
-    """Tests of what is absent of all that a decision does not depend on by its value: tensors and their objects, hints, bounds."""
+    """Tests for the absence of inputs that a decision does not compare by value: tensors, their objects, hints and bounds."""
     found = [absent for _, absent in tensor_reads(parameters) if absent]
     for parameter in parameters:
         if parameter.kind is Kind.HINT or (parameter.optional and (parameter.bound or parameter.kind is Kind.OBJECT)):
@@ -94,22 +96,25 @@ def absences(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def key_terms(parameters: Sequence[Parameter], written: Sequence[str]) -> str:
-    """A whole description. Strides belong to it where the caller provides memory to write to, because whether tensors overlap
-    depends on them. The class keeps fake, distributed and quantised tensors apart from plain ones."""
+    """Source of the whole description, the memo's key.
+
+    The key includes strides if the caller provides memory to write to, because they decide whether tensors overlap. A tensor's
+    class distinguishes fake, distributed and quantised tensors from plain ones.
+    """
     tensors = tensor_reads(parameters)
     terms = []
     for read, absent in tensors:
-        told = f"type({read}), {read}.dtype, {read}.shape, {read}.device, {read}.layout"
-        terms.append(f"None if {absent} else ({told})" if absent else told)
+        key = f"type({read}), {read}.dtype, {read}.shape, {read}.device, {read}.layout"
+        terms.append(f"None if {absent} else ({key})" if absent else key)
     strides = ", ".join(f"None if {absent} else {read}.stride()" if absent else f"{read}.stride()" for read, absent in tensors)
     given = " and ".join(f"{name} is None" for name in written)
     if given:
         terms.append(f"None if {given} else ({strides},)")
     terms += [f"({absent})" for absent in absences(parameters)]
     for option in option_reads(parameters):
-        # Most options are left out in most calls, so that the default itself is told first.
-        told = f"{option.default} if {option.read} is {option.default} else {option.told}" if option.default else option.told
-        terms.append(option.unless_absent(f"({told})"))
+        # Most calls leave most options at their defaults, so identity with the default is tested first.
+        key = f"{option.default} if {option.read} is {option.default} else {option.key}" if option.default else option.key
+        terms.append(option.unless_absent(f"({key})"))
     return ", ".join(terms)
 
 
@@ -118,7 +123,7 @@ def bounds_of(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 def within_terms(parameters: Sequence[Parameter]) -> list[str]:
-    """Tests that the bounds of a call are within what a decision holds for."""
+    """Tests that a call's bounds are within the limits of a decision."""
     return [
         (f"({p.name} is None or " if p.optional else "(") + f"type({p.name}) is int and _least_{i} <= {p.name} <= _most_{i})"
         for i, p in enumerate(bounds_of(parameters))

@@ -1,13 +1,13 @@
-"""Constraints that a kernel puts on a request's traits.
+"""Kernels' constraints on a request's traits.
 
-A trait is one fact of a request that is not a tensor format: ``head_dim=64``, ``sinks=True``. A kernel constrains traits by
-name; a plain value or a set means "one of these", and `at_least`, `at_most`, `between`, `multiple_of` and the builtin ``any``
-say the rest. Constraints combine with ``&``: ``at_most(256) & multiple_of(16)``.
+A trait is one fact of a request other than a tensor format: ``head_dim=64``, ``sinks=True``. A kernel constrains traits by name. A
+plain value or a set means "one of these"; `at_least`, `at_most`, `between`, `multiple_of` and the builtin ``any`` express the rest.
+Constraints combine with ``&``: ``at_most(256) & multiple_of(16)``.
 
-**Silence.** Flags and values differ. A kernel that says nothing of a flag (a trait whose value is True or False) does not have
-that feature: a request with the flag set is refused, one with the flag clear is served. A kernel that says nothing of a valued
+**Silence.** Flags and values differ. A kernel that is silent about a flag (a trait whose value is True or False) does not have that
+feature: it is rejected if the request sets the flag, and eligible if the flag is clear. A kernel that is silent about a valued
 trait does not depend on it. A request that does not state a trait is indifferent to it (the page size of a call without a cache,
-say), so that only kernels for which a flag must be set refuse it.
+say). Such a request is rejected only by kernels that require the trait to be True.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, TypeAlias
 TraitValue = bool | int | float | str | None
 
 TraitKind: TypeAlias = type | types.UnionType | tuple[str, ...]
-"""What values a trait has, as an operator states it: ``bool`` for a flag, ``int``, ``float``, ``str``, ``int | None``, or the names
-that it may be."""
+"""The kind of values of a trait, as an operator declares it: ``bool`` for a flag, ``int``, ``float``, ``str``, ``int | None``, or a
+tuple of the allowed names."""
 
 
 @dataclass(frozen=True)
 class Constraint:
     """The values that a kernel accepts for one trait: those in ``values`` (None: no list), within the bounds, and divisible.
 
-    Bounds and divisor apply to numbers other than bool; anything else fails them.
+    Bounds and divisor apply to numbers other than bool; all other values fail them.
     """
 
     values: frozenset[Any] | None = None
@@ -65,7 +65,7 @@ class Constraint:
         )
 
     def satisfiable(self) -> bool:
-        """Whether any value at all is accepted."""
+        """Whether the constraint accepts any value at all."""
         if self.values is not None:
             return any(self.accepts(value) for value in self.values)
         if self.low is None or self.high is None:
@@ -75,7 +75,7 @@ class Constraint:
         return -(-self.low // self.divisor) * self.divisor <= self.high
 
     def only_true(self) -> bool:
-        """Whether this is a flag that must be set."""
+        """Whether the constraint accepts True and nothing else."""
         return self.values is not None and len(self.values) == 1 and next(iter(self.values)) is True
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def multiple_of(divisor: int) -> Constraint:
 
 
 def as_constraint(value: Any) -> Constraint:
-    """A constraint from what a kernel's author writes: a constraint, the builtin ``any``, a set, list or tuple, or one value."""
+    """A constraint from a kernel author's notation: a constraint, the builtin ``any``, a set, list or tuple, or one value."""
     if isinstance(value, Constraint):
         return value
     if value is any:
@@ -140,8 +140,8 @@ def as_constraint(value: Any) -> Constraint:
 
 
 def impossible_values(constraint: Constraint, kind: TraitKind) -> list[Any]:
-    """What a constraint asks for that no value of this kind is: members of its list; itself where it is a range and the kind no
-    number. Empty where there is nothing wrong.
+    """The parts of a constraint that no value of this kind satisfies: members of its list, or the whole constraint if it is a range
+    and the kind is not a number. Empty if the constraint fits the kind.
 
     >>> impossible_values(one_of(64, "64"), int), impossible_values(at_most(8), bool)
     (['64'], [Constraint(values=None, low=None, high=8, divisor=None)])
@@ -153,7 +153,7 @@ def impossible_values(constraint: Constraint, kind: TraitKind) -> list[Any]:
 
 
 def describe_kind(kind: TraitKind) -> str:
-    """What values a trait has, in words: ``"True or False"``, ``"int or None"``."""
+    """A trait's kind of values in words: ``"True or False"``, ``"int or None"``."""
     if isinstance(kind, tuple):
         return f"one of {', '.join(map(repr, kind))}"
     names = {bool: "True or False", types.NoneType: "None"}
@@ -174,7 +174,7 @@ def _is_a(value: Any, kind: TraitKind) -> bool:
 
 
 def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:
-    """Why a kernel with these constraints cannot serve these traits, one phrase a trait; empty where it can.
+    """Why a kernel with these constraints does not support these traits, one phrase per trait; empty if it does.
 
     ``universal``: the kernel's silence means support.
     """
@@ -187,7 +187,7 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
         elif not constraint.accepts(value):
             gaps.append(f"{name}={value} is not {constraint}")
     for name, constraint in declared.items():
-        # A kernel that only exists for a feature must not serve requests that were made without knowing of the feature.
+        # A kernel that exists only for a feature is not eligible for requests that do not know of the feature.
         if name not in requested and constraint.only_true():
             gaps.append(f"needs {name}=True, which the request does not state")
     return gaps
@@ -196,11 +196,11 @@ def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any],
 def traits_overlap(
     left: Mapping[str, Constraint], right: Mapping[str, Constraint], *, left_universal: bool = False, right_universal: bool = False
 ) -> bool:
-    """Whether some request could be served under both sets of constraints."""
+    """Whether some request could satisfy both sets of constraints."""
     for name in left.keys() | right.keys():
         a, b = left.get(name), right.get(name)
         if a is None or b is None:
-            # Silence accepts a clear flag and any value; it clashes only with "True and nothing else".
+            # Silence accepts a clear flag and any value; it conflicts only with "True and nothing else".
             said, silent_universal = (a, right_universal) if a is not None else (b, left_universal)
             if said is not None and ((said.only_true() and not silent_universal) or not said.satisfiable()):
                 return False

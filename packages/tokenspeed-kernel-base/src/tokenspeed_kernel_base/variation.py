@@ -1,7 +1,7 @@
-"""What an operator's ``vary`` hook is asked for: the arguments of a call, with other values.
+"""The argument of an operator's ``vary`` hook, which returns the arguments of a call with other values.
 
-The checks of conformance, the replay of graphs and captured calls all need calls that they did not get from a case. Only the
-operator knows which values go together (a page table and a cache, lengths and their running sums), so it makes them, in one hook::
+Conformance checks, graph replays and captured calls need calls that no case provides. Only the operator knows which values go
+together (a page table and a cache, lengths and their running sums), so it makes them, in one hook::
 
     @store.vary
     def _(variation: Variation, k: Tensor, slots: Tensor) -> dict[str, Any]:
@@ -11,7 +11,7 @@ operator knows which values go together (a page table and a cache, lengths and t
             return {"slots": variation.draw.permutation(len(slots), slots.dtype)}
         return {}
 
-It returns the arguments that change, by name; what it leaves out stays as it is.
+The hook returns the arguments that change, by name; all others keep their values.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from tokenspeed_kernel_base.cases import Draw
 
 
 class Want(enum.Enum):
-    """What the changed arguments are for."""
+    """The purpose of the changed arguments."""
 
     OTHER = "other"
-    """Other legal values in tensors of the same shapes, for the same options: shorter sequences, other pages, other experts. A
-    captured graph is replayed on them."""
+    """Other valid values in tensors of the same shapes, for the same options: shorter sequences, other pages, other experts. A
+    captured graph is replayed with them."""
 
     UNUSED = "unused"
-    """Other values wherever a value must not matter: NaN in padding and in slots that hold no token, page table entries that no
-    length reaches. The result has to stay the same."""
+    """Other values wherever a value must not matter: NaN in padding and in slots without a token, other page table entries past the
+    end of each sequence. The result must stay the same."""
 
     CAPTURED = "captured"
-    """Values for a call of which only a description is known. Its tensors lie on the meta device: they have shapes and dtypes, and
-    no values. The hook gives those whose values mean something (lengths, indices, tables); floats that it leaves out are drawn
-    at random."""
+    """Values for a call of which only the description is known. Its tensors are on the meta device: they have shapes and dtypes,
+    but no values. The hook returns tensors whose values have a meaning (lengths, indices, tables). Float tensors that it leaves
+    out are drawn at random."""
 
 
 class Variation(NamedTuple):
-    """One wish for other arguments.
+    """A request for other arguments.
 
     Attributes:
-        want: what they are for.
-        draw: random numbers, on the device where the arguments are wanted.
-        work: for `Want.CAPTURED`, what the operator's ``work`` hook read of the call; empty if it was never read (in a CUDA graph,
-            say).
+        want: their purpose.
+        draw: random values, on the target device.
+        work: for `Want.CAPTURED`, the values that the operator's ``work`` hook read of the call; empty if it was never run (in a
+            CUDA graph, say).
     """
 
     want: Want
@@ -56,20 +56,21 @@ class Variation(NamedTuple):
     work: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def values(self, name: str, count: int, default: int) -> list[int]:
-        """``count`` of the values that were read; repeated where fewer were, ``default`` where none were."""
+        """``count`` of the values that were read for ``name``. They are repeated if there are fewer; ``default`` is repeated if
+        there are none."""
         found = self.work.get(name) or [default]
         return [found[i % len(found)] for i in range(count)]
 
     def parts(self, name: str, count: int, total: int, *, padded: bool = False) -> list[int]:
-        """``count`` lengths that add up to ``total``: those that were read, if they do; else in proportion, or all alike. Where
-        ``padded``, they may add up to less."""
+        """``count`` lengths with the sum ``total``: the values that were read, scaled in proportion if their sum differs, or equal
+        lengths if none were read. With ``padded``, the sum may be less than ``total``."""
         if not count:
             return []
-        shares = self.values(name, count, 1)
-        whole = sum(shares)
+        lengths = self.values(name, count, 1)
+        whole = sum(lengths)
         if whole > total or (whole < total and not padded):
             if not whole:
-                shares, whole = [1] * count, count
-            ends = [sum(shares[: i + 1]) * total // whole for i in range(count)]
-            shares = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-        return shares
+                lengths, whole = [1] * count, count
+            ends = [sum(lengths[: i + 1]) * total // whole for i in range(count)]
+            lengths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        return lengths

@@ -1,7 +1,7 @@
-"""Who watches calls: profilers, captures, whoever wants to see each one.
+"""Watchers of calls: profilers, captures, and all else that needs to see each call.
 
-Watching costs nothing while nobody does it. A watcher makes every call be decided afresh (see `tokenspeed_kernel_base.memo`), and
-deciding is where calls are seen.
+Watching costs nothing while there is no watcher. A watcher causes every call to be decided afresh (see
+`tokenspeed_kernel_base.memo`), and the decision shows the call to the watcher.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Call(NamedTuple):
 
     Attributes:
         family, mode: the operator.
-        kernel: name of the kernel that serves it.
+        kernel: name of the selected kernel.
         signature: its formats.
         tensors: its tensors by name.
         key: equal for calls of the same description.
         arguments: all of its arguments by name.
-        traits: what it asks of a kernel.
-        read_work: reads the values that decide how much there is to do; None where there are none. May wait for the device.
+        traits: the traits of its request.
+        read_work: reads the values that decide the amount of work; returns None if there are none. May wait for the device.
     """
 
     family: str
@@ -48,10 +48,10 @@ class Call(NamedTuple):
 
     @property
     def operand_shapes(self) -> str:
-        """The shapes of the operands that the signature speaks of, in the order of the parameters, each once: ``"64x64x64,8x64"``.
+        """The shapes of the signature's operands, in the order of the parameters, each shape once: ``"64x64x64,8x64"``.
 
-        A role's operand is the tensor of its name; or, where a role has several tensors (weights and their scales), the first whose
-        name begins with the role's. Of a tensor inside an object the attribute's name counts.
+        A role's operand is the tensor of the same name. A role with several tensors (weights and their scales) uses the first whose
+        name begins with the role's. For a tensor inside an object, the attribute's name counts.
         """
         roles = [role for role, _ in self.signature.roles]
         found: dict[str, torch.Tensor] = {}
@@ -64,7 +64,7 @@ class Call(NamedTuple):
         return ",".join(dict.fromkeys(shapes))
 
 
-# ``watcher(call, run)`` returns what is run in the place of ``run``, or ``run`` itself.
+# ``watcher(call, run)`` returns the function to run instead of ``run``, or ``run`` itself.
 Watcher = Callable[[Call, Callable[..., Any]], Callable[..., Any]]
 
 _watchers: tuple[Watcher, ...] = ()
@@ -72,7 +72,7 @@ _lock = threading.Lock()
 
 
 def start(watcher: Watcher) -> None:
-    """Shows every call from now on to a watcher; the last one to start is the outermost."""
+    """Shows every call from now on to a watcher. The watcher that started last is the outermost."""
     global _watchers
     with _lock:
         _watchers = (*_watchers, watcher)
@@ -80,7 +80,7 @@ def start(watcher: Watcher) -> None:
 
 
 def stop(watcher: Watcher) -> None:
-    """Ends what `start` began; nothing if it was not begun."""
+    """Ends what `start` began; no effect if the watcher is not active."""
     global _watchers
     with _lock:
         if watcher in _watchers:
@@ -93,9 +93,10 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
     """Shows every call of an operator inside the block, from any thread, to a watcher; parts of composed operators, too.
 
     Args:
-        watcher: ``watcher(call, run)`` is given a `Call`, and what runs it. It returns what is run in its place, or ``run`` itself.
+        watcher: ``watcher(call, run)`` receives a `Call` and the function that runs it. It returns the function to run instead, or
+            ``run`` itself.
 
-    Calls take longer meanwhile, because each is decided afresh. What a CUDA graph replays is not seen.
+    Calls take longer meanwhile, because each is decided afresh. The replay of a CUDA graph is not seen.
     """
     start(watcher)
     try:
@@ -105,12 +106,12 @@ def watch_calls(watcher: Watcher) -> Iterator[None]:
 
 
 def watching() -> bool:
-    """Whether anybody watches."""
+    """Whether any watcher is active."""
     return bool(_watchers)
 
 
 def watched(call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` as it must be run for one call."""
+    """``run``, wrapped by every watcher for one call."""
     for watcher in _watchers:
         run = watcher(call, run)
     return run

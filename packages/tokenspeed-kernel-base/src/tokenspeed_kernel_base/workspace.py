@@ -1,9 +1,10 @@
-"""Memory that kernels work in and that outlives their launches: partial results, and counters of what has been begun or finished.
+"""Scratch memory of kernels that outlives their launches: partial results, and counters of work that has begun or finished.
 
-Counters are zero before a launch, and it leaves them so. Launches that may run at once must not share memory, so each stream of a
-device has a workspace of its own, kept from call to call. A launch that is captured has counters that are never handed out again,
-because its graph may be replayed on any stream. They come from an arena that calls outside of captures provide, so that nothing is
-zeroed within a graph; its partial results lie in the graph's own memory.
+Counters are zero before a launch, and the launch leaves them zero. Launches that may run concurrently must not share memory, so
+each stream of a device has its own workspace, kept from call to call.
+
+A captured launch gets counters that are never reused, because its graph may be replayed on any stream. The counters come from an
+arena that calls outside of captures zero, so that the graph does not. Its partial results lie in the graph's own memory.
 
 ::
 
@@ -22,21 +23,21 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.resources import Resource
 
-# PyTorch's C function itself: a Python one around it would take longer than the question does. Builds without CUDA lack it.
+# PyTorch's C function itself: a Python wrapper would take longer than the query. Builds without CUDA lack it.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
-# Counters of an arena: of about 1000 captured launches of a decode on a device of 132 multiprocessors.
+# Counters in an arena: enough for about 1000 captured decode launches on a device of 132 SMs.
 ARENA = 1 << 18
 
 
 class Workspace(Resource):
-    """Memory for launches. Keep it until the launch was made.
+    """Memory for launches. Keep a reference until the launch was made.
 
     Attributes:
-        memory: uint8, with any values; aligned as PyTorch's allocator aligns, to 512 bytes on a GPU.
+        memory: uint8, with any values; aligned like allocations of PyTorch, to 512 bytes on a GPU.
         counters: int32, zero except while a kernel runs.
-        nbytes, count: how many of each there are.
-        memory_at, counters_at: addresses, because asking a tensor for its address takes time at each launch.
+        nbytes, count: size of ``memory`` in bytes, and number of counters.
+        memory_at, counters_at: addresses, stored because ``data_ptr()`` would take time at each launch.
     """
 
     __slots__ = ("count", "counters", "counters_at", "memory", "memory_at", "nbytes")
@@ -57,15 +58,16 @@ def _place(device: int) -> torch.device:
 
 
 class Keeper:
-    """Keeps workspaces. `keeper` serves the whole process; kernels that may leave counters behind that are not zero need their own.
+    """Keeps workspaces. `keeper` is the process-wide instance. Kernels that may leave nonzero counters need an instance of their
+    own.
 
-    Safe in several threads.
+    Thread-safe.
 
     Args:
-        arena: counters to provide for captured launches at a time.
+        arena: number of counters in each arena for captured launches.
         capturing: whether the current stream is being captured into a graph.
-        place: PyTorch's device for a number.
-        wait: waits for what was queued on a device's current stream.
+        place: returns PyTorch's device for a device index.
+        wait: waits for the work queued on a device's current stream.
     """
 
     __slots__ = ("_arena", "_arenas", "_capturing", "_lock", "_low", "_of_stream", "_outgrown", "_place", "_standing", "_wait")
@@ -82,20 +84,20 @@ class Keeper:
         self._lock = threading.Lock()
         self._of_stream: dict[tuple[int, int], Workspace] = {}
         self._standing: dict[int, dict[int, list[Tensor]]] = {}
-        self._arenas: dict[int, list[Tensor]] = {}  # what is left of each
+        self._arenas: dict[int, list[Tensor]] = {}  # the unused part of each arena
         self._low: set[int] = set()  # devices whose arena is nearly used up
-        self._outgrown: list[Workspace] = []  # memory that a graph might name, or a kernel be using
+        self._outgrown: list[Workspace] = []  # memory that a graph or a running kernel may still use
 
     def get(self, device: int, stream: int, nbytes: int, count: int) -> Workspace:
         """A workspace for one launch on the current stream.
 
         Args:
-            device: PyTorch's number for it; -1 for the CPU.
+            device: PyTorch's device index; -1 for the CPU.
             stream: the handle of its current stream; 0 for the default one.
-            nbytes: how much memory there must be at least.
-            count: how many counters there must be at least.
+            nbytes: minimum size of the memory in bytes.
+            count: minimum number of counters.
         """
-        if stream and self._capturing():  # nothing can be captured on the default stream, and most calls are on that
+        if stream and self._capturing():  # the default stream cannot be captured, and most calls use it
             return self._captured(device, nbytes, count)
         found = self._of_stream.get((device, stream))
         if found is None or found.nbytes < nbytes or found.count < count or device in self._low:
@@ -104,15 +106,15 @@ class Keeper:
         return found
 
     def standing(self, device: int, stream: int, nbytes: int) -> Tensor:
-        """uint8, at least ``nbytes``: memory that was zero when it was made, for kernels that want all in one piece, and leave
-        those parts zero that must be.
+        """uint8, at least ``nbytes``: memory that was zeroed when it was allocated. It is for kernels that need one contiguous
+        buffer and themselves restore the zeros that they rely on.
 
-        Calls on a stream have the stream's own. Captured launches have that of the device's first call, because zeroing another
-        would be part of every replay. So no two graphs with such launches may run at once on a device, nor one beside calls on
-        the first call's stream.
+        Calls on a stream use the stream's own buffer. Captured launches use the buffer of the stream that called first on the
+        device, because zeroing another buffer would be part of every replay. So no two graphs with such launches may run
+        concurrently on a device, nor one beside calls on that stream.
 
         Raises:
-            RuntimeError: a graph is captured, and there was no call on this device before, or none that wanted as much.
+            RuntimeError: a graph is captured, and that stream has no buffer of this size yet.
         """
         kept = self._standing.get(device, {})
         if stream and self._capturing():
@@ -127,11 +129,11 @@ class Keeper:
             return found[-1]
         with self._lock:
             made = torch.zeros(nbytes, dtype=torch.uint8, device=self._place(device))
-            self._standing.setdefault(device, {}).setdefault(stream, []).append(made)  # a graph may name the ones before
+            self._standing.setdefault(device, {}).setdefault(stream, []).append(made)  # a graph may use the earlier ones
         return made
 
     def _captured(self, device: int, nbytes: int, count: int) -> Workspace:
-        # Allocated in the graph's own memory, as all that is allocated while it is captured.
+        # Allocated in the graph's own memory, like all allocations during capture.
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._place(device))
         with self._lock:
             counters = None
@@ -142,7 +144,7 @@ class Keeper:
                     break
             if counters is None or arenas[-1].shape[0] < self._arena // 2:
                 self._low.add(device)
-        if counters is None:  # no call was made before, or too few for all that is captured: each replay zeroes its own
+        if counters is None:  # no arena yet, or none with enough counters left: each replay zeroes its own counters
             counters = torch.zeros(count, dtype=torch.int32, device=self._place(device))
             self._outgrown.append(Workspace(memory[:0], counters))
         return Workspace(memory, counters)
@@ -153,13 +155,13 @@ class Keeper:
             made = torch.zeros(max(self._arena, count), dtype=torch.int32, device=place)
             self._arenas.setdefault(device, []).append(made)
             self._low.discard(device)
-            self._wait(device)  # other streams will use it
+            self._wait(device)  # other streams will use the arena
         found = self._of_stream.get((device, stream))
         if found is not None and found.nbytes >= nbytes and found.count >= count:
             return found
         if found is not None:
             self._outgrown.append(found)
-            # At least twice what was too little, so that all that was outgrown is less than what is in use.
+            # Sizes at least double, so that all outgrown memory together is less than the memory in use.
             nbytes = found.nbytes if found.nbytes >= nbytes else max(nbytes, 2 * found.nbytes)
             count = found.count if found.count >= count else max(count, 2 * found.count)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=place)
