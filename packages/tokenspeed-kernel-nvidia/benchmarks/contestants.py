@@ -1,8 +1,8 @@
 """The implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-A contestant (this package or a baseline) is a function of a `Shape` and the operator's arguments by name. It prepares what can be
-prepared once (a plan, views), and returns the timed call: a function without parameters that returns the output. Third-party
-packages are imported when one is requested; one that is not installed is reported as absent with the reason.
+The ``setup`` of an implementation (this package or a baseline) takes a `Shape` and the operator's arguments by name. It makes plans
+and views, which an engine makes once, and returns the timed call: a function without parameters that returns the output.
+Third-party packages are imported when one is requested; one that is not installed is reported as absent with the reason.
 """
 
 from __future__ import annotations

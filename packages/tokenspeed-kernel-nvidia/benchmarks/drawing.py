@@ -29,13 +29,13 @@ _STYLE: Any = {
 
 Report = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
-# The timed rows, by shape and contestant.
+# The timed rows, by shape and implementation.
 Found = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Legend:
-    """Names and colours by contestant, in the order of a shape's bars."""
+    """Names and colours by implementation, in the order of a shape's bars."""
 
     labels: Mapping[str, str]
     colours: Mapping[str, str]
@@ -47,7 +47,7 @@ class Panel:
 
     Attributes:
         title: what is plotted.
-        values: by shape and contestant.
+        values: by shape and implementation.
         ticks: labels of the shapes.
         digits: decimals of the values above our bars.
         one: whether to draw a line at 1.

@@ -44,7 +44,7 @@ _PEER_LIMITS = Limits(2e-2, 8e-2)
 
 
 def measure_shape(shape: Shape, wanted: Iterable[Contestant], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in alternating rounds. Returns their rows."""
+    """Measures implementations at one shape, in alternating rounds. Returns their rows."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case().build(device))
     cost = op.cost_of(arguments)
@@ -87,7 +87,7 @@ def document(
 
 
 def line_of(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> str:
-    """One line for a shape: microseconds and rate of each contestant."""
+    """One line for a shape: microseconds and rate of each implementation."""
     computes = shape.window_left < 0 and "decode" not in shape.mode
 
     def rate(row: Mapping[str, Any]) -> str:

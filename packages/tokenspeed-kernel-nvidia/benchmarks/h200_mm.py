@@ -117,7 +117,7 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
 
 
 def contestants(variants: str = "") -> list[Contestant]:
-    """All contestants; those of `VARIANTS` whose name matches, if a pattern is given."""
+    """All implementations; those of `VARIANTS` whose name matches, if a pattern is given."""
     everyone = [
         Contestant("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
         Contestant("torch", _torchs, "torch"),
@@ -146,7 +146,7 @@ def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
 def measure_shape(
     shape: Shape, every: Sequence[Inputs], wanted: Iterable[Contestant], device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in alternating rounds. Returns their rows.
+    """Measures implementations at one shape, in alternating rounds. Returns their rows.
 
     Args:
         every: the copies of inputs to rotate over, from `inputs_of`.
@@ -215,7 +215,7 @@ def document(
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a shape: the floor, and microseconds and rate of each contestant."""
+    """One line for a shape: the floor, and microseconds and rate of each implementation."""
 
     def rate(row: Mapping[str, Any]) -> str:
         return f"{row['gb_per_s'] / 1e3:.2f} TB"
@@ -265,7 +265,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def measure(
     shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
 ) -> dict[str, Any]:
-    """Measures contestants at all shapes. Returns the document, which is written after each shape."""
+    """Measures implementations at all shapes. Returns the document, which is written after each shape."""
 
     def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
         for product, of_product in itertools.groupby(shapes, lambda shape: shape.product):

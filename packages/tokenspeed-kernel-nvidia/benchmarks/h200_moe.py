@@ -46,13 +46,13 @@ from tokenspeed_kernel_base.operator import get_operator
 _LAYERS = 4
 # The largest number of batches to rotate over, which averages the routing, and bytes of tokens in all.
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
-# Memory is freed between contestants if all together need more than this.
+# Memory is freed between implementations if all together need more than this.
 _MOST_BYTES = 100 << 30
 
 
 @dataclass
 class Loaded:
-    """A contestant's arrangement of all layers, for shapes that differ only in their tokens.
+    """An implementation's arrangement of all layers, for shapes that differ only in their tokens.
 
     Attributes:
         prepare_ms: time to arrange a layer; without the first layer if there are several.
@@ -69,7 +69,8 @@ class Loaded:
 
     @classmethod
     def of(cls, contestant: Contestant, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        """Arranges the layers for a contestant. Raises RuntimeError if it modifies its inputs, which other contestants share."""
+        """Arranges the layers for an implementation. Raises RuntimeError if it modifies the weights, which all implementations
+        share."""
         sums = [layer.checksum() for layer in layers]
         loaded = cls._of(contestant, shape, layers, device)
         if sums != [layer.checksum() for layer in layers]:
@@ -112,7 +113,7 @@ class Loaded:
 def measure_shape(
     shape: Shape, wanted: Iterable[Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in alternating rounds. Returns their rows."""
+    """Measures implementations at one shape, in alternating rounds. Returns their rows."""
     in_graph, count = _calls_of(shape, layers[0]) if effort.rounds else (0, len(layers))
     of_shape = batches(shape, count, len(layers), device)
     op = get_operator(shape.operator)
@@ -191,7 +192,7 @@ def document(
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a shape: the floor, and microseconds and rate of each contestant."""
+    """One line for a shape: the floor, and microseconds and rate of each implementation."""
 
     def rate(row: Mapping[str, Any]) -> str:
         return f"{row['floor_us'] / row['timing']['median_us']:.0%} of floor"
@@ -263,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> None:
 def measure(
     shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
 ) -> dict[str, Any]:
-    """Measures contestants at all shapes, model by model. Returns the document, which is written after each shape."""
+    """Measures implementations at all shapes, model by model. Returns the document, which is written after each shape."""
 
     def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
         for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# By shape and contestant: microseconds, or another quantity of a bar.
+# By shape and implementation: microseconds, or another quantity of a bar.
 Times = Mapping[str, Mapping[str, float]]
 Measure = Callable[[Times], float]
 

@@ -126,7 +126,7 @@ def _worst_error(errors: Times) -> float:
 
 
 def judge(times: Times, errors: Times, absent: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Checks every bar against microseconds and relative errors, by shape and contestant."""
+    """Checks every bar against microseconds and relative errors, by shape and implementation."""
     absent = {*absent}
     judged = [bar.judged(times, absent) for bar in BARS]
     compared = tuple(shape for shape, of_one in errors.items() if {"ours", "triton"} <= of_one.keys())

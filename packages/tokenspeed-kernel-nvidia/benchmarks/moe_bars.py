@@ -37,8 +37,8 @@ def judge(times: Times, errors: Times, prepare_ms: Mapping[str, float], absent: 
     """Checks every bar.
 
     Args:
-        times, errors: microseconds, and relative errors, by shape and contestant.
-        prepare_ms: the time to arrange the weights of a layer, by contestant.
+        times, errors: microseconds, and relative errors, by shape and implementation.
+        prepare_ms: the time to arrange the weights of a layer, by implementation.
         absent: see `Bar.judged`.
     """
     absent = {*absent}

@@ -1,6 +1,6 @@
 """The MoE implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-A contestant's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. That
+An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. That
 function returns the timed call: a function without parameters, from router logits to the combined output ``[tokens, hidden]``.
 Third-party kernels are called as vLLM 0.26 calls them, including its routing, activation and sum. Packages are imported when one is
 requested; one that is not installed is reported as absent with the reason.
