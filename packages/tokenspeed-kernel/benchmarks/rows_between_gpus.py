@@ -38,7 +38,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows for each operator, implementation and size; the same on every rank."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    # One UNIT more for a row's header, which is shorter.
+    # One `UNIT` more for a row's header, which is shorter.
     most = max(sizes) * (-(-hidden * getattr(torch, dtype).itemsize // UNIT) + 1) * UNIT
     group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=0)
     found = []

@@ -1,4 +1,4 @@
-"""Timing and its reports. What a clock shows is not tested, only that what is reported follows from it."""
+"""Timing and its reports. Measured times are not tested, only the values that reports derive from them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_timed_is_refused() -> None:
 
 
 class FakeEvent:
-    """An event of a device whose clock is what the log says: each entry takes the microseconds it holds."""
+    """An event of a device whose clock is the log: each entry takes the microseconds that it states."""
 
     log: list[tuple[str, float]]
 
@@ -133,7 +133,7 @@ class FakeEvent:
 
 @pytest.fixture
 def device_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """What a GPU that is not there would be given, in order."""
+    """The operations that would be queued on a GPU, in order."""
     log: list[tuple[str, float]] = []
     monkeypatch.setattr(FakeEvent, "log", log, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -223,7 +223,7 @@ def right(x: Tensor, out: Tensor | None) -> Tensor:
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every sampling takes 40, 50 and 60 us; what was sampled, with which options."""
+    """Fakes sampling: every sample takes 40, 50 and 60 us. Records the sampled calls and their options."""
     seen: list[Any] = []
 
     def fake(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -315,7 +315,7 @@ def test_a_method_suits_the_device() -> None:
 def test_in_a_graph_copies_repeat_and_launching_is_told_apart(
     double: Any, monkeypatch: pytest.MonkeyPatch, alone_us: float, count: int
 ) -> None:
-    """On the CPU, with a graph and clocks that are pretended. A graph that takes long already gets no more calls."""
+    """On the CPU, with a fake graph and fake clocks. A graph that is already long gets no more calls."""
     graphs: list[Any] = []
 
     def in_graph(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -401,7 +401,7 @@ def test_a_kernel_that_does_not_take_a_case_is_skipped(double: Any) -> None:
 
 @pytest.mark.usefixtures("clocked")
 def test_rows_say_what_speaks_against_them(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that throttles, on a machine that is slow while one of the rows is measured."""
+    """A GPU that throttles, and a machine that is slow while one of the rows is measured."""
     hot = GpuState(1200, 1980, 85, 700.0, ("power cap",))
     monkeypatch.setattr(run, "gpu_monitor", lambda device: lambda: hot)
     speeds = iter([100.0, 100.0, 110.0] * 2)
@@ -428,7 +428,7 @@ def test_metadata_says_what_was_measured_on_and_with() -> None:
 
 
 def test_the_commit_of_another_checkout_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment inside somebody's checkout: the file lies there, and git does not know it."""
+    """An environment inside another project's checkout: the file is there, and git does not track it."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "metadata.py").write_text("")
     monkeypatch.setattr(metadata, "__file__", str(tmp_path / "metadata.py"))
@@ -478,7 +478,7 @@ def test_a_report_is_json_or_nothing() -> None:
 
 
 def test_the_committed_report_still_loads() -> None:
-    """It is of format 1: no number, no rounds, a roofline of three rates."""
+    """It has format 1: no format number, no rounds, a roofline of three rates."""
     table = json.loads(COMMITTED.read_text())
     report = load_report(COMMITTED)
     assert [row.kernel for row in report.rows] == [row["kernel"] for row in table["rows"]]
@@ -539,7 +539,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str, said: str) -> N
 
 
 def test_a_graph_keeps_the_tensors_that_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a peer's setup made, nobody else holds; where it was freed, a graph read memory that was not there any more."""
+    """Tensors that a baseline's setup makes have no other owner. Without the graph, they were freed, and replays read freed
+    memory."""
 
     class Graph:
         replays = 0

@@ -1,4 +1,4 @@
-"""What the machine does while kernels are timed: noise, clocks, and what it can do at most."""
+"""The state of the machine while kernels are timed: noise, clocks, and the roofline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_quiet_times_are_not_warned_of() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         assert said(*(normal(draw) for _ in range(7))) == ()
-        # The clock of a GPU ticks: a kernel of two microseconds is on either side of a tick of 0.03.
+        # A GPU's clock has discrete ticks: times of a two-microsecond kernel are on either side of a tick of 0.03 us.
         assert said(*([draw.choice([2.016, 2.048]) for _ in range(60)] for _ in range(7))) == ()
 
 
@@ -130,7 +130,7 @@ def test_a_slower_machine_is_said() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device whose identity is known, without NVML."""
+    """A device with a known UUID, without NVML."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-56"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -138,7 +138,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 class FakeNvml(types.ModuleType):
-    """NVML as ``nvidia-ml-py`` offers it."""
+    """NVML with the interface of ``nvidia-ml-py``."""
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
     reasons = 0
@@ -258,7 +258,7 @@ CPU = torch.device("cpu")
 
 
 class Counter:
-    """Measures nothing, and counts how often."""
+    """Measures nothing, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -329,7 +329,7 @@ def test_bytes_that_are_no_text_count_as_none(tmp_path: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file stands where the folder would be: root, too, is refused there."""
+    """A regular file is at the folder's path, which is an error for root as well."""
     (tmp_path / "file").write_text("")
     counter = Counter()
     for _ in range(2):

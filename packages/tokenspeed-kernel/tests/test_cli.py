@@ -1,4 +1,4 @@
-"""The command line, as its users meet it."""
+"""The command line, tested as a user runs it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ runner = CliRunner()
 
 
 def call(*words: str, code: int = 0) -> str:
-    """What a command prints; it must end with this exit code."""
+    """The output of a command, which must end with this exit code."""
     result = runner.invoke(app, list(words))
     assert result.exit_code == code, result.output + str(result.exception)
     assert "\x1b" not in result.output, "no colours in a pipe"
@@ -52,7 +52,7 @@ def call_json(*words: str, code: int = 0) -> Any:
 
 
 def refused(*words: str) -> str:
-    """What stderr says of a command that cannot be followed."""
+    """The stderr of a command that is rejected."""
     result = runner.invoke(app, list(words))
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -66,7 +66,7 @@ def process(*command: str, cwd: Path | None = None, **environment: str) -> subpr
 
 @pytest.fixture
 def wrong() -> str:
-    """A kernel that is wrong in one element."""
+    """A kernel with one wrong element."""
 
     @register_kernel("norm", "rmsnorm", name="wrong_rmsnorm", solution="wrong", signatures=None, traits={"hidden": 8}, priority=1)
     def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
@@ -208,7 +208,7 @@ def test_explain_starts_from_a_case() -> None:
 
 @pytest.mark.parametrize("platform", ["sm_90", "gfx950", "cpu"])
 def test_explain_of_weights_that_are_prepared_is_what_a_plan_says(platform: str) -> None:
-    """Each kernel is asked for the layout that it wants, though the case has the checkpoint's."""
+    """Each kernel's verdict is for its own layout, although the case has weights in the checkpoint's layout."""
     found = call_json("explain", "moe_apply", "--platform", platform, "--case", "mxfp4, gpt-oss options")
     facts: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
     plan = moe_plan(8, 4, 96, 64, weight_format="mxfp4", **facts, platform=named_platform(platform))
@@ -232,7 +232,7 @@ def test_explain_changes_traits_and_formats() -> None:
 
 
 def test_explain_asks_for_calls_that_are_possible() -> None:
-    """Formats, sizes and traits are those of one call, whatever is changed."""
+    """Formats, sizes and traits stay consistent with one possible call after every change."""
     words = ["explain", "mha_decode_with_kvcache", "--platform", "gfx950", "sinks=true", "head_dim=128"]
     found = call_json(*words)
     assert set(found["formats"].values()) == {"bfloat16"}
@@ -565,7 +565,7 @@ def test_a_column_shows_the_fastest_and_what_it_is_of_the_first() -> None:
 
 @pytest.fixture
 def two_reports(tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Writes two reports of one kernel; the second takes ``factor`` as long, or failed."""
+    """Writes two reports of one kernel. In the second one it takes ``factor`` times as long, or has failed."""
     from tokenspeed_kernel.workbench.benchmark import Method, Report, Row, Timing, collect_metadata
 
     def make(factor: float | None) -> tuple[str, str]:
@@ -629,7 +629,7 @@ def _without_rows(file: str) -> str:
 
 
 def test_without_memory_for_a_roofline_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package's attribute is the command
+    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package attribute of this name is the command
 
     def full(device: torch.device, **options: Any) -> None:
         raise torch.OutOfMemoryError("4 GiB are not free")
@@ -699,7 +699,7 @@ def test_a_table_in_a_pipe_keeps_each_row_on_a_line(capsys: pytest.CaptureFixtur
 
 
 def test_help_and_version_come_without_pytorch() -> None:
-    """At once: importing PyTorch takes seconds."""
+    """Importing PyTorch takes seconds, so help must not import it."""
     heavy = "[name for name in ('torch', 'tokenspeed_kernel') if name in sys.modules]"
     program = f"import sys, tokenspeed_kernel_command as command; command.main(); print({heavy})"
     for words in ((), ("-h",), ("--help",), ("--version",)):
@@ -721,7 +721,7 @@ def test_the_help_names_every_command_and_says_what_its_docstring_says() -> None
 
 
 def _warms_up(monkeypatch: pytest.MonkeyPatch, **functions: Callable[[list[str]], Any]) -> None:
-    """Installs plugins that warm up so."""
+    """Installs plugins with these warm-up functions."""
     entries = []
     for name, function in functions.items():
         entry = metadata.EntryPoint(name, f"sample_{name}:main", "tokenspeed_kernel.warmup")
@@ -797,7 +797,7 @@ def test_the_exit_code_reaches_the_shell() -> None:
 
 
 def test_plugins_by_module_shows_the_plugins_that_the_core_loaded(tmp_path: Path) -> None:
-    """Run as a program the module exists twice; the copy that runs has loaded nothing."""
+    """Run with ``-m``, the module exists twice, and the copy that runs has loaded no plugins."""
     (tmp_path / "tiny_plugin.py").write_text("def register(): pass\n")
     info = tmp_path / "tiny_kernels-0.5.dist-info"
     info.mkdir()
@@ -857,7 +857,7 @@ def test_a_terminal_gets_colours_and_progress() -> None:
     ) as child:
         os.close(terminal)
         seen = bytearray()
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        with contextlib.suppress(OSError):  # on Linux, this error means that the other end is closed
             while data := os.read(controller, 4096):
                 seen += data
     os.close(controller)

@@ -1,4 +1,4 @@
-"""The benchmark of families, run on a CPU: what it measures, whom it believes, when it ends, and the tables of its report."""
+"""The benchmark of families on a CPU: measured calls, checks of baselines, time limits, and the report's tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.operator import get_operator
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
-# Peers that are PyTorch's own functions, each with a small case of the operator that it serves.
+# Baselines that are PyTorch functions, each with a small case of its operator.
 OF_TORCH = [
     ("gemm.mm", "nvfp4 weight only in tiles of 128x4", "cuBLAS, bfloat16"),
     ("attention.top_k_indices", "equal scores, no lengths", "torch.topk"),
@@ -31,7 +31,7 @@ OF_TORCH = [
 ]
 
 
-# Longer than any test may take.
+# Longer than any test takes.
 AGES_S = 1e5
 AGES = ["--seconds", "100000", "--peer-seconds", "100000"]
 
@@ -45,13 +45,13 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def small(program: ModuleType, operator: str, case: str = "") -> Any:
-    """A small case of an operator, the first without a name, as the program has its large ones."""
+    """A small case of an operator (by default the first), as a shape of the benchmark."""
     cases = get_operator(operator).all_cases()
     return program.Shape("a family", operator, next(each for each in cases if case in (each.name, "") and not each.large))
 
 
 def effort(program: ModuleType, rounds: int = 1) -> Any:
-    """So few seconds of a round, and none that could run out."""
+    """Short rounds, and time limits that are never reached."""
     return program.Effort(rounds, 0.001, AGES_S, time.monotonic() + AGES_S)
 
 
@@ -102,7 +102,7 @@ def test_the_error_of_a_result(program: ModuleType, got: list[float], expected: 
 
 
 def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with something in place of graphs and clocks: each call takes 100 us, and touches little memory."""
+    """On the CPU, with fake graphs and clocks: each call takes 100 us, and touches little memory."""
     graphs: list[Any] = []
     monkeypatch.setattr(program, "captured", lambda calls, device: graphs.append(calls))
     monkeypatch.setattr(program, "sample", lambda calls, device, **options: [100.0])

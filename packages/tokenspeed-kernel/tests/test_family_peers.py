@@ -1,7 +1,7 @@
-"""The adapters of vLLM's kernels for the benchmark of families, with stand-ins in vLLM's place.
+"""The adapters for vLLM's kernels in the benchmark of families, with stand-ins for vLLM's functions.
 
-A stand-in has the parameters of the function of vLLM 0.26 whose place it takes, in their order, and computes what that function's
-docstring says of them. So an adapter that gives a wrong argument, layout or scale gives a wrong result, or raises.
+A stand-in has the parameters of a function of vLLM 0.26, in order, and computes what that function's docstring states. So an
+adapter that passes a wrong argument, layout or scale gives a wrong result, or raises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of heads ``[heads, width]`` to keys and values ``[keys, heads or 1, width]``: outputs, and log-sum-exps without sinks."""
+    """Attention of ``[heads, width]`` queries to ``[keys, heads or 1, width]`` keys and values: outputs, and LSEs without
+    sinks."""
     scores = torch.einsum("hd,khd->hk", q.float(), k.float().expand(-1, len(q), -1)) * scale
     lse = scores.logsumexp(1)
     total = lse if sink is None else torch.logaddexp(lse, sink.float())
@@ -223,7 +224,7 @@ def top_k_per_row_prefill(
     assert (logits.stride(), len(logits), indices.shape) == ((stride0, stride1), numRows, (numRows, topK))
     indices.fill_(-1)
     for row, begin, end, out in zip(logits, rowStarts.tolist(), rowEnds.tolist(), indices, strict=True):
-        # Of equal scores the last ones, in no order that the operator has.
+        # Among equal scores it chooses the last ones, and in another order than the operator.
         best = row[begin:end].flip(0).sort(descending=True, stable=True).indices[:topK]
         out[: len(best)] = (end - begin - 1 - best).int()
 
@@ -290,7 +291,7 @@ MODULES = {
 NAMESPACES = {"_C": OPERATORS, "_flashmla_extension_C": FLASH_MLA_FP8}
 
 
-# Longer than any test may take.
+# Longer than any test takes.
 AGES_S = 1e5
 
 
@@ -310,7 +311,7 @@ BOTH: dict[str, Any] = {"dtype": FP8, "scales": ("q_scale", "kv_scale")}
 EACH: dict[str, Any] = {"dtype": FP8, "scales": ("q_scale", "k_scale", "v_scale")}
 SPARSE: dict[str, Any] = {"kv_lora_rank": 512, "rope_dim": 64, "page_size": 64, "top_k": 20, "softmax_scale": 0.1352}
 INDEXER: dict[str, Any] = {"heads": 8, "head_dim": 128, "dtype": FP8}
-# Peers, and calls that they serve: cases of the operator by name, and further ones.
+# Baselines, with calls that they support: names of the operator's cases, and further ones.
 SERVED: list[tuple[str, str, str | Case]] = [
     ("FlashMLA", "mla_decode_with_kvcache", Case("bfloat16", paged([70, 1, 64], heads=16, **LATENT))),
     ("FlashMLA", "mla_decode_with_kvcache", Case("fp8 without scales", paged([70, 9], heads=16, dtype=FP8, **LATENT))),
@@ -366,7 +367,7 @@ def test_an_adapter_asks_for_what_the_operator_gives(program: ModuleType, name: 
 
 
 def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) -> None:
-    """Else it would be part of the graph of all copies of the arguments but the first."""
+    """Otherwise the plan would be part of the graph, for all copies of the arguments but the first."""
     op = get_operator("mla_decode_with_kvcache")
     arguments = op.complete(Case("bfloat16", paged([70, 1], heads=16, **LATENT)).build(CPU))
     call = program.family_peers_vllm.flash_mla.bound(arguments)
@@ -374,7 +375,7 @@ def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) ->
 
 
 def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From a folder that ``--peers`` names: what fails says why, once and again, and what works is there."""
+    """From a folder that ``--peers`` names: a failing module states the reason each time, and other modules still work."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('this takes twenty seconds')")
@@ -401,11 +402,11 @@ def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ([4, 1, 2], [1, 2, 3]),  # position 4 scores as much as 3, which is lower
-        ([1, 2, 0], [0, 1, 2]),  # position 0 scores less: what was chosen is shown
-        ([1, 1, 2], [1, 1, 2]),  # one position twice
+        ([4, 1, 2], [1, 2, 3]),  # position 4 has the score of position 3, which is lower
+        ([1, 2, 0], [0, 1, 2]),  # position 0 has a lower score: the chosen positions are returned
+        ([1, 1, 2], [1, 1, 2]),  # a duplicate position
         ([1, 2, -1], [1, 2, -1]),  # one too few
-        ([5, 1, 2], [1, 2, -1]),  # one beyond the length
+        ([5, 1, 2], [1, 2, -1]),  # a position beyond the length
     ],
 )
 def test_another_choice_of_equal_scores_is_right(program: ModuleType, chosen: list[int], expected: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Comparison, tolerances, and verification: kernels that are wrong in one way each have to be caught, and told what is wrong."""
+"""Comparison, tolerances, and verification: kernels with one fault each must be caught, with a message that names the fault."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_differences_are_counted_in_units_in_the_last_place(dtype: torch.dtype) 
     expected = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.5, 3.0, -0.0, 1.0, NAN, INF, 1.0]).to(dtype)
     got = expected.clone()
     bits = got.view(integers)
-    for place, steps in ((1, 1), (2, -1), (3, 2), (4, 3), (5, 4), (7, 5)):  # a step below 2 is a smaller one
+    for place, steps in ((1, 1), (2, -1), (3, 2), (4, 3), (5, 4), (7, 5)):  # below 2, the step is half as large
         bits[place] += steps
     got[6], got[10] = 0.0, NAN
     outcome = compare_tensors("output", got, expected, Tolerance(1, 1, 1, ""))
@@ -361,7 +361,7 @@ def test_narrow_formats_loosen_it() -> None:
 
 
 def test_rounded_activations_loosen_it() -> None:
-    """The operator says what it rounds values to on the way; neither the operands nor the traits' names do."""
+    """The tolerance follows from the intermediate formats that the operator declares, not from operands or trait names."""
     op = get_operator("moe_apply")
     cases = {case.name: op.request(op.complete(case.build())) for case in op.all_cases() if not case.large}
     plain, fp8, fp4 = (
@@ -373,14 +373,15 @@ def test_rounded_activations_loosen_it() -> None:
 
 
 def test_roundings_on_the_way_add_up_as_noise_does() -> None:
-    """A chain of products whose operands are rounded each time is off by the root of their number, and so much is granted."""
+    """The error of a chain of GEMMs with rounded operands grows with the square root of their number, and so does the
+    tolerance."""
     half = dense_tensor_format(torch.bfloat16)
     one, four = (tolerance_for(torch.bfloat16, replace(request_with(a=half), intermediates=(half,) * n)) for n in (1, 4))
     assert one == tolerance_for(torch.bfloat16)
     assert four.relative == one.relative
     assert four.absolute / one.absolute == four.norm / one.norm == pytest.approx(2.5**0.5)
     assert "4 intermediates" in four.reason
-    # Results in float32 are widened by them as much.
+    # The tolerance of float32 results is widened equally.
     assert tolerance_for(torch.float32, replace(request_with(a=half), intermediates=(half,) * 4)) == four
     torch.manual_seed(0)
     exact = rounded = torch.randn(256, 128, dtype=torch.float64).bfloat16().double()
@@ -393,7 +394,7 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
 
 
 def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
-    """What is quantised may differ in its last bit, which may change codes and scales; those of other values are wrong."""
+    """A last-bit difference before quantisation may change quantised values and scales, and passes. Those of other values fail."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
@@ -410,7 +411,7 @@ def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
         assert not compared((codes.roll(1, 1), scale))[0].passed
         assert not compared((codes, scale.roll(1, 0)))[0].passed
         assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
-    # The largest of a block saturates in one of the two, and has the next scale in the other.
+    # The block's amax saturates in one of the two, and has the next larger scale in the other.
     op = get_operator("rmsnorm_quantize_mxfp8")
     below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
     assert not torch.equal(below[1], at[1])
@@ -420,7 +421,7 @@ def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
 
 
 def test_rounding_that_is_granted_passes_and_a_wrong_scale_does_not() -> None:
-    """A product whose intermediate is rounded to bfloat16 passes; one block of 32 with the next scale does not."""
+    """A GEMM whose partial sums are rounded to bfloat16 passes. One block of 32 whose scale is twice too large fails."""
     torch.manual_seed(0)
     a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 64).bfloat16()
     exact = a.float() @ b.float()
@@ -814,7 +815,7 @@ class Plan:
 
 
 def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare) -> None:
-    """The kernel wants its operand transposed; the reference does not."""
+    """The kernel needs its operand transposed; the reference does not."""
 
     def body(x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
         return x.sum(1)
@@ -837,7 +838,7 @@ def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare)
 
 
 def test_an_element_may_be_off_by_what_is_small_in_its_row() -> None:
-    """Rows of an output may differ in size by orders of magnitude, and roundings with them."""
+    """Rows of an output may differ in magnitude, and their rounding errors with them."""
     expected = torch.full((1000, 64), 0.01)
     expected[3] = 1.0
     expected[3, 5] = 0.0

@@ -1,4 +1,4 @@
-"""Kernels of others beside ours, declared in a file."""
+"""Third-party kernels, declared in a file, that are measured beside ours."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_what_is_in_a_file_is_added_to(tmp_path: Path) -> None:
 
 
 def test_captures_nest(tmp_path: Path) -> None:
-    """A block inside another, or inside the capture of the whole process, ends only itself."""
+    """A nested block ends only itself, also inside a capture of the whole process."""
     with shape_capture(tmp_path / "outer.jsonl") as outer:
         rmsnorm(X, W)
         with shape_capture(tmp_path / "inner.jsonl") as inner:

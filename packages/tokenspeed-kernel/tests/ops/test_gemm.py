@@ -1,4 +1,4 @@
-"""Matrix products in every format against float64, how formats are told, errors, outputs, torch.compile, PyTorch's kernels."""
+"""mm and bmm in every format against float64; format detection, errors, outputs, torch.compile, and PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """What an operand stands for, in float64: every element of it times the scale that its indices lead to; without alpha."""
+    """The float64 values of an operand: each element times the scale of its block; without alpha."""
     tiles = scale is not None and scale.ndim == operand.ndim + 3
     if role == "b":
         scale = scale.mT if scale is not None and scale.ndim > 1 and not tiles else scale
@@ -39,11 +39,11 @@ def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> tor
     else:
         wide = operand.double()
     if scale is not None:
-        if scale.dtype == torch.int32:  # the first of four exponents lies in the lowest byte
+        if scale.dtype == torch.int32:  # the lowest byte holds the first of four exponents
             scale = scale.contiguous()[..., None].view(torch.uint8).flatten(-2)[..., : -(-wide.shape[-1] // 128)]
         factor = 2.0 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
         rows, columns = torch.arange(wide.shape[-2])[:, None], torch.arange(wide.shape[-1])
-        # k runs along the last axis of both by now, a's lines are tokens and b's are channels.
+        # k is now the last axis of both; lines of a are tokens, lines of b are channels.
         if tiles:
             at = columns // (16 if scale.dtype == E4M3 else 32)
             factor = factor[..., rows // 128, at // 4, rows % 32, rows % 128 // 32, at % 4]
@@ -65,11 +65,11 @@ def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     if arguments.get("bias") is not None:
         exact, terms = exact + arguments["bias"].double(), terms + arguments["bias"].double().abs()
     rounded = exact.abs()
-    if arguments.get("residual") is not None:  # is added to the rounded product, and the sum is rounded again
+    if arguments.get("residual") is not None:  # is added to the rounded GEMM result, and the sum is rounded again
         exact = exact + arguments["residual"].double()
         rounded = rounded + exact.abs()
     sums = UNIT[F64 if arguments["a"].dtype == F64 else F32]
-    # The product is rounded once; each term carries the rounding of two decoded operands, and sums are of k terms.
+    # The GEMM result is rounded once. Each term has the rounding of two dequantised operands, and k terms are accumulated.
     bound = UNIT[got.dtype] * rounded * 1.01 + sums * (3 + math.sqrt(a.shape[-1]) * 2) * terms + 1e-30
     assert ((got.double() - exact).abs() <= bound).all()
 
@@ -206,7 +206,8 @@ def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
 @pytest.mark.parametrize("k", [33, 70, 80, 96])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_products_on_a_cpu_read_nothing_behind_a_row(dtype: torch.dtype, k: int) -> None:
-    """Neither gaps between rows nor the next row; AMX kernels of PyTorch multiply both by zero where k is no multiple of 32."""
+    """A CPU GEMM reads neither the gaps between rows nor the next row. PyTorch's AMX kernels multiply these by zero if k is not
+    a multiple of 32, so NaN and infinity would spread."""
     held = torch.full((17, k + 26), math.nan, dtype=dtype)
     a, b = held[:, :k].fill_(1.0), torch.ones(k, 200, dtype=dtype)
     assert (tk.mm(a, b) == k).all()
@@ -365,7 +366,7 @@ def test_what_completes_tiles_and_numbers_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
 def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
-    """So a kernel can be for few rows, and what was measured still holds for all sizes of a bucket."""
+    """A kernel may thus require few rows, and a measured result applies to a whole bucket of sizes."""
     request = _signature(tk.mm, a=torch.ones(rows, 8), b=torch.ones(8, 3))
     assert request.traits["m"] == stated == request.buckets["m"]
 

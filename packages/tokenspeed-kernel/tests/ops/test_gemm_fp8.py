@@ -1,4 +1,4 @@
-"""PyTorch's product of 8-bit floats: which calls it serves, what it is given, and on a GPU what it computes."""
+"""PyTorch's scaled fp8 GEMM: the eligible calls, the arguments that it gets, and on a GPU its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAIRS = {
     "a tensor and columns": {"a_scale": "tensor", "b_scale": "channel"},
     "blocks": {"a_scale": "block", "b_scale": "block"},
 }
-# Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most; the matrix unit's own sums have 14 bits.
+# Relative to a result's norm. Rounding an element to bfloat16 costs at most 3.9e-3; the tensor core accumulates with 14 bits.
 TOLERANCE = {BF16: 4.5e-3, F16: 2e-3, SINGLE: 2e-3}
 
 
@@ -122,7 +122,7 @@ def test_a_pytorch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def _as_checked(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    """What PyTorch's function checks and computes: scales of blocks lie along rows of ``a``, four of these at a time."""
+    """A stand-in for PyTorch's function, with its checks: block scales are column-major, for a multiple of 4 rows."""
     (m, k), n, out = a.shape, b.shape[1], options["out"]
     assert not options["use_fast_accum"]
     assert a.stride(1) == b.stride(0) == 1
@@ -160,7 +160,7 @@ def check(arguments: dict[str, Any]) -> Tensor:
 
 @pytest.fixture(params=["checked", pytest.param("gpu", marks=pytest.mark.nvidia)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU that has the products, or a CPU and a stand-in for PyTorch's function, which is as particular."""
+    """A GPU that supports scaled fp8 GEMMs, or a CPU and a stand-in for PyTorch's function with the same checks."""
     if request.param == "checked":
         monkeypatch.setattr(torch, "_scaled_mm", _as_checked)
         return "cpu"
@@ -189,7 +189,8 @@ def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
 def test_memory_that_lies_otherwise(device: str, pair: str) -> None:
-    """Operands along the other axis, rows with gaps, odd addresses, strided scales, and a result with gaps."""
+    """Operands that are contiguous along the other axis, rows with gaps, unaligned addresses, strided scales, and a result with
+    gaps."""
     arguments = arguments_of(pair, 133, 512, 384, device)
     a, b, scales = arguments["a"], arguments["b"], {name: arguments[name] for name in ("a_scale", "b_scale")}
     out = torch.full((133, 400), torch.nan, dtype=BF16, device=device)

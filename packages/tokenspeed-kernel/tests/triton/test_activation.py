@@ -1,4 +1,4 @@
-"""Activation kernels where the cases that all kernels share do not look: values beyond the ordinary, strides."""
+"""Activation kernels beyond the shared cases: non-finite and huge values, strides."""
 
 from __future__ import annotations
 

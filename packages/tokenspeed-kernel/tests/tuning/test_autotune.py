@@ -1,4 +1,4 @@
-"""Measuring on the first call."""
+"""Autotuning: measurements on the first call."""
 
 from __future__ import annotations
 

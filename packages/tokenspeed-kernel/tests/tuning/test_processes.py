@@ -1,4 +1,4 @@
-"""Tuners that are killed in the middle, and tuners at the same time: nothing is lost, nothing is wrong."""
+"""Tuners that are killed, and concurrent tuners: no entry is lost, and none is wrong."""
 
 from __future__ import annotations
 
