@@ -1,4 +1,4 @@
-"""Rows at multiples of 16 bytes: which tensors have them, and what is said of caches that have not."""
+"""Rows aligned to 16 bytes: which tensors have them, and the message about caches that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers take those of their operator's parameters that they use; calls that give another one go to another kernel."""
+"""Launchers name the operator's parameters that they support. A call that sets another parameter goes to another kernel."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def scaled_later(
 
 
 def plain(out: Tensor | None, x: Tensor, scale: float) -> Tensor:
-    """Names its parameters in an order of its own, and no bias."""
+    """Names its parameters in its own order, and no bias."""
     result = x * scale
     return result if out is None else out.copy_(result)
 
 
 @pytest.fixture
 def op(declare: Callable[..., Any]) -> Callable[..., Any]:
-    """``op(body, launcher)``: an operator with a kernel of that launcher."""
+    """``op(body, launcher)``: an operator with a kernel that has this launcher."""
 
     def make(body: Callable[..., Any], launcher: Any = plain, **options: Any) -> Any:
         function = declare(body, formats=("x",), **options)

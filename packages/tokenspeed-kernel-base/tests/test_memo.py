@@ -1,4 +1,4 @@
-"""When decisions are remembered and forgotten."""
+"""When decisions are memoised and invalidated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Platforms and what kernels need of them. None of this needs a GPU."""
+"""Platforms, and the requirements of kernels. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_pretended_platform_from_the_settings(settings_from: Any, hopper: Plat
     ("hip", "version", "gcn_arch_name", "vendor", "arch"),
     [
         ("7.0", (9, 5), "gfx950:sramecc+:xnack-", "amd", "gfx950"),
-        # PyTorch fills in this property with the device's name where it has no meaning.
+        # PyTorch sets this property to the device's name on devices for which it has no meaning.
         (None, (9, 0), "a gpu", "nvidia", "sm_90"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Declaring kernels: what is taken, what is refused and how that reads, and when an implementation is imported."""
+"""Declaring kernels: accepted and rejected declarations, their messages, and when an implementation is imported."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
     registry.register(spec("a", priority=1), anything)
     registry.register(spec("b", priority=2), optional)
-    registry.register(spec("c", priority=3), print)  # a builtin has no signature to compare before it is called
+    registry.register(spec("c", priority=3), print)  # a builtin has no signature to compare at registration
 
 
 # -- lazily imported implementations ----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module that can be imported; gives its name."""
+    """Writes an importable module, and returns its name."""
     names: list[str] = []
 
     def write(source: str) -> str:
@@ -198,7 +198,7 @@ def test_get_impl_says_what_is_wrong_with_a_lazy_kernel(registry: KernelRegistry
 
 
 def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: KernelRegistry, module: Any, cpu: Any) -> None:
-    """The best kernel by priority, of a package whose toolchain is missing, must not take the operator down."""
+    """The kernel with the highest priority, whose toolchain is missing, must not break the operator."""
     registry.register(spec("portable", priority=4), kernel)
     registry.register(spec("broken", priority=16, origin="plugin p"), "there_is_no_such_module:kernel")
     with pytest.warns(
@@ -516,7 +516,7 @@ def test_get_and_reset() -> None:
     assert KernelRegistry.get().list_kernels() == []
 
 
-# -- names and meanings that code written against 0.1 relies on ------------------------------------------------------------------
+# -- names and meanings in use by code written against 0.1 -----------------------------------------------------------------------
 
 
 def _parameters(function: Any) -> tuple[list[str], list[str]]:

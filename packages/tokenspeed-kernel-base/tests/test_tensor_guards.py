@@ -1,4 +1,4 @@
-"""The quick look-up by PyTorch's guards: it agrees with the whole description, errs on the safe side, and can be missing."""
+"""The quick lookup with PyTorch's guards: it agrees with the full description, errs on the safe side, and is optional."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_call_is_decided_once_by_description(decisions: list[tuple[Any, ...]])
     for _ in range(3):
         rmsnorm(*_arguments())
     rmsnorm(torch.randn(4, 8), torch.ones(8))
-    for _ in range(3):  # the first description is no longer the recent one, and is still known
+    for _ in range(3):  # the first description is no longer in the quick lookup, but is still memoised
         rmsnorm(*_arguments())
     assert [args[0].shape[0] for args in decisions] == [3, 4]
 
@@ -105,7 +105,7 @@ def test_a_few_descriptions_by_turns_are_served_without_being_formed(decisions: 
     assert len(calls) == recent.CHAIN
     for call in calls:
         call()
-    CALLER._memo.clear()  # which would know them, too
+    CALLER._memo.clear()  # a full description would find them, too
     for call in calls * 2:
         call()
     assert len(decisions) == len(calls)

@@ -1,4 +1,4 @@
-"""apply_rope against transformers, complex numbers, and what rotations are known to do."""
+"""apply_rope against transformers, complex numbers, and known properties of rotations."""
 
 from __future__ import annotations
 
@@ -193,16 +193,16 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     table = table_of(angles_of(100, 128))
     got = apply_rope(q, k, positions, table, mrope_section=section, mrope_interleaved=in_turn)
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # their angles are float32
-    # The same position thrice is one position.
+        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers' angles are float32
+    # Three equal positions act like one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
-    # Sections of any number by a row of the table for each token, as the page "Calling operators" shows it.
+    # Any number of sections, through one table row for each token, as the page "Calling operators" shows.
     if not in_turn:
         section_of_pair = torch.arange(3).repeat_interleave(torch.tensor(section))
         rows = table[positions].view(3, 7, 2, 64).gather(0, section_of_pair.expand(1, 7, 2, 64)).view(7, 128)
         assert all(map(torch.equal, got, apply_rope(q, k, torch.arange(7), rows)))
-    # Without heads of k, q alone.
+    # Without KV heads, only q is rotated.
     alone, nothing = apply_rope(q, q[:, :0], positions, table, mrope_section=section, mrope_interleaved=in_turn)
     assert torch.equal(alone, got[0])
     assert nothing.shape == (7, 0, 128)

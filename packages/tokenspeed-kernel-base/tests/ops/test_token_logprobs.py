@@ -1,4 +1,4 @@
-"""token_logprobs, argmax_with_value and what merges the parts of a vocabulary: against log_softmax, and parts against the whole."""
+"""token_logprobs, argmax_with_value and merging parts of a vocabulary: against log_softmax, and parts against the whole."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_has_no_probability() -> None:
     assert top[2:, 2].tolist() == [-INF, -INF]
     assert lse[:2].tolist() == [0.0, -INF]
     assert lse[2:].isnan().all()
-    # Tokens that the logits do not hold.
+    # Tokens outside of the vocabulary.
     assert token_logprobs(logits, torch.tensor([-1, 3, 100, 5]), first_token=10)[0].tolist() == [-INF] * 4
 
 
