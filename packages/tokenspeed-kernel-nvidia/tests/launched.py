@@ -49,7 +49,7 @@ def emulated(cached: Any, multiprocessors: int, **options: Any) -> Iterator[None
 
     Args:
         cached: the launcher's `functools`-cached function that finds programs for a device.
-        multiprocessors: number of SMs of the emulated device.
+        multiprocessors: the SM count of the emulated device.
         **options: of `sm90_emulator.emulated_sm90`. By default, loads of uninitialised shared memory are errors.
     """
     sm90_emulator = pytest.importorskip("sm90_emulator")

@@ -106,7 +106,7 @@ def test_our_functions_get_the_arguments_by_name(modules: dict[str, ModuleType],
 
 
 def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Five contestants (correct, wrong, failing, absent, unsupported) are measured into a report, which is loaded again."""
+    """Five implementations (correct, wrong, failing, absent, unsupported) are measured into a report, which is loaded again."""
     h200, shapes, contestants = modules["h200"], modules["shapes"], modules["contestants"]
     measuring = modules["measuring"]
     measure_on_the_cpu(measuring, monkeypatch)
@@ -423,7 +423,7 @@ def test_the_commit_of_a_copy(modules: dict[str, ModuleType]) -> None:
 
 
 def test_operands_of_products(modules: dict[str, ModuleType]) -> None:
-    """For every kind of weights: the stated number of bytes, and the first rows of activations."""
+    """For every kind of weights: their size in bytes as stated, and the first rows of activations."""
     h200_mm, shapes = modules["h200_mm"], modules["mm_shapes"]
     for weights in shapes._MADE:
         small = shapes.Gemm("a model's", "layer", 128, 2880, weights=weights)

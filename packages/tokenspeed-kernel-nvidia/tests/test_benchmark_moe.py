@@ -186,7 +186,7 @@ def test_graphs_hold_whole_turns_of_the_layers(modules: dict[str, ModuleType]) -
 
 
 def _who(modules: dict[str, ModuleType]) -> list[Any]:
-    """Contestants: correct, wrong, failing while weights are arranged, failing later, absent, unsupported."""
+    """Implementations: correct, wrong, failing while weights are arranged, failing later, absent, unsupported."""
     contestants = modules["moe_contestants"]
     right = contestants.of_solution("reference")
 

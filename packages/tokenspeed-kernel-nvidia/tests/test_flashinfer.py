@@ -57,7 +57,7 @@ SIGNATURES = {
         "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True)"
     ),
 }
-# Units and conventions that the adapters rely on: file, and text in its source.
+# Conventions and units that the adapters rely on: file, and text in its source.
 FACTS = {
     "the generated kernels see window_left tokens and the token itself": (
         "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",

@@ -43,7 +43,7 @@ SIGNATURES = {
 }
 _KERNELS = "flashinfer/data/csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 _BINDING = "flashinfer/data/csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu"
-# Units and conventions that the adapter relies on: file, and text in its source.
+# Conventions and units that the adapter relies on: file, and text in its source.
 FACTS = {
     "ups come before gates": ("flashinfer/fused_moe/prepare.py", "in semantic ``[up, gate]`` order"),
     "the activation": (_KERNELS, "return gate_clamped * fn(gate_clamped * alpha) * (linear_clamped + beta);"),

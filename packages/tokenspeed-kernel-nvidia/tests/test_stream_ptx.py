@@ -114,7 +114,7 @@ def test_layers(
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_numbers_far_from_one(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: neither projection overflows float32, nor does the product of gate and up."""
+    """Tokens and weights times powers of 2: neither a projection nor gate times up overflows float32."""
     layer = RandomLayer(CPU, 4, 2, 96, 64)
     given = layer.given
     assert given.w13_weight_scale is not None
