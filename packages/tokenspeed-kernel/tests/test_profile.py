@@ -505,9 +505,7 @@ def test_an_interrupted_program_is_shown(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a shell's background tests inherit an ignored SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background tests inherit an ignored SIGINT
     )
     assert process.stdout is not None
     while process.stdout.readline() != "ready\n":
