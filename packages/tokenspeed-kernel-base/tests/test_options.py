@@ -143,7 +143,7 @@ def test_numbers_that_no_kernel_can_be_given_are_refused(
     for call in (op, op.bind, op.explain):
         with pytest.raises(error, match=f"^{op.operator.mode}: {message}"):
             call(X, **changes)
-    assert len(given) <= 3  # raised by the check hook
+    assert len(given) <= 3  # only the check hook ran
 
 
 def test_infinity_and_nan_are_for_the_operator_to_judge(op: Any) -> None:
