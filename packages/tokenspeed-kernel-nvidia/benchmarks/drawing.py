@@ -154,8 +154,8 @@ def table(
     ]
     for shape, found in measured(report["rows"], shapes).items():
         times = {name: us(row) for name, row in found.items()}
-        peers = [time for name, time in times.items() if name not in ("ours", "triton")]
-        ratio = f"{min(peers) / times['ours']:.2f}" if peers and "ours" in times else ""
+        baselines = [time for name, time in times.items() if name not in ("ours", "triton")]
+        ratio = f"{min(baselines) / times['ours']:.2f}" if baselines and "ours" in times else ""
         any_row = next(iter(found.values()))
         cells = [text(any_row) for text in more.values()] + [three_digits(times[name]) if name in times else "" for name in names]
         lines.append(f"| {shape} | {' | '.join(cells)} | {ratio} |")

@@ -70,7 +70,7 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """An implementation that is measured: this package's or a baseline.
 
     Attributes:
@@ -143,7 +143,7 @@ class Between:
 class Measurement:
     """An implementation at a shape, while it is being measured."""
 
-    contestant: Contestant
+    implementation: Implementation
     shape: Shape
     status: str = "measured"
     reason: str = ""
@@ -194,7 +194,7 @@ class Measurement:
             self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
             # More than a few long graphs would only occupy the device: the host enqueues each at once.
             self.host_us = host_time(self.calls[0], device, _LAUNCHES if self.alone_us < _LONG_US else 3)
-        if self.contestant.portable and self.alone_us > _LONG_US:
+        if self.implementation.portable and self.alone_us > _LONG_US:
             if self.rounds:
                 return
             fewest, budget_s = max(1, fewest // 4), 0.0
@@ -213,8 +213,8 @@ class Measurement:
         ``first_ms`` is the time of the first call, which may have compiled a kernel or loaded it from a cache.
         """
         known = Row(
-            self.contestant.name, self.shape.operator, self.shape.name, self.status, self.reason,
-            solution=self.contestant.name, version=self.contestant.version,
+            self.implementation.name, self.shape.operator, self.shape.name, self.status, self.reason,
+            solution=self.implementation.name, version=self.implementation.version,
         )  # fmt: skip
         if self.rounds and self.status == "measured":
             timing = Timing.of(self.rounds)
@@ -271,7 +271,7 @@ def absent_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def document(
     rows: Sequence[dict[str, Any]],
-    who: Iterable[Contestant],
+    who: Iterable[Implementation],
     report: Report,
     shapes: Iterable[Shape],
     judged: Sequence[Mapping[str, Any]],

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import all_reduce_peers as peers
+import all_reduce_baselines as baselines
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -157,7 +157,7 @@ def measure(
         inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
         inputs.most_rows = max(sizes)
         for operator in (SUM, NORM, FP8):
-            for name, make in contestants(operator, inputs):
+            for name, make in implementations(operator, inputs):
                 found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(operator, make, inputs, calls)})
         keep(found, kept)
     return found
@@ -204,7 +204,7 @@ def keep(found: list[dict[str, Any]], file: Path | None) -> None:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def contestants(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
+def implementations(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
     """Names, and functions that return the call, or the reason why it cannot run."""
     behind = {SUM: "", NORM: ", rmsnorm", FP8: ", rmsnorm, quantize_fp8"}[operator]
     libraries = ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot))
@@ -262,12 +262,12 @@ def _torch_two_shot(inputs: Inputs) -> Callable[[], Tensor] | str:
 
 
 def _vllm(inputs: Inputs) -> Call | str:
-    return peers.Vllm.gap(inputs.x) or peers.Vllm(inputs.x)
+    return baselines.Vllm.gap(inputs.x) or baselines.Vllm(inputs.x)
 
 
 def _trtllm(operator: str, inputs: Inputs) -> Call | str:
     norm = None if operator == SUM else (inputs.residual, inputs.weight, EPS)
-    return peers.gap(inputs.x.device) or peers.trtllm(inputs.x, inputs.most_rows, norm)
+    return baselines.gap(inputs.x.device) or baselines.trtllm(inputs.x, inputs.most_rows, norm)
 
 
 def _ours(operator: str, inputs: Inputs, kernel: str | None) -> Call | str:
@@ -327,7 +327,7 @@ def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    if isinstance(call, peers.Vllm):
+    if isinstance(call, baselines.Vllm):
         call.captured()
     for _ in range(3):
         graph.replay()

@@ -170,7 +170,7 @@ def _calls_of(family: str, operator: str) -> Iterator[Shape]:
         yield Shape(family, operator, each if isinstance(each, Case) else known[each])
 
 
-def taken_in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
+def interleaved(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
     """The first element of each list, then the second of each, and so on."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)
@@ -179,5 +179,5 @@ def taken_in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
 def shapes(families: Sequence[str] = FAMILIES) -> list[Shape]:
     """All calls of these families. Families alternate, and operators alternate within a family: the first call of each, then
     the second. So if time runs out, every operator has some results."""
-    operators = taken_in_turns([[(family, operator) for operator in _MEASURED[family]] for family in families])
-    return list(taken_in_turns([list(_calls_of(*each)) for each in operators]))
+    operators = interleaved([[(family, operator) for operator in _MEASURED[family]] for family in families])
+    return list(interleaved([list(_calls_of(*each)) for each in operators]))

@@ -4,7 +4,7 @@ python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packag
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --peers FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
 
-Measures every eligible kernel, and every baseline of ``family_peers.py`` and ``family_peers_vllm.py`` that can be imported;
+Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
 ``--peers`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
 kernel's result if the reference takes too long: ``checked`` tells which. A result beyond its tolerance is not timed.
 
@@ -42,11 +42,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import family_peers
-import family_peers_vllm
+import family_baselines
+import family_baselines_vllm
 from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
-from family_peers import InForm
+from family_baselines import InForm
 
 from tokenspeed_kernel.workbench.benchmark import (
     Method,
@@ -89,7 +89,7 @@ _LEAST_S = 1.0
 
 
 @dataclass
-class Contestant:
+class Implementation:
     """A kernel or a baseline at one call, while it is being measured.
 
     Attributes:
@@ -128,12 +128,12 @@ class Contestant:
 @dataclass(frozen=True)
 class Effort:
     """How long to measure. ``rounds``: rounds of timing (0: check outputs only). ``budget_s``: seconds of a round of one
-    implementation. ``peer_s``: seconds that a baseline may take for its first call. ``end``: when to stop, in `time.monotonic`
+    implementation. ``baseline_s``: seconds that a baseline may take for its first call. ``end``: when to stop, in `time.monotonic`
     seconds."""
 
     rounds: int
     budget_s: float
-    peer_s: float
+    baseline_s: float
     end: float
 
     @property
@@ -141,13 +141,13 @@ class Effort:
         return self.end - time.monotonic()
 
 
-def contestants(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Contestant]:
+def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Implementation]:
     """The eligible kernels of a call, without references, and the operator's baselines; none whose name matches ``without``."""
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
-    values = [value for module in (family_peers, family_peers_vllm) for value in vars(module).values()]
-    peers = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
-    everyone = [*map(Contestant, kernels), *map(Contestant, peers.values())]
+    values = [value for module in (family_baselines, family_baselines_vllm) for value in vars(module).values()]
+    baselines = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
+    everyone = [*map(Implementation, kernels), *map(Implementation, baselines.values())]
     return [each for each in everyone if not (without and re.search(without, each.who.name))]
 
 
@@ -180,23 +180,26 @@ def relative_error(got: Any, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, got: Any, expected: Expected) -> None:
+def check(op: Operator[Any, Any], implementation: Implementation, arguments: Arguments, got: Any, expected: Expected) -> None:
     """Compares a result with the expected one. A kernel's written arguments are compared too; a baseline may write elsewhere.
     Without outputs, the written arguments are compared in either case.
 
     The error is that of all elements together: among millions, some may exceed the tolerance of a single element. `verify`
     names those.
     """
-    contestant.checked = expected.by
+    implementation.checked = expected.by
     if len(as_list(got)) != len(expected.outputs):
-        contestant.status, contestant.reason = "failed", f"it gives {len(as_list(got))} tensors, not {len(expected.outputs)}"
+        implementation.status, implementation.reason = (
+            "failed",
+            f"it gives {len(as_list(got))} tensors, not {len(expected.outputs)}",
+        )
         return
     request = op.request(arguments)
     pairs: list[tuple[Any, Any]] = list(zip(as_list(got), expected.outputs, strict=True))
     exact = op.exact
     if op.has_hook("decoded") and not exact:
         pairs = list(zip(*(decoded_outputs(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
-    if isinstance(contestant.who, KernelSpec) or not pairs:
+    if isinstance(implementation.who, KernelSpec) or not pairs:
         written = written_to(op, arguments)
         pairs += [(written[name], wanted) for name, wanted in expected.written.items()]
     worst = 0.0
@@ -206,8 +209,8 @@ def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, 
         error, limit = relative_error(*values), tolerance_for(kind, request, exact=exact).norm
         worst = max(worst, error)
         if error > limit:
-            contestant.status, contestant.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
-    contestant.error = worst if math.isfinite(worst) else None
+            implementation.status, implementation.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
+    implementation.error = worst if math.isfinite(worst) else None
 
 
 def _synchronize(device: torch.device) -> None:
@@ -237,7 +240,7 @@ def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> l
     return [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
 
 
-def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arguments], device: torch.device) -> None:
+def prepare(op: Operator[Any, Any], implementation: Implementation, copies: Sequence[Arguments], device: torch.device) -> None:
     """Captures the graph of an implementation. On a CPU there are no graphs, and its first call is used instead.
 
     The results of one rotation are kept alive, so that each call of a rotation writes to its own memory.
@@ -250,50 +253,50 @@ def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arg
 
         return called
 
-    calls = [keeping(index, contestant.bound(op, arguments)) for index, arguments in enumerate(copies)]
+    calls = [keeping(index, implementation.bound(op, arguments)) for index, arguments in enumerate(copies)]
     if device.type != "cuda":
-        contestant.replay = calls[0]
+        implementation.replay = calls[0]
         return
     alone_us = statistics.median(sample(calls[0], device, budget_s=0.0, cache="warm", fewest=3, most=3))
-    contestant.calls = len(calls) * max(1, math.ceil(_GRAPH_US / alone_us / len(calls)))
-    contestant.replay = captured([calls[index % len(calls)] for index in range(contestant.calls)], device)
+    implementation.calls = len(calls) * max(1, math.ceil(_GRAPH_US / alone_us / len(calls)))
+    implementation.replay = captured([calls[index % len(calls)] for index in range(implementation.calls)], device)
 
 
-def add_round(contestant: Contestant, device: torch.device, budget_s: float) -> None:
-    if contestant.replay is None:
+def add_round(implementation: Implementation, device: torch.device, budget_s: float) -> None:
+    if implementation.replay is None:
         raise RuntimeError("it has not been prepared")
-    known = statistics.median(contestant.rounds[0]) * contestant.calls if contestant.rounds else None
-    times = sample(contestant.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=20, expected_us=known)
-    contestant.rounds.append([time_us / contestant.calls for time_us in times])
+    known = statistics.median(implementation.rounds[0]) * implementation.calls if implementation.rounds else None
+    times = sample(implementation.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=20, expected_us=known)
+    implementation.rounds.append([time_us / implementation.calls for time_us in times])
 
 
 def measure(
     shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
-) -> tuple[list[Contestant], Any]:
+) -> tuple[list[Implementation], Any]:
     """Measures all implementations at one call; returns them and the call's cost. Those in ``known`` are not checked again."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)
-    who = contestants(op, arguments, without)
+    who = implementations(op, arguments, without)
     expected: Expected | None = None
 
-    def first_call(contestant: Contestant) -> None:
+    def first_call(implementation: Implementation) -> None:
         nonlocal expected
         twin = copy.deepcopy(arguments)
-        with within(min(effort.peer_s, effort.left)):
-            call = contestant.bound(op, twin)
+        with within(min(effort.baseline_s, effort.left)):
+            call = implementation.bound(op, twin)
             got = call()
             _synchronize(device)
-        error = known.get((str(op), shape.case.name, contestant.who.name))
+        error = known.get((str(op), shape.case.name, implementation.who.name))
         if error is not None:
-            contestant.error, contestant.checked = error, "before"
+            implementation.error, implementation.checked = error, "before"
             return
         got = call.form(got) if isinstance(call, InForm) else got
         if expected is None:
             expected = expected_of(op, arguments, min(_CHECK_S, effort.left))
         if expected is None:
-            expected = Expected([value.clone() for value in as_list(got)], written_to(op, twin), contestant.who.name)
-        check(op, contestant, twin, got, expected)
+            expected = Expected([value.clone() for value in as_list(got)], written_to(op, twin), implementation.who.name)
+        check(op, implementation, twin, got, expected)
 
     for each in who:
         each.guarded(functools.partial(first_call, each))
@@ -314,10 +317,10 @@ def measure(
 # -- the report --------------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict[str, Any]]:
+def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[dict[str, Any]]:
     """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a baseline."""
     for each in who:
-        peer, version = isinstance(each.who, Peer), ""
+        baseline, version = isinstance(each.who, Peer), ""
         if isinstance(each.who, Peer) and each.who.package:  # a package in a folder may only have __version__
             version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
@@ -330,7 +333,7 @@ def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict
                 tflops=cost.flops / timing.median_us / 1e6,
                 gb_per_s=cost.bytes / timing.median_us / 1e3,
             )
-        extra = {"family": shape.family, "peer": peer, "relative_error": each.error, "checked": each.checked}
+        extra = {"family": shape.family, "peer": baseline, "relative_error": each.error, "checked": each.checked}
         yield {**dataclasses.asdict(known), **extra}
 
 

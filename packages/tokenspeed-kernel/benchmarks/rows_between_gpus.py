@@ -44,7 +44,7 @@ def measure(
     found = []
     for rows in sizes:
         inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
-        for operator, name, call, reference in contestants(inputs):
+        for operator, name, call, reference in implementations(inputs):
             found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(call, reference, calls, inputs.x)})
         between.keep(found, kept)
     return found
@@ -70,10 +70,10 @@ class Inputs:
             dist.all_to_all_single(self.made, self.every)
 
 
-Contestant = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
+Implementation = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
 
 
-def contestants(i: Inputs) -> Iterator[Contestant]:
+def implementations(i: Inputs) -> Iterator[Implementation]:
     """Each operator, a name, the call, and the reference whose result is compared (or None)."""
     library, reference = dist.get_backend(), {"solution": "reference"}
     yield "moe_dispatch, moe_combine", f"{library}, two all-to-alls", i.two_all_to_alls, None

@@ -35,12 +35,12 @@ def kernels(report: dict[str, Any]) -> str:
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
-    products = (
+    bf16_tflops = (
         roofline["bf16_tflops"] if "bf16_tflops" in roofline else roofline["tflops"]["bfloat16"]
     )  # reports before format 2, and since
     lines = [
         f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
-        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s. Medians, cold caches, in a "
+        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s. Medians, cold caches, in a "
         "CUDA graph; every result was checked first.",
         "",
         f"`{metadata['command']}`",
@@ -54,10 +54,10 @@ def kernels(report: dict[str, Any]) -> str:
             lines += ["", f"### {family}", "", "| kernel | case | µs | TFLOP/s | TB/s | of copy |", "|---|---|--:|--:|--:|--:|"]
         computes = row["kernel"].startswith(COMPUTING)
         tflops = f"{row['tflops']:.0f}" if computes and row["tflops"] >= 1 else ""
-        share = row["gb_per_s"] / roofline["copy_gb_per_s"]
+        of_copy = row["gb_per_s"] / roofline["copy_gb_per_s"]
         lines.append(
             f"| `{row['kernel']}` | {row['case']} | {_three_digits(row['timing']['median_us'])} | {tflops} | "
-            f"{row['gb_per_s'] / 1e3:.2f} | {share:.0%} |"
+            f"{row['gb_per_s'] / 1e3:.2f} | {of_copy:.0%} |"
         )
     return "\n".join(lines)
 
@@ -125,22 +125,22 @@ def _figures(report: dict[str, Any]) -> Iterator[Figures]:
         if not kernels:
             continue
         others = {row["solution"]: row["timing"]["median_us"] for row in timed if row is not kernels[0]}
-        peers = [row["timing"]["median_us"] for row in timed if row["peer"]]
-        ratio = peers[0] / kernels[0]["timing"]["median_us"] if peers else None
+        baselines = [row["timing"]["median_us"] for row in timed if row["peer"]]
+        ratio = baselines[0] / kernels[0]["timing"]["median_us"] if baselines else None
         yield Figures(family, operator.partition(".")[2], case, kernels[0], others, ratio)
 
 
 def _measured_on(report: dict[str, Any]) -> str:
     metadata, roofline = report["metadata"], report["roofline"]
     versions = {row["solution"]: row["version"] for row in report["rows"] if row["version"] and row["timing"]}
-    peers = "".join(f", {name} {version}" for name, version in versions.items())
+    libs = "".join(f", {name} {version}" for name, version in versions.items())
     unmeasured, can = len(report["unmeasured"]), ""
     left = f" The run ended before {unmeasured} more calls." if unmeasured else ""
     if roofline is not None:
-        copy, products = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
-        can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s."
+        copy, bf16_tflops = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
+        can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s."
     return (
-        f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{peers}, commit "
+        f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{libs}, commit "
         f"{metadata['git_commit'][:12]}.{can} Medians of calls in CUDA graphs that take turns on copies of their "
         f"arguments, more than caches hold; every result was checked first.{left}"
     )

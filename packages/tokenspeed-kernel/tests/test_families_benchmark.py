@@ -66,11 +66,11 @@ def test_it_measures_every_family(program: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("operator", "case", "name"), OF_TORCH, ids=[operator for operator, _, _ in OF_TORCH])
-def test_what_peers_give_is_held_against_the_reference(program: ModuleType, operator: str, case: str, name: str) -> None:
+def test_baselines_are_checked_against_the_reference(program: ModuleType, operator: str, case: str, name: str) -> None:
     who, cost = program.measure(small(program, operator, case), CPU, effort(program))
-    (peer,) = [each for each in who if each.who.name == name]
-    assert (peer.status, peer.reason, peer.checked) == ("measured", "", "reference")
-    assert len(peer.rounds) == 1
+    (baseline,) = [each for each in who if each.who.name == name]
+    assert (baseline.status, baseline.reason, baseline.checked) == ("measured", "", "reference")
+    assert len(baseline.rounds) == 1
     assert cost.bytes > 0
     left_out, _ = program.measure(small(program, operator, case), CPU, effort(program, 0), name)
     assert name not in [each.who.name for each in left_out]
@@ -84,7 +84,7 @@ def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.Mo
         return call
 
     false = Peer("torch", "kvcache.zero_kv_pages", wrong, frozenset({"cache", "pages"}), False, True, "")
-    monkeypatch.setattr(program.family_peers, "torch_zero_pages", false)
+    monkeypatch.setattr(program.family_baselines, "torch_zero_pages", false)
     who, _ = program.measure(small(program, "kvcache.zero_kv_pages"), CPU, effort(program))
     assert [(each.who.name, each.status, each.rounds) for each in who if each.who is false] == [("torch", "failed", [])]
 
@@ -110,9 +110,9 @@ def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch:
     arguments = op.complete(small(program, str(op)).case.build(CPU))
     copies = program.copies_of(op, arguments, touched=60e6)
     assert len(copies) == 4
-    (contestant,) = [each for each in program.contestants(op, arguments, "") if each.who.name == "torch.max"]
-    program.prepare(op, contestant, copies, torch.device("cuda"))
-    assert contestant.calls == len(graphs[0]) == 16
+    (implementation,) = [each for each in program.implementations(op, arguments, "") if each.who.name == "torch.max"]
+    program.prepare(op, implementation, copies, torch.device("cuda"))
+    assert implementation.calls == len(graphs[0]) == 16
     seen = [each["logits"].data_ptr() for each in copies]
     assert len({*seen}) == len(copies)
     assert len({id(call) for call in graphs[0]}) == len(copies)

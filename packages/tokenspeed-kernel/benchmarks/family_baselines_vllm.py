@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from family_peers import Call, InForm, chosen_as_defined, refuse_unless
+from family_baselines import Call, InForm, chosen_as_defined, refuse_unless
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import peer
@@ -392,7 +392,7 @@ def flash_attention_expanded(
 
 
 @peer("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
-def deep_gemm_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
+def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
     """Blocks of 128 with float32 scales. The scales of ``a`` are stored column-major, as DeepGEMM's own quantisation writes
     them."""
     refuse_unless(a_scale is not None and b_scale is not None and a.dtype == b.dtype == torch.float8_e4m3fn, "fp8 with scales")

@@ -300,9 +300,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
     found = importlib.import_module("measure_families")
     monkeypatch.setattr(found, "_CHECK_S", AGES_S)
-    monkeypatch.setattr(found.family_peers_vllm, "_installed", MODULES.__getitem__)
+    monkeypatch.setattr(found.family_baselines_vllm, "_installed", MODULES.__getitem__)
     operators: Callable[..., Any] = lambda module="_C_stable_libtorch", namespace="_C": NAMESPACES[namespace]  # noqa: E731
-    monkeypatch.setattr(found.family_peers_vllm, "_operators", operators)
+    monkeypatch.setattr(found.family_baselines_vllm, "_operators", operators)
     return found
 
 
@@ -361,16 +361,16 @@ def call_of(operator: str, case: str | Case) -> tuple[str, Case]:
 def test_an_adapter_asks_for_what_the_operator_gives(program: ModuleType, name: str, operator: str, case: str | Case) -> None:
     shape = program.Shape("a family", *call_of(operator, case))
     who, _ = program.measure(shape, CPU, program.Effort(1, 0.001, AGES_S, time.monotonic() + AGES_S))
-    (peer,) = [each for each in who if each.who.name == name]
-    assert (peer.status, peer.reason, peer.checked) == ("measured", "", "reference")
-    assert len(peer.rounds) == 1
+    (baseline,) = [each for each in who if each.who.name == name]
+    assert (baseline.status, baseline.reason, baseline.checked) == ("measured", "", "reference")
+    assert len(baseline.rounds) == 1
 
 
 def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) -> None:
     """Otherwise the plan would be part of the graph, for all copies of the arguments but the first."""
     op = get_operator("mla_decode_with_kvcache")
     arguments = op.complete(Case("bfloat16", paged([70, 1], heads=16, **LATENT)).build(CPU))
-    call = program.family_peers_vllm.flash_mla.bound(arguments)
+    call = program.family_baselines_vllm.flash_mla.bound(arguments)
     assert call.call.args[5].made
 
 
@@ -382,18 +382,18 @@ def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.Mo
     (package / "works.py").write_text("value = 1")
     (package / "fails.py").write_text("raise AssertionError('there is no compiler')")
     monkeypatch.syspath_prepend(str(FOLDER))
-    peers = importlib.import_module("family_peers_vllm")
+    baselines = importlib.import_module("family_baselines_vllm")
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(peers, "_FAILED", {})
+    monkeypatch.setattr(baselines, "_FAILED", {})
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     try:
-        assert peers._installed("vllm.works").value == 1
+        assert baselines._installed("vllm.works").value == 1
         with pytest.raises(AssertionError, match="there is no compiler"):
-            peers._installed("vllm.fails")
+            baselines._installed("vllm.fails")
         with pytest.raises(ImportError, match="AssertionError: there is no compiler"):
-            peers._installed("vllm.fails")
-        assert peers._FAILED == {"vllm.fails": "AssertionError: there is no compiler"}
+            baselines._installed("vllm.fails")
+        assert baselines._FAILED == {"vllm.fails": "AssertionError: there is no compiler"}
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
@@ -411,6 +411,6 @@ def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.Mo
 )
 def test_another_choice_of_equal_scores_is_right(program: ModuleType, chosen: list[int], expected: list[int]) -> None:
     scores = torch.tensor([[0.0, 3.0, 2.0, 1.0, 1.0, 9.0]])
-    got = program.family_peers.chosen_as_defined(scores, torch.tensor([5]), torch.tensor([chosen], dtype=torch.int32))
+    got = program.family_baselines.chosen_as_defined(scores, torch.tensor([5]), torch.tensor([chosen], dtype=torch.int32))
     assert got.tolist() == [expected]
     assert got.dtype == torch.int32

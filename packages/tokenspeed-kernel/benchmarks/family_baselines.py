@@ -177,7 +177,7 @@ def torch_max(logits: Tensor, first_token: int) -> Call:
 
 
 @peer("gemm.mm", name="cuBLAS, bfloat16", setup=True)
-def bfloat16_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
+def bfloat16_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
     """The same values, dequantised to bfloat16 in the setup: it reads more bytes and dequantises nothing."""
     refuse_unless(a_scale is not None or b_scale is not None, "these are dense")
     wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
@@ -187,7 +187,7 @@ def bfloat16_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tens
 
 
 @peer("gemm.mm", name="cuBLAS, fp8", setup=True)
-def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
+def scaled_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
     """PyTorch's scaled fp8 GEMM, for the scales that it supports."""
     refuse_unless(
         a.dtype == b.dtype == torch.float8_e4m3fn and a_scale is not None and b_scale is not None, "for fp8 with scales only"
