@@ -375,7 +375,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_function_of_a_package_is_served_by_its_kernels_alone(lonely: str) -> None:
+def test_a_function_of_a_package_uses_its_own_kernels_only(lonely: str) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     function = plain_function(mm, lonely)
     assert torch.equal(function(a, b), a @ b + 100)
@@ -400,7 +400,7 @@ def test_infinite_options_are_left_to_the_operator() -> None:
         mha_prefill(*(torch.randn(2, 1, 8),) * 3, torch.tensor([0, 2], dtype=torch.int32), softmax_scale=math.inf)
 
 
-def test_a_kernel_that_serves_only_calls_that_name_it(registry: KernelRegistry) -> None:
+def test_a_kernel_that_is_eligible_only_by_name(registry: KernelRegistry) -> None:
     for name, priority, reason in (("quick", 16, "slots that hold no token must be finite"), ("plain", 4, "")):
         register_kernel("norm", "x", name=name, solution="x", signatures=None, priority=priority, only_by_name=reason)(lambda: None)
     wanted = format_signature(x=dense_tensor_format(torch.float32))

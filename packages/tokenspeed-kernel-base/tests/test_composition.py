@@ -147,7 +147,7 @@ def test_each_part_is_decided_once_a_description(composed: Any, monkeypatch: pyt
     assert decided[3:] == [composed.operator.mode, "rmsnorm", "mm"]
 
 
-def test_decisions_follow_what_they_rest_on(composed: Any, spied: list[tuple[int, ...]]) -> None:
+def test_decisions_are_invalidated_by_changes(composed: Any, spied: list[tuple[int, ...]]) -> None:
     assert torch.equal(composed(X, NORM, WEIGHT), torch.zeros(3, 4))
     with kernel_override("norm", "rmsnorm", "reference_rmsnorm"):
         torch.testing.assert_close(composed(X, NORM, WEIGHT), expected())

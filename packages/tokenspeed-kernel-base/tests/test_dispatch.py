@@ -134,7 +134,7 @@ def test_another_description_is_decided_anew(gather: Any, log: Log, other: Calla
     assert len(log.decided) == 2, "both are remembered"
 
 
-def test_what_invalidates(gather: Any, log: Log, hopper: Any) -> None:
+def test_changes_that_invalidate(gather: Any, log: Log, hopper: Any) -> None:
     from tokenspeed_kernel_base.platform import use_platform
 
     def decisions() -> int:

@@ -80,7 +80,7 @@ def test_values_that_a_trait_never_has_are_refused(op: Any, trait: str, constrai
     assert f"mine: {said} (" in refused(op, traits={trait: constraint})
 
 
-def test_what_an_operator_states_is_taken(op: Any) -> None:
+def test_declared_names_are_accepted(op: Any) -> None:
     fine: list[dict[str, Any]] = [
         dict.fromkeys(TRAITS, any),
         {"hidden": at_most(64) & multiple_of(16), "residual": {True, False}, "limit": None},
@@ -96,7 +96,7 @@ def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> N
     declared(op, "none")
 
 
-def test_a_request_that_is_made_by_hand_keeps_to_what_is_stated() -> None:
+def test_a_manual_request_must_match_the_declaration() -> None:
     signature = format_signature(x=dense_tensor_format(torch.float32))
     assert select_kernel("norm", "rmsnorm", signature, traits={"hidden": 64, "residual": False}).name
     with pytest.raises(ValueError, match=r"norm\.rmsnorm states no trait hiden; did you mean hidden\?"):

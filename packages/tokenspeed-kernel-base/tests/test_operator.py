@@ -255,7 +255,7 @@ def test_overrides_of_a_call(toy: Any) -> None:
         toy(X, solution="triton")
 
 
-def test_bind_gives_the_kernel_itself(toy: Any) -> None:
+def test_bind_returns_the_kernel_itself(toy: Any) -> None:
     bound = toy.bind(X, factor=3.0)
     assert bound is KernelRegistry.get().get_impl(f"spy_{toy.__name__}")
     assert torch.equal(bound(X, 3.0, None, None), X * 3)

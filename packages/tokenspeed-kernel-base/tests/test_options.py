@@ -137,7 +137,7 @@ def test_integers_for_floats_arrive_as_floats(op: Any, given: Given, caller: str
         ({"plan": Plan(rows=1.5)}, TypeError, "plan.rows must be int, got float 1.5"),
     ],
 )
-def test_numbers_that_no_kernel_can_be_given_are_refused(
+def test_out_of_range_options_are_rejected(
     op: Any, given: Given, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     for call in (op, op.bind, op.explain):
@@ -155,7 +155,7 @@ def _bounded(x: Tensor, most: int, out: Tensor | None = None) -> Tensor:
     return x
 
 
-def test_what_may_be_unlimited_is_an_integer_and_no_bound(declare: Callable[..., Any]) -> None:
+def test_unlimited_options_must_be_integers_and_not_bounds(declare: Callable[..., Any]) -> None:
     for names, message in (
         (("scale",), "must be annotated as int"),
         (("nothing",), "nothing of the declaration are not parameters"),
@@ -201,7 +201,7 @@ def _changed(op: Operator[Any, Any], case: Case) -> Iterator[tuple[str, dict[str
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.mode)
-def test_an_operator_computes_or_refuses_in_its_own_words(op: Operator[Any, Any]) -> None:
+def test_an_operator_computes_or_rejects_with_its_own_message(op: Operator[Any, Any]) -> None:
     faults = []
     for change, arguments in _changed(op, _smallest(op)):
         try:

@@ -106,7 +106,7 @@ def test_errors_name_the_function_that_was_called() -> None:
         moe_process_weights(weights_of(), {})
 
 
-def test_a_plan_for_a_gpu_that_only_the_reference_serves_warns() -> None:
+def test_a_gpu_plan_for_which_only_the_reference_is_eligible_warns() -> None:
     facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # not the plan of any kernel
     gpu = named_platform("sm_90")
     with pytest.warns(

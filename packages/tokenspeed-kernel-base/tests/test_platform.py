@@ -122,7 +122,7 @@ def test_why_triton_is_missing_is_true(monkeypatch: pytest.MonkeyPatch, cpu: Pla
     assert needs.gap(cpu) == needs.gap(bare) == "needs triton, which is not installed"
 
 
-def test_a_probe_is_asked_last_and_told_apart(hopper: PlatformInfo) -> None:
+def test_a_probe_runs_last_and_is_distinguished(hopper: PlatformInfo) -> None:
     asked: list[str] = []
 
     def nothing() -> str | None:

@@ -90,20 +90,20 @@ def test_default_name_is_solution_and_mode(registry: KernelRegistry) -> None:
     assert registry.get_by_name("torch_scale").origin.startswith(__file__ + ":")
 
 
-def test_the_decorator_returns_what_it_decorates(registry: KernelRegistry) -> None:
+def test_the_decorator_returns_the_decorated_object(registry: KernelRegistry) -> None:
     assert register_kernel("norm", "scale", solution="torch", signatures=BF16)(kernel) is kernel
     path = "nowhere_to_be_found:kernel"
     assert register_kernel("norm", "scale", solution="lazy", signatures=BF16, priority=9)(path) is path
 
 
 @pytest.mark.parametrize("impl", [3, None, "module", "module:", ":function", "a:b:c", ""])
-def test_what_is_neither_function_nor_path_is_refused(registry: KernelRegistry, impl: Any) -> None:
+def test_neither_function_nor_path_is_rejected(registry: KernelRegistry, impl: Any) -> None:
     with pytest.raises(RegistrationError, match='mine: an implementation is a function or "module:function", got'):
         registry.register(spec(), impl)
     assert registry.list_kernels() == []
 
 
-def test_a_taken_name_is_refused_with_both_origins(registry: KernelRegistry) -> None:
+def test_a_name_in_use_is_rejected_with_both_origins(registry: KernelRegistry) -> None:
     registry.register(spec(origin="first.py:10"), kernel)
     with pytest.raises(RegistrationError, match=r"a kernel named mine exists: registered by first.py:10, now again by plugin b"):
         registry.register(spec(origin="plugin b", family="other"), kernel)
@@ -167,7 +167,7 @@ def test_a_lazy_kernel_is_imported_only_when_selected(registry: KernelRegistry, 
     assert registry.get_impl("lazy") is sys.modules[name].kernel
 
 
-def test_get_impl_says_what_is_wrong_with_a_lazy_kernel(registry: KernelRegistry, module: Any) -> None:
+def test_get_impl_names_the_fault_of_a_lazy_kernel(registry: KernelRegistry, module: Any) -> None:
     name = module("def short(x): ...\nnot_a_function = 3\n")
     raising = module("raise OSError('libgpu.so is missing')\n")
     registry.declare_interface("norm", "scale", Interface(("x", "out"), formats=DENSE, written=("out",)))
@@ -310,7 +310,7 @@ def test_the_universal_reference_clashes_with_priority_0(registry: KernelRegistr
 # -- removing, transactions -------------------------------------------------------------------------------------------------------
 
 
-def test_unregistering_what_is_not_there(registry: KernelRegistry) -> None:
+def test_unregistering_an_unknown_kernel(registry: KernelRegistry) -> None:
     registry.register(spec("mine"), kernel)
     with pytest.raises(KeyError, match=r"no kernel named mime; did you mean mine\?"):
         registry.unregister("mime")
@@ -443,7 +443,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
     assert described["load error"].startswith("ImportError: kernel mine is implemented by nowhere:kernel")
 
 
-def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> None:
+def test_describe_kernel_reports_absences(registry: KernelRegistry) -> None:
     registry.register(KernelSpec("plain", "norm", "scale", "torch", format_signatures=None, priority=9), functools.partial(kernel))
     described = _described("plain")
     nothing = {"package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags"}

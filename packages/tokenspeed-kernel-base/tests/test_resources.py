@@ -154,7 +154,7 @@ class Stated(Table):
         return f"the numbers are {self.name}" if self.name else ""
 
 
-def test_what_a_resource_states_is_asked_of_kernels(add: Any, asked: list[str]) -> None:
+def test_traits_of_a_resource_gate_kernels(add: Any, asked: list[str]) -> None:
     """A kernel that is silent about a flag gets no resources that set it, even if the call names the kernel."""
     op = add.operator
     signature = format_signature(x=dense_tensor_format(torch.float32))

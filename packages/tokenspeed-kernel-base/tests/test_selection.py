@@ -464,7 +464,7 @@ def test_verbose_logs_each_new_decision_once(three: None, settings_from: Any, ca
 # -- forgetting -------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_decisions_rest_on_changes_them(add: Callable[..., Any], registry: KernelRegistry, hopper: PlatformInfo) -> None:
+def test_changes_invalidate_decisions(add: Callable[..., Any], registry: KernelRegistry, hopper: PlatformInfo) -> None:
     add("plain", priority=4)
     assert chosen() == "plain"
     add("better", priority=8)

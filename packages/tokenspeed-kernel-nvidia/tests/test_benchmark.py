@@ -202,7 +202,7 @@ def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
     assert "ours err 1." in modules["h200"].line_of(shape, [row])
 
 
-def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_rejects_unknown_names(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     main = modules["h200"].main
     main(["--list", "--only", "^decode 1K"])
     assert capsys.readouterr().out.split("\n")[:4] == [f"decode 1K x {batch}" for batch in (1, 16, 64, 256)]

@@ -111,7 +111,7 @@ def test_our_kernels_compute_the_layer(modules: dict[str, ModuleType], index: in
         assert row_error < 4e-3
 
 
-def test_what_nobody_can_do_is_said(modules: dict[str, ModuleType]) -> None:
+def test_unsupported_calls_are_reported(modules: dict[str, ModuleType]) -> None:
     shapes, baselines = modules["moe_shapes"], modules["moe_baselines"]
     mxfp4, dense, fp8, _ = _small(shapes)
     (layer,) = _layers(shapes, mxfp4, 1)
@@ -292,7 +292,7 @@ def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
     assert "ours err" in h200_moe.line_of(shape, [row])
 
 
-def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_rejects_unknown_names(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     main = modules["h200_moe"].main
     main(["--list", "--tokens", "1", "8192"])
     assert capsys.readouterr().out.splitlines() == ["gpt-oss-120b 1", "gpt-oss-120b 8192", "gpt-oss-120b 8192 fp8"]

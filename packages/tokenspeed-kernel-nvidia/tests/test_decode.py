@@ -220,9 +220,9 @@ def test_other_strides(sm90: torch.device) -> None:
     oracle.check(out, case.wanted(Options()))
     assert (wide[:, :2] == 7).all()
     assert (wide[:, 18:] == 7).all()
-    turned = torch.empty_like(case.q).mT.contiguous().mT
-    assert decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=turned) is turned
-    oracle.check(turned, case.wanted(Options()))
+    transposed = torch.empty_like(case.q).mT.contiguous().mT
+    assert decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=transposed) is transposed
+    oracle.check(transposed, case.wanted(Options()))
 
 
 def test_pages_that_sequences_share(sm90: torch.device) -> None:
@@ -267,7 +267,9 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
 
 
 @pytest.mark.parametrize(("window_left", "many"), [(-1, 800), (100, 800), (100, 1)])
-def test_what_the_kernel_before_wrote(sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int) -> None:
+def test_results_of_the_preceding_kernel_are_visible(
+    sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int
+) -> None:
     """Kernels overlap (PDL), but each result is the next one's queries, and lengths and pages change right before a call."""
     monkeypatch.setattr(decode, "MANY", many)
     options = Options(window_left=window_left)

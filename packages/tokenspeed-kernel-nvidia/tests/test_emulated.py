@@ -34,7 +34,7 @@ CACHES = ("k_cache", "v_cache")
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "cutedsl"]
 
 
-def taken() -> Iterator[tuple[KernelSpec, Case]]:
+def eligible() -> Iterator[tuple[KernelSpec, Case]]:
     """Kernels, and the small cases that they are eligible for on an H200."""
     with emulated_sm90():
         for spec in KERNELS:
@@ -44,12 +44,12 @@ def taken() -> Iterator[tuple[KernelSpec, Case]]:
                     yield spec, case
 
 
-TAKEN = list(taken())
+ELIGIBLE = list(eligible())
 
 
-def test_each_kernel_takes_some_case() -> None:
+def test_each_kernel_is_eligible_for_some_case() -> None:
     """Except GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
-    left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in TAKEN}
+    left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in ELIGIBLE}
     assert {get_operator(KernelRegistry.get().get_by_name(name).operator).mode for name in left} == {"mm"}
 
 
@@ -64,11 +64,11 @@ SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cu
 def _parameters() -> list[Any]:
     """Parameters of the next test. The kernel that is selected for a case always runs; the others are slow tests."""
     best: dict[tuple[str, str], int] = {}
-    for spec, case in TAKEN:
+    for spec, case in ELIGIBLE:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
     return [
         pytest.param(spec, case, id=f"{spec.name}-{case.name}", marks=[pytest.mark.slow] * (second or of_width))
-        for spec, case in TAKEN
+        for spec, case in ELIGIBLE
         for second in [spec.priority < best[spec.operator, case.name]]
         for of_width in [WIDTHS.fullmatch(spec.name) is not None and spec.name not in SOME]
     ]
@@ -91,7 +91,7 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
         ("cutedsl_mm_bfloat16", "dense, bfloat16 with float32 bias"),
     ],
 )
-def test_late_copies_and_products(kernel: str, name: str) -> None:
+def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
     """Copies and wgmmas that complete as late as possible change nothing."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
@@ -123,7 +123,7 @@ def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int)
 
 def test_slots_out_of_range_name_nothing() -> None:
     """The low 32 bits of some of these slots are slots of the cache."""
-    spec, case = next((spec, case) for spec, case in TAKEN if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
+    spec, case = next((spec, case) for spec, case in ELIGIBLE if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)
@@ -208,7 +208,7 @@ def test_experts_that_must_be_exact() -> None:
     compare(got, layer.wanted(x, weights, ids))
 
 
-def test_experts_with_split_numbers() -> None:
+def test_experts_with_split_elements() -> None:
     """Small cases have so few pairs that they use the streaming kernel. Here k has an odd number of blocks, and calls
     may overlap.
     """
@@ -222,7 +222,7 @@ def test_experts_with_split_numbers() -> None:
     assert len(emulator.launches) == 16
 
 
-def test_experts_with_split_numbers_beside_outliers() -> None:
+def test_experts_with_split_elements_beside_outliers() -> None:
     """Outliers whose weights are zero: in two tokens, and in the activations of an expert."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
     assert layer.given.w13_weight_bias is not None

@@ -74,7 +74,7 @@ def _paged(
     ],
     ids=str,
 )
-def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> None:
+def test_a_cta_fits_on_an_sm(head_dim: int, options: dict[str, Any]) -> None:
     config = Config("bfloat16", head_dim, 8, **options)
     rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n
     out = 0 if config.stores_from_registers else 2 * head_dim * config.block_m
@@ -86,7 +86,7 @@ def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("widths", FP8_TILES, ids=str)
-def test_a_cta_of_other_widths_fits_a_multiprocessor(widths: tuple[int, int], page_size: int) -> None:
+def test_a_cta_of_other_head_dims_fits_on_an_sm(widths: tuple[int, int], page_size: int) -> None:
     config = Config("bfloat16", widths[0], 8, page_size, fp8=True, v_head_dim=widths[1])
     assert config.k_columns >= widths[0]
     assert config.raw_columns >= config.v_columns >= widths[1]

@@ -48,7 +48,7 @@ def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> No
     assert replayed["kernel"] == record["kernel"]
 
 
-def test_work_is_what_was_read() -> None:
+def test_work_comes_from_the_values_read() -> None:
     op = tk.get_operator("mha_extend_with_kvcache")
     arguments = paged([40, 7, 1], [9, 7, 0], is_causal=True)(Draw())
     work = capture(op, op.complete(arguments))["work"]
@@ -151,7 +151,7 @@ def test_values_are_not_read_all_the_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert [sample["n"] for sample in record["work"]["samples"]] == [[1], [6], [7], [8]]
 
 
-def test_expanded_and_sliced_tensors_lie_as_they_did() -> None:
+def test_expanded_and_sliced_tensors_keep_their_strides() -> None:
     x = torch.ones(1, 8).expand(4, 8)
     with tk.shape_capture() as found:
         tk.silu_and_mul(x)
@@ -160,7 +160,7 @@ def test_expanded_and_sliced_tensors_lie_as_they_did() -> None:
     assert strides == {(0, 1), (24, 1)}
 
 
-def test_what_cannot_be_made_again() -> None:
+def test_calls_that_cannot_be_replayed() -> None:
     op = tk.get_operator("rmsnorm")
     record = capture(op, op.complete({"x": torch.ones(2, 4), "weight": torch.ones(4)}))
     with pytest.raises(ReplayError, match=r"a call of norm\.rmsnorn was captured: no operator norm\.rmsnorn; did you mean"):

@@ -186,7 +186,7 @@ def test_nothing_was_captured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         ShapeCapture(tmp_path / "file" / "shapes")
@@ -219,7 +219,7 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path: Path, monkeypatc
     kept.finish()
 
 
-def test_what_was_captured_is_soon_in_the_file(tmp_path: Path) -> None:
+def test_captured_calls_reach_the_file_soon(tmp_path: Path) -> None:
     process = start_writer(tmp_path / "shapes", 10**9)
     try:
         for _ in range(2):  # while the writer continues to count

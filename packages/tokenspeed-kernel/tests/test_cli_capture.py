@@ -51,7 +51,7 @@ def test_show_one_operator_as_json(files: list[Path]) -> None:
     assert shown["dropped"] == {}
 
 
-def test_show_says_what_was_not_recorded(tmp_path: Path) -> None:
+def test_show_reports_unrecorded_calls(tmp_path: Path) -> None:
     kept = ShapeCapture(max_records=1)
     for n in range(3):
         kept.record("f.m", "k", n, {}, {})

@@ -58,7 +58,7 @@ def report(*rows: Row, **metadata: str) -> Report:
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (4, 4), (5, 3), (5, 5)])
-def test_u_is_counted_as_all_orders_give_it(n: int, m: int) -> None:
+def test_u_agrees_with_enumerating_all_orders(n: int, m: int) -> None:
     counted = [0] * (n * m + 1)
     for places in itertools.combinations(range(n + m), n):
         others = [place for place in range(n + m) if place not in places]
@@ -70,7 +70,7 @@ def test_u_is_counted_as_all_orders_give_it(n: int, m: int) -> None:
     ("n", "confidence", "cut"),
     [(3, 0.95, None), (4, 0.95, 0), (5, 0.95, 2), (6, 0.95, 5), (7, 0.95, 8), (7, 0.99, 4), (10, 0.95, 23)],
 )
-def test_the_cut_is_that_of_published_tables(n: int, confidence: float, cut: int | None) -> None:
+def test_the_critical_value_is_that_of_published_tables(n: int, confidence: float, cut: int | None) -> None:
     """Critical values of Mann and Whitney's U, two-sided."""
     assert _cut(n, n, confidence) == cut
 
@@ -244,7 +244,7 @@ def test_t_is_that_of_published_tables(t: float, freedom: int, p: float) -> None
     assert _beyond_t(t, freedom) == pytest.approx(p, rel=2e-3)
 
 
-def test_p_values_are_those_of_all_orders() -> None:
+def test_p_values_agree_with_enumerating_all_orders() -> None:
     """For overlapping samples the p-value is exact: the part of all orders that are at least as extreme."""
     places = [*range(1, 8)]
     for mine in itertools.combinations(places, 3):
@@ -370,7 +370,7 @@ def test_too_few_rounds_and_old_files_are_left_open() -> None:
     assert not same.worse
 
 
-def test_what_noise_may_hide_is_said() -> None:
+def test_differences_within_noise_are_reported() -> None:
     noisy = [100.0, 130.0, 90.0, 101.0, 99.0, 120.0, 98.0]
     difference = compare(report(row(noisy)), report(row(noisy[::-1]))).differences[0]
     assert difference.verdict is Verdict.SAME
@@ -393,7 +393,7 @@ def test_a_difference_of_the_machine_is_left_open() -> None:
     assert compare(a, report(row(SLOW, reference_us=reference))).worse
 
 
-def test_a_mean_knows_what_moves_all_rows_alike() -> None:
+def test_a_mean_accounts_for_drift_common_to_all_rows() -> None:
     """Ten rows that drift together are not ten independent measurements."""
     shared = [1.0, 1.04, 0.97, 1.02, 0.99, 1.05, 0.96]
     a = report(*(row([100 * level for level in shared], f"k{i}") for i in range(10)))
@@ -417,7 +417,7 @@ def test_other_circumstances_are_named() -> None:
 # -- the real thing -----------------------------------------------------------------------------------------------------------
 
 
-def _product_body(x: Tensor, out: Tensor | None = None) -> Tensor:
+def _gemm_body(x: Tensor, out: Tensor | None = None) -> Tensor:
     return x @ x
 
 
@@ -435,13 +435,13 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("own_time")
 def test_a_real_kernel_here(declare: Callable[..., Any]) -> None:
     """Compares a kernel with itself, and with a copy that repeats every twentieth GEMM. Skipped if the machine is too noisy."""
-    function = declare(_product_body, formats=("x",))
+    function = declare(_gemm_body, formats=("x",))
     function.fake(lambda x: torch.empty_like(x))
     case = Case("one", lambda draw: {"x": draw.normal(160, 160)})
-    products = 20
+    gemms = 20
 
     def kernel(x: Tensor, out: Tensor | None) -> Tensor:
-        for _ in range(products):
+        for _ in range(gemms):
             made = torch.mm(x, x, out=out) if out is not None else torch.mm(x, x)
         return made
 
@@ -451,11 +451,11 @@ def test_a_real_kernel_here(declare: Callable[..., Any]) -> None:
 
     def in_turn(*planted: int) -> list[Report]:
         """One report for each, from three alternating runs: load from other processes changes within seconds."""
-        nonlocal products
+        nonlocal gemms
         turns = []
         for _ in range(3):
             turns.append([])
-            for products in planted:  # noqa: B007 - the kernel reads it
+            for gemms in planted:  # noqa: B007 - the kernel reads it
                 turns[-1].append(report(bench_case(spec, case, "cpu", budget_s=0.1, rounds=4)))
         return [functools.reduce(appended, side) for side in zip(*turns, strict=True)]
 

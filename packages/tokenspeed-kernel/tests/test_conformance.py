@@ -150,7 +150,7 @@ def right(samples: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("kernel", WRONG)
-def test_a_wrong_kernel_is_caught_and_told_what_is_wrong(wrong: Outcome, kernel: str) -> None:
+def test_a_wrong_kernel_is_caught_and_its_fault_is_named(wrong: Outcome, kernel: str) -> None:
     check, said, others = WRONG[kernel]
     findings = wrong.findings(kernel)
     assert findings[check]["status"] == "failed"
@@ -227,7 +227,7 @@ def test_a_plugin_that_is_not_there(monkeypatch: pytest.MonkeyPatch, samples: No
         conformance(plugin="bad")
 
 
-def test_what_cannot_run_here_is_skipped_with_the_reason() -> None:
+def test_kernels_that_cannot_run_here_are_skipped_with_the_reason() -> None:
     wants = CapabilityRequirement(vendors=frozenset({"nvidia"}))
     needy = KernelSpec("needy", "norm", "rmsnorm", solution="x", format_signatures=None, capability=wants)
     findings = conform(needy, CPU, Options())

@@ -162,7 +162,7 @@ def space_again(op: Operator[Any, Any], impl: Impl, **declared: Any) -> CaseSpac
 
 
 @pytest.mark.parametrize("op", operators(), ids=str)
-def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
+def test_every_operator_accepts_empty_tensors(op: Operator[Any, Any]) -> None:
     reference = KernelRegistry.get().get_by_name(f"reference_{op.mode}")
     cases = [case for case in op.all_cases() if not case.large][:2]
     found = list(empty_cases(CaseSpace.of(op, reference, CPU, cases), 4))
@@ -171,7 +171,7 @@ def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
         assert verify_case(reference, case, CPU).status is Status.PASSED
 
 
-def test_values_on_a_device_decide_what_is_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_values_decide_whether_a_case_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls do not read offsets from a device. With wrong ones there, a reference could crash the whole process."""
     op = get_operator("kvcache.positions_to_slots")
     spec = KernelRegistry.get().get_by_name("reference_positions_to_slots")
@@ -388,7 +388,7 @@ X, MASK = torch.arange(6.0), torch.tensor([True, False, True, False, True, False
         (lambda: X.repeat_interleave(torch.tensor([1, 2, 0, 1, 1, 1])), "torch.repeat_interleave without output_size"),
     ],
 )
-def test_what_waits_is_seen(reads: Callable[[], Any], what: str) -> None:
+def test_host_synchronisation_is_found(reads: Callable[[], Any], what: str) -> None:
     with waiting.watching() as seen:
         reads()
     assert [wait.what for wait in seen.found] == [what]
@@ -407,7 +407,7 @@ def test_what_waits_is_seen(reads: Callable[[], Any], what: str) -> None:
         lambda: (X.shape, X.numel(), X.stride(), len(X), X.dtype),
     ],
 )
-def test_what_does_not_wait_is_not(computes: Callable[[], Any]) -> None:
+def test_asynchronous_operations_are_not_reported(computes: Callable[[], Any]) -> None:
     with waiting.watching() as seen:
         computes()
     assert seen.found == []
@@ -437,7 +437,7 @@ def test_who_may_wait(op: Operator[Any, Any]) -> None:
     assert list(checks.graphs(space_again(op, right))) == [], "graphs are for a GPU"
 
 
-def test_on_a_gpu_pytorch_is_asked(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_pytorchs_sync_debug_mode_is_used(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that need a GPU are replaced. PyTorch's sync debug mode must be set around the second call only, and restored."""
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)

@@ -120,12 +120,12 @@ def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch:
         call()
 
 
-def test_what_takes_too_long_is_left(program: ModuleType) -> None:
+def test_steps_beyond_their_time_limit_are_stopped(program: ModuleType) -> None:
     with pytest.raises(program.OutOfTimeError, match="more than 0 s"), program.within(0.05):
         time.sleep(60.0)
 
 
-def test_an_error_that_is_made_of_the_end_of_time_is_that(program: ModuleType) -> None:
+def test_an_error_caused_by_the_timeout_is_a_timeout(program: ModuleType) -> None:
     def compile_slowly() -> None:
         try:
             time.sleep(60.0)
@@ -160,7 +160,7 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
     assert f"| `rmsnorm_quantize_fp8` | {wanted[1].case.name} | " in table.operators(made)
 
 
-def test_what_was_checked_before_is_not_checked_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checked_results_are_not_checked_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report, shape = tmp_path / "checked.json", small(program, "zero_kv_pages")
     program.run(program.options_of([*AGES, "--check", "--commit", "abc", "--output", str(report)]), CPU, "", [shape])
     monkeypatch.setattr(program, "expected_of", None)
@@ -170,7 +170,7 @@ def test_what_was_checked_before_is_not_checked_again(program: ModuleType, monke
         program.run(program.options_of(["--commit", "def", "--checked", str(report)]), CPU, "", [shape])
 
 
-def test_time_ends(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_stops_when_time_is_over(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", without="", output=None, checked=[])
     shape = small(program, "zero_kv_pages")
     made = program.run(given, CPU, "command", [shape])

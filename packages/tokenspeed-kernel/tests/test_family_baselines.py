@@ -358,7 +358,7 @@ def call_of(operator: str, case: str | Case) -> tuple[str, Case]:
     SERVED,
     ids=[f"{name}, {operator}: {case.name if isinstance(case, Case) else case}" for name, operator, case in SERVED],
 )
-def test_an_adapter_asks_for_what_the_operator_gives(program: ModuleType, name: str, operator: str, case: str | Case) -> None:
+def test_an_adapter_matches_the_operator(program: ModuleType, name: str, operator: str, case: str | Case) -> None:
     shape = program.Shape("a family", *call_of(operator, case))
     who, _ = program.measure(shape, CPU, program.Effort(1, 0.001, AGES_S, time.monotonic() + AGES_S))
     (baseline,) = [each for each in who if each.who.name == name]

@@ -108,7 +108,7 @@ def area(name: str) -> str:
     return "workbench" if part == "workbench" else "core"
 
 
-def test_arrows_run_one_way() -> None:
+def test_imports_follow_the_layers() -> None:
     """The framework imports no operators. Operators and the base import no core, and kernels no workbench. Packages of kernels
     import the base only. Only code that the user starts imports the workbench."""
     wrong = []

@@ -118,7 +118,7 @@ def test_nan_in_the_result_is_counted() -> None:
     assert "2 of 3 elements beyond tolerance (2 NaN where the reference has none)" in one([NAN, NAN, 1.0], [1.0, 1.0, 1.0]).fault
 
 
-def test_what_surrounds_an_expected_nan_is_still_compared() -> None:
+def test_elements_around_an_expected_nan_are_compared() -> None:
     assert one([NAN, 2.0], [NAN, 1.0]).worst.index == (1,)
 
 
@@ -208,7 +208,7 @@ def test_comparison_agrees_with_one_element_at_a_time(pairs: list[tuple[float, f
         assert outcome.worst.index[0] in misfits
 
 
-def test_a_comparison_as_json_has_no_numbers_that_json_lacks() -> None:
+def test_a_comparison_as_json_has_only_finite_numbers() -> None:
     text = json.dumps(one([NAN], [1.0]).to_dict(), allow_nan=False)
     assert json.loads(text)["worst"] == {"index": [0], "got": "nan", "expected": 1.0}
 
@@ -284,7 +284,7 @@ def test_where_the_faults_lie(shape: tuple[int, ...], index: Any, said: str) -> 
     assert compare_tensors("output", expected + faulty.float(), expected, LOOSE).places == said
 
 
-def test_places_of_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_positions_in_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.compare"], "_CHUNK", 16)
     expected = torch.ones(32, 8)
     got = expected.clone()
@@ -312,11 +312,11 @@ VALUES = torch.linspace(-3, 5, 64)
         (torch.full((64,), NAN), "got is NaN throughout"),
     ],
 )
-def test_what_a_wrong_result_is_to_the_right_one(got: Tensor, said: str) -> None:
+def test_relations_between_a_wrong_result_and_the_right_one(got: Tensor, said: str) -> None:
     assert said in compare_tensors("output", got, VALUES, LOOSE).relation
 
 
-def test_what_is_wrong_in_no_plain_way() -> None:
+def test_faults_without_a_simple_relation() -> None:
     torch.manual_seed(0)
     assert compare_tensors("output", torch.randn(64), VALUES, LOOSE).relation == ""
     one = VALUES.clone()
@@ -393,7 +393,7 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
     assert float((rounded - exact).norm() / exact.norm()) > four.norm / 8
 
 
-def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
+def test_quantised_results_are_compared_after_dequantisation() -> None:
     """A last-bit difference before quantisation may change quantised values and scales, and passes. Those of other values fail."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
@@ -608,7 +608,7 @@ def test_a_kernel_that_says_it_is_deterministic_must_be(scale: Any) -> None:
     assert result.reason.startswith("is tagged determinism, but gives other bits the second time: ")
 
 
-def test_any_kernel_can_be_asked_to_give_the_same_bits_again(scale: Any) -> None:
+def test_determinism_can_be_checked_for_any_kernel(scale: Any) -> None:
     calls = iter(range(100))
 
     def drifts_later(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
@@ -661,7 +661,7 @@ def test_a_kernel_that_cannot_be_imported_is_an_error_in_every_case(scale: Any) 
     assert "no_such_package_at_all" in results[0].traceback
 
 
-def test_what_a_kernel_does_not_take_is_skipped_with_the_gates_reason(scale: Any) -> None:
+def test_ineligible_cases_are_skipped_with_the_gates_reason(scale: Any) -> None:
     needy = verify(scale, right, name="needy", capability=CapabilityRequirement(vendors=frozenset({"nvidia"})))
     assert {r.status for r in needy} == {Status.SKIPPED}
     assert needy[0].reason == "platform: needs a device by nvidia, this is cpu (cpu)"
@@ -676,7 +676,7 @@ def test_nothing_launches_on_a_pretended_platform(scale: Any) -> None:
     assert {(r.status, r.reason) for r in results} == {(Status.SKIPPED, "platform: gfx950 is pretended, nothing launches")}
 
 
-def test_large_cases_are_asked_for(scale: Any) -> None:
+def test_large_cases_run_on_request(scale: Any) -> None:
     op = scale.operator
     spec = KernelSpec("tried", op.family, op.mode, solution="tried", format_signatures=None)
     KernelRegistry.get().register(spec, right)
@@ -824,20 +824,20 @@ def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare)
     function = declare(body, formats={}, traits={"layout": str}, **options)
     function.traits(lambda plan: {"layout": plan.layout})
     function.formats(lambda plan: format_signature())
-    function.fake(lambda x, plan: x.new_empty(x.shape[1 if plan.layout == "turned" else 0]))
+    function.fake(lambda x, plan: x.new_empty(x.shape[1 if plan.layout == "transposed" else 0]))
     function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(2, 3), "plan": Plan("undecided", "canonical")})])
     function.plan(lambda check: Plan("undecided", "canonical"))
     function.prepare(lambda preparation, x, plan: preparation.preprocess("x", x, plan, plan.layout))
 
-    def turned(x: Tensor, plan: Plan, out: Tensor | None) -> Tensor:
+    def transposed(x: Tensor, plan: Plan, out: Tensor | None) -> Tensor:
         made = x.sum(0)
         return made if out is None else out.copy_(made)
 
-    layout = {"traits": {"layout": "turned"}, "weight_preprocessor": lambda x, plan: x.t().contiguous()}
-    assert verify(function, turned, **layout)[0].status is Status.PASSED
+    layout = {"traits": {"layout": "transposed"}, "weight_preprocessor": lambda x, plan: x.t().contiguous()}
+    assert verify(function, transposed, **layout)[0].status is Status.PASSED
 
 
-def test_an_element_may_be_off_by_what_is_small_in_its_row() -> None:
+def test_absolute_tolerance_depends_on_the_row() -> None:
     """Rows of an output may differ in magnitude, and their rounding errors with them."""
     expected = torch.full((1000, 64), 0.01)
     expected[3] = 1.0

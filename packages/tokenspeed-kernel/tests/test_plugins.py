@@ -396,7 +396,7 @@ def test_kernels_declared_on_import_come_back(entries: list[Entry]) -> None:
     assert not KernelRegistry.get().is_public("once"), "what is disabled stays so"
 
 
-def test_a_name_that_was_taken_since_a_reset(entries: list[Entry]) -> None:
+def test_a_name_in_use_since_a_reset(entries: list[Entry]) -> None:
     entries.append(Entry("mine", lambda: declared_by_plugin(lambda *arguments: None)))
     declared_by_plugin = register_kernel("norm", "rmsnorm", name="taken", solution="mine", signatures=None)
     discover_plugins(force=True)

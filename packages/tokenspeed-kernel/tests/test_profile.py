@@ -338,7 +338,7 @@ def on_device(kept: CallTimes, call: Callable[[], Any], times: int = 1, kind: Ca
         kept.timed(kind, torch.device("cuda"), call)()
 
 
-def test_what_a_call_takes_on_the_device(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_time_of_a_call(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_SPIN_US", "_LONGEST_SPIN_US"):
         monkeypatch.setattr(times, name, 1e5)
     on_device(kept, gpu.kernel(0.0, host_s=0.3))  # like the first call of a compiled function
@@ -479,7 +479,7 @@ while sum(found.host.count for found in read_times(tk.settings().profile_folder)
 """
 
 
-def test_what_was_counted_before_a_kill_is_there(tmp_path: Path) -> None:
+def test_counts_before_a_kill_are_kept(tmp_path: Path) -> None:
     program = PROGRAM + UNTIL_WRITTEN + "os.kill(os.getpid(), signal.SIGKILL)"
     done = run("--", sys.executable, "-c", program)
     assert done.exit_code == 128 + signal.SIGKILL
@@ -530,7 +530,7 @@ def test_nothing_to_show_is_said(tmp_path: Path) -> None:
         ([], "Missing argument"),
     ],
 )
-def test_what_cannot_be_done_is_refused(words: list[str], said: str) -> None:
+def test_impossible_options_are_rejected(words: list[str], said: str) -> None:
     done = run(*words)
     assert done.exit_code == 2
     assert said in done.stderr

@@ -61,7 +61,7 @@ def test_capture_is_written_when_the_block_raises(tmp_path: Path) -> None:
     assert found(tmp_path / "shapes.jsonl") == [("norm.rmsnorm", 1)]
 
 
-def test_what_is_in_a_file_is_added_to(tmp_path: Path) -> None:
+def test_a_capture_extends_an_existing_file(tmp_path: Path) -> None:
     for _ in range(2):
         with shape_capture(tmp_path / "shapes.jsonl"):
             rmsnorm(X, W)

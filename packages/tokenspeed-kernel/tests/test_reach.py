@@ -41,14 +41,14 @@ def look(kernel: str, operator: str = DECODE, names: int = 2) -> list[CaseResult
     return list(reach(spec, cases, torch.device("cpu"), 0))
 
 
-def test_what_looks_up_too_much_ends_the_other_process(installed: Path) -> None:
+def test_unbounded_lookups_crash_the_other_process(installed: Path) -> None:
     (found,) = look("reads_past_page_table")
     assert found.status is Status.FAILED
     assert found.reason.startswith("IndexError: index 2147483647")
     assert [fault.text for fault in found.faults] == [found.reason]
 
 
-def test_what_does_not_passes(installed: Path) -> None:
+def test_bounded_lookups_pass(installed: Path) -> None:
     assert [found.status for found in look("nan_on_empty")] == [Status.PASSED] * 2
 
 

@@ -138,7 +138,7 @@ def test_changes_are_in_terms_of_the_first_run() -> None:
     assert devices_of(history())[1].changes() == {}, "one run has no history"
 
 
-def test_what_else_differs_between_runs_is_said() -> None:
+def test_other_differences_between_runs_are_reported() -> None:
     (device,) = devices_of([("old", load_report(H200)), ("new", report(date="2026-12-01"))])
     assert device.notes() == [
         "driver: 580.159.04, then 580",
@@ -307,7 +307,7 @@ def test_the_command_writes_a_page_and_plots(files: list[str], tmp_path: Path) -
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_what_cannot_be_shown_is_refused(files: list[str], tmp_path: Path) -> None:
+def test_unreadable_reports_are_rejected(files: list[str], tmp_path: Path) -> None:
     page = ["-o", str(tmp_path / "report.html")]
     (tmp_path / "other.json").write_text("{}")
     Report(report().metadata, report().rows[-1:]).write(tmp_path / "skipped.json")
@@ -395,7 +395,7 @@ class TestInABrowser:
         )
         assert beyond == []
 
-    def test_texts_of_plots_lie_beside_each_other(self, page: Any) -> None:
+    def test_texts_of_plots_do_not_overlap(self, page: Any) -> None:
         """Texts must be inside their plots, and large enough to read."""
         found = page.evaluate(
             """() => [...document.querySelectorAll("svg")].filter((svg) => svg.getBoundingClientRect().width).flatMap((svg) => {

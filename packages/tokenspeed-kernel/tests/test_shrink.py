@@ -62,7 +62,7 @@ def test_a_recipe_is_varied() -> None:
     assert str(nested.vary(factor=2, make=made.vary(shape=(2,)))) == "doubled(rows_of(2, dtype=torch.float64, scale=2.0))"
 
 
-def test_a_recipe_refuses_what_its_maker_does() -> None:
+def test_a_recipe_rejects_what_its_function_rejects() -> None:
     with pytest.raises(TypeError, match=r"unexpected|too many|got"):
         doubled(rows_of(1), 2, 3)  # type: ignore[call-arg]
 

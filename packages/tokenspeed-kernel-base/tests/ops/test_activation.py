@@ -90,7 +90,7 @@ def test_swiglu_clamps_the_gate_above_only_and_up_on_both_sides() -> None:
     torch.testing.assert_close(got, torch.tensor([at_limit, 0.0, 8 * at_limit, -6 * at_limit], dtype=torch.float64))
 
 
-def test_swiglu_defaults_are_halves_without_a_clamp() -> None:
+def test_swiglu_defaults_are_concatenated_and_unclamped() -> None:
     x = torch.tensor([[9.0, 2.0]], dtype=torch.float64)
     torch.testing.assert_close(swiglu(x), formula(x[:, :1], x[:, 1:], 1.702, None, 1.0))
     x = torch.tensor([[-3.0, 20.0]], dtype=torch.float64)

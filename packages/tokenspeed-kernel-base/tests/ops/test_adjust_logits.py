@@ -60,7 +60,7 @@ def test_each_listed_logit_is_the_defined_one(data: st.DataObject, vocab: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_is_left_out_changes_nothing(dtype: torch.dtype) -> None:
+def test_omitted_or_neutral_arguments_change_nothing(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     tokens = torch.arange(20, dtype=torch.int32).expand(3, -1).contiguous()
     counts = torch.full_like(tokens, 3)

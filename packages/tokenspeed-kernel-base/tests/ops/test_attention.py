@@ -338,7 +338,7 @@ def test_cases_against_a_dense_formula(function: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("function", "case"), SMALL, ids=[name_of(*x) for x in SMALL])
-def test_cases_give_what_fake_says_and_fill_out(function: Any, case: Case) -> None:
+def test_cases_match_the_fake_hook_and_fill_out(function: Any, case: Case) -> None:
     arguments = case.build()
     results = function(**arguments)
     fakes = function.operator.fake_outputs(function.operator.complete(arguments))
@@ -415,7 +415,7 @@ def test_prefill_against_sdpa(heads: int, kv_heads: int, window_left: int, dtype
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
-def test_fp8_prefill_is_that_of_the_dequantised_numbers(shape: tuple[int, ...]) -> None:
+def test_fp8_prefill_agrees_with_dequantised_operands(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8).to(torch.float8_e4m3fn) for heads in (6, 2, 2))
     scales = [torch.rand(shape) + 0.5 for _ in range(3)]

@@ -19,7 +19,7 @@ def ints(*values: int) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 7), st.integers(1, 6), st.integers(0, 3))
-def test_the_path_lies_behind_what_was_there_before(data: st.DataObject, nodes: int, page_size: int, batch: int) -> None:
+def test_the_accepted_path_follows_the_earlier_tokens(data: st.DataObject, nodes: int, page_size: int, batch: int) -> None:
     lengths = [data.draw(st.integers(0, 20)) for _ in range(batch)]
     width = -(-max(lengths, default=0) // page_size) + 1
     table = torch.randperm(batch * width).view(batch, width).int()

@@ -162,7 +162,7 @@ def test_positions_become_slots(q_lens: list[int], page_size: int, pages: int) -
             assert int(got[token, at]) == (page * page_size + position % page_size if page >= 0 else -1)
 
 
-def test_sparse_attention_from_the_indexer_on_is_dense_where_all_positions_are_chosen() -> None:
+def test_sparse_attention_is_dense_if_all_positions_are_selected() -> None:
     """With fewer positions selected, the result is dense attention to a cache of these positions only."""
     torch.manual_seed(0)
     page_table, lengths = ints([3, 0, 5], [1, 4, 2]), ints(11, 7)

@@ -65,7 +65,7 @@ def test_any_moves(data: st.DataObject, dtype: torch.dtype, staging_pages: int) 
         ({"staging_pages": 0}, "staging_pages must be at least 1, got 0"),
     ],
 )
-def test_what_is_not_made(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_host_pages(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="HostPages: ") as raised:
         HostPages(**{"caches": [torch.zeros(2, 3, 4)], "pages": 4, **arguments})
     assert said in str(raised.value)

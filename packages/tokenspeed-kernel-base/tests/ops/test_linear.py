@@ -74,7 +74,7 @@ def rounded(x: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 @pytest.mark.parametrize("solution", ["composed", "reference"])
-def test_it_is_the_product(case: Any, solution: str) -> None:
+def test_linear_agrees_with_the_formula(case: Any, solution: str) -> None:
     arguments = case.build()
     x, weights, plan = (arguments[name] for name in ("x", "weights", "plan"))
     wanted = rounded(x, plan.activation_dtype, weights.input_scale) @ decoded(weights, plan.weight_format).t()
@@ -193,7 +193,7 @@ def test_calls_have_no_more_tokens_than_their_plan(solution: str) -> None:
     assert linear(torch.randn(5, K), weights, plan_of(), solution=solution).shape == (5, N)
 
 
-def test_plans_are_told_apart() -> None:
+def test_plans_are_distinguished() -> None:
     with pytest.raises(TypeError, match="plan must be a LinearPlan, as linear_plan makes it, got dict"):
         linear_process_weights(weights_of(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"linear: plan.in_features must be at least 1, got 0"):

@@ -88,7 +88,7 @@ def test_prefill_is_the_published_recurrence(lengths: tuple[int, ...], gate: str
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 17])
-def test_chunks_give_what_steps_give(length: int, gate: str) -> None:
+def test_chunked_and_stepwise_results_agree(length: int, gate: str) -> None:
     arguments, first = tokens_of(length, gate, seed=length), initial_states()[0]
     for wanted, found in zip(stepped(arguments, first, 0.3), chunked(arguments, first, 0.3, 8), strict=True):
         torch.testing.assert_close(found, wanted)

@@ -74,7 +74,7 @@ def tensors(result: Any) -> tuple[Tensor, Tensor]:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 25), st.integers(1, 8), st.integers(0, 99), st.data())
-def test_plain_is_absorbed_is_decoded_one_by_one(tokens: int, page_size: int, seed: int, data: st.DataObject) -> None:
+def test_plain_absorbed_and_tokenwise_decode_agree(tokens: int, page_size: int, seed: int, data: st.DataObject) -> None:
     layer = Layer(tokens, seed)
     whole, whole_lse = tensors(mla_prefill(*layer.plain(), ints(0, tokens), return_lse=True, softmax_scale=SCALE))
     q, latents = layer.absorbed()

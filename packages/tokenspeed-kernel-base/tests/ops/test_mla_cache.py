@@ -94,11 +94,11 @@ def test_decoding_from_what_was_written_is_attention_with_rotated_keys() -> None
     got = mla_decode_with_kvcache(q[-1:], kv_cache, table, lengths, 8, kv_lora_rank=8, softmax_scale=0.3)
     phases = torch.complex(*arguments["cos_sin_cache"].chunk(2, -1))[arguments["positions"]]
 
-    def turned(x: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
         return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * phase
 
-    keys = turned(arguments["k_rope"], phases)
-    queries = turned(arguments["q_rope"][-1], phases[-1])
+    keys = rotated(arguments["k_rope"], phases)
+    queries = rotated(arguments["q_rope"][-1], phases[-1])
     scores = torch.einsum("hr,tr->ht", arguments["q_latent"][-1], arguments["latent"])
     scores = scores + torch.einsum("hp,tp->ht", queries, keys.conj()).real
     wanted = torch.softmax(scores * 0.3, -1) @ arguments["latent"]

@@ -141,7 +141,7 @@ def test_device_and_platform(register: Register) -> None:
         ({"exact_activations": True}, "exact_activations"),
     ],
 )
-def test_what_a_kernel_does_not_mention_it_does_not_get(register: Register, options: dict[str, Any], flag: str) -> None:
+def test_an_unmentioned_feature_makes_a_kernel_ineligible(register: Register, options: dict[str, Any], flag: str) -> None:
     register()
     assert plan_of().kernel == "reversing"
     assert plan_of(**options).kernel == "reference_moe_apply"
@@ -175,7 +175,7 @@ def test_plans_whose_activations_may_exceed_float16(options: dict[str, Any], wid
     assert bool((act.abs() > 65504).any()) is wide or plan.dtype != torch.float16
 
 
-def test_exactness_is_asked_only_of_activations_that_are_not_rounded(register: Register) -> None:
+def test_exactness_is_required_only_of_unrounded_activations(register: Register) -> None:
     register(traits={**OWN_LAYOUT, "fp8_activations": any}, accuracy="numbers within 2^-21 of their row's largest")
     assert plan_of(exact_activations=True).kernel == "reference_moe_apply"
     assert plan_of(exact_activations=True, activation_dtype="fp8").kernel == "reversing"

@@ -123,7 +123,7 @@ def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], po
 
 @settings(deadline=None)
 @given(codes=arrays(np.uint8, (2, 32), elements=st.integers(0, 255).filter(lambda c: c & 0x7F != 0x7F)), power=st.integers(-60, 60))
-def test_fp8_values_that_are_representable_come_back(codes: np.ndarray[Any, Any], power: int) -> None:
+def test_representable_fp8_values_round_trip(codes: np.ndarray[Any, Any], power: int) -> None:
     codes[:, 0] = 0x7E  # with 448, so that the scale is the power of two
     q = torch.from_numpy(codes).view(E4M3)
     again, scale = quantize_fp8(q.float() * 2.0**power)
@@ -131,7 +131,7 @@ def test_fp8_values_that_are_representable_come_back(codes: np.ndarray[Any, Any]
     assert _bytes(again) == _bytes(q)
 
 
-def test_quantize_fp8_of_zeros_tiny_and_strange_rows() -> None:
+def test_quantize_fp8_of_zero_tiny_and_nonfinite_rows() -> None:
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([[0.0, -0.0, 0.0], [1e-45, -1e-39, 2.0**-127], [nan, 1.0, 2.0], [inf, 1.0, -inf], [inf, nan, 1.0]])
     q, scale = quantize_fp8(x)
@@ -241,7 +241,7 @@ def test_nvfp4_round_trip_is_within_its_steps(x: np.ndarray[Any, Any]) -> None:
     assert ((back - values).abs() <= amax * (1 / 6 + 2**-4 + 0.02) + 6 * global_scale * 2**-10).all()
 
 
-def test_nvfp4_blocks_that_are_strange_zero_or_tiny() -> None:
+def test_nvfp4_blocks_that_are_nonfinite_zero_or_tiny() -> None:
     x = torch.ones(5, 16)
     x[0, 3], x[1, 5], x[2], x[3] = float("nan"), float("inf"), -0.0, 1e-9
     packed, scale = quantize_nvfp4(x, torch.ones(1))
@@ -299,7 +299,7 @@ def test_operators_take_tensors_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_outputs_are_as_declared_and_written_where_asked(op: Any, case: Any) -> None:
+def test_outputs_are_as_declared_and_written_to_out(op: Any, case: Any) -> None:
     arguments = case.build()
     before = {name: v.clone() for name, v in arguments.items() if isinstance(v, torch.Tensor)}
     results = op.function(**arguments)
@@ -431,7 +431,7 @@ def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 5), (128, 4), (300, 9), (2, 3, 130, 6)], ids=str)
-def test_scales_lie_where_the_formula_says(shape: tuple[int, ...]) -> None:
+def test_scales_are_stored_at_the_documented_offsets(shape: tuple[int, ...]) -> None:
     scale = torch.randint(1, 255, shape, dtype=torch.uint8)
     swizzled = swizzle_scales(scale)
     *lead, rows, columns = shape

@@ -229,14 +229,14 @@ def test_mx_codes_do_not_change_with_a_power_of_two(block: list[float], power: i
 
 @settings(deadline=None)
 @given(codes=st.lists(st.integers(0, 255), min_size=16, max_size=16), scale=st.integers(2, 240))
-def test_any_mxfp4_block_comes_back(codes: list[int], scale: int) -> None:
+def test_any_mxfp4_block_round_trips(codes: list[int], scale: int) -> None:
     x = decode_mxfp4(torch.tensor(codes, dtype=torch.uint8), torch.tensor([scale], dtype=torch.uint8))
     assert torch.equal(decode_mxfp4(*encode_mxfp4(x)), x)
 
 
 @settings(deadline=None)
 @given(block=_BLOCKS)
-def test_what_was_encoded_once_comes_back(block: list[float]) -> None:
+def test_quantised_blocks_round_trip(block: list[float]) -> None:
     # Not every block of e4m3 values round-trips: 240 alone becomes 480 at the specified scale, and saturates.
     for encode, decode in ((encode_mxfp4, decode_mxfp4), (encode_mxfp8, decode_mxfp8)):
         first, scale = encode(torch.tensor(block))

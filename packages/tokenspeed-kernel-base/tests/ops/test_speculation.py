@@ -215,7 +215,7 @@ def test_a_probability_that_is_not_finite_is_that_of_no_token(bad: float) -> Non
     assert (emitted[:, 0] == 0).all()
 
 
-def test_random_numbers_are_uniform_and_others_than_those_of_sampling() -> None:
+def test_random_numbers_are_uniform_and_independent_of_sampling() -> None:
     seed, offset = torch.arange(MANY), torch.full((MANY,), -5)
     numbers = torch.stack([uniform_of(seed, offset, draw) for draw in range(3)] + [uniform(seed, offset).double()])
     assert numbers.dtype == torch.float64

@@ -91,7 +91,7 @@ def test_temperatures_that_are_none_count_as_1() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_has_no_probability() -> None:
+def test_tokens_without_probability() -> None:
     logits = torch.tensor([[-INF, 0.0, -INF], [-INF, -INF, -INF], [INF, 0.0, -INF], [NAN, 0.0, -INF]])
     chosen, top, _, lse = token_logprobs(logits, torch.tensor([0, 1, 1, 1]), 3)
     assert chosen[:2].tolist() == [-INF, -INF]

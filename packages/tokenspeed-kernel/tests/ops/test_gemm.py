@@ -56,7 +56,7 @@ def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> tor
     return wide.mT if role == "b" else wide
 
 
-def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
+def _check_gemm(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     a = _values("a", arguments["a"], arguments.get("a_scale"))
     b = _values("b", arguments["b"], arguments.get("b_scale"))
     exact, terms = a @ b, a.abs() @ b.abs()
@@ -76,13 +76,13 @@ def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 @pytest.mark.parametrize("solution", ["reference", None])
-def test_products_are_those_of_float64(op: Any, case: Any, solution: str | None) -> None:
+def test_gemms_agree_with_float64(op: Any, case: Any, solution: str | None) -> None:
     arguments = case.build()
     got = op.function(**arguments, solution=solution)
     default = arguments["a"].dtype if arguments["a"].dtype in UNIT else BF16
     assert got.dtype == arguments.get("out_dtype", default)
     assert got.is_contiguous()
-    _check_product(got, arguments)
+    _check_gemm(got, arguments)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
@@ -109,7 +109,7 @@ def test_out_is_written_and_returned(op: Any, case: Any, solution: str | None) -
     ),
     seed=st.integers(0, 99),
 )
-def test_fp8_products_of_any_size(m: int, k: int, n: int, scales: tuple[str, str], seed: int) -> None:
+def test_fp8_gemms_of_any_size(m: int, k: int, n: int, scales: tuple[str, str], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"tensor": (1,), "token": (m, 1), "channel": (1, n)}
     blocks = {"a": (m, -(-k // 128)), "b": (-(-k // 128), -(-n // 128))}
@@ -121,10 +121,10 @@ def test_fp8_products_of_any_size(m: int, k: int, n: int, scales: tuple[str, str
         arguments[f"{role}_scale"] = torch.rand(shapes.get(name, blocks[role]), generator=generator) + 0.5
     got = tk.mm(**arguments, out_dtype=F32)
     assert got.shape == (m, n)
-    _check_product(got, arguments)
+    _check_gemm(got, arguments)
 
 
-def test_quantised_operands_multiply_to_about_the_dense_product() -> None:
+def test_quantised_gemms_are_close_to_dense_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     a, w = torch.randn(6, 256, generator=generator), torch.randn(160, 256, generator=generator)
     dense = tk.mm(a, w.t())
@@ -175,22 +175,22 @@ def test_bias_is_added_before_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 2880, 128), (4, 2880, 128), (33, 352, 77)], ids=str)
-def test_half_precision_sums_of_pytorch_are_rounded_once(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_16_bit_gemms_of_pytorch_are_rounded_once(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, k, n = sizes
     generator = torch.Generator().manual_seed(k)
     a = torch.randn(m, k, generator=generator).to(dtype)
     b = (torch.randn(n, k, generator=generator) / math.sqrt(k)).to(dtype).t()
     bias = torch.randn(n, generator=generator).to(dtype)
-    _check_product(tk.mm(a, b, solution="torch"), {"a": a, "b": b})
-    _check_product(tk.mm(a, b, bias=bias, solution="torch"), {"a": a, "b": b, "bias": bias})
-    _check_product(tk.bmm(a[None], b[None], solution="torch")[0], {"a": a, "b": b})
+    _check_gemm(tk.mm(a, b, solution="torch"), {"a": a, "b": b})
+    _check_gemm(tk.mm(a, b, bias=bias, solution="torch"), {"a": a, "b": b, "bias": bias})
+    _check_gemm(tk.bmm(a[None], b[None], solution="torch")[0], {"a": a, "b": b})
 
 
 def _chosen(function: Any, **arguments: Any) -> str:
     return str(function.explain(**arguments).chosen.name)
 
 
-def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
+def test_pytorchs_dense_gemms_and_their_limits() -> None:
     a, b = torch.ones(3, 32, dtype=BF16), torch.ones(32, 4, dtype=BF16)
     for dtype in (BF16, F16, F32, F64):
         name = str(dtype).removeprefix("torch.") + ("_cpu" if dtype in (BF16, F16) else "")
@@ -205,7 +205,7 @@ def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
 
 @pytest.mark.parametrize("k", [33, 70, 80, 96])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_products_on_a_cpu_read_nothing_behind_a_row(dtype: torch.dtype, k: int) -> None:
+def test_cpu_gemms_do_not_read_beyond_a_row(dtype: torch.dtype, k: int) -> None:
     """A CPU GEMM reads neither the gaps between rows nor the next row. PyTorch's AMX kernels multiply these by zero if k is not
     a multiple of 32, so NaN and infinity would spread."""
     held = torch.full((17, k + 26), math.nan, dtype=dtype)
@@ -222,7 +222,7 @@ def test_products_on_a_cpu_read_nothing_behind_a_row(dtype: torch.dtype, k: int)
     assert k % 32 == 0 or f"k={k} is not a multiple of 32" in str(tk.mm.explain(a, b))
 
 
-def test_no_two_of_the_kernels_are_of_equal_rank() -> None:
+def test_no_two_kernels_have_equal_priority() -> None:
     assert not [c for c in KernelRegistry.get().clashes() if c.first.family == "gemm"]
 
 
@@ -263,7 +263,7 @@ RECOGNISED = {
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
-def test_fp8_formats_are_told_by_the_scales_shapes(name: str) -> None:
+def test_fp8_formats_follow_from_the_shapes_of_scales(name: str) -> None:
     a, a_shape, b, b_shape, a_format, b_format = RECOGNISED[name]
     a_scale = None if a_shape is None else torch.ones(a_shape)
     request = _signature(tk.mm, a=a, b=b, a_scale=a_scale, b_scale=torch.ones(b_shape))
@@ -309,7 +309,7 @@ BLOCKS = {  # the scales of a [4, 256] and b [256, 200]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_are_told_by_the_scales_shapes(name: str) -> None:
+def test_block_formats_follow_from_the_shapes_of_scales(name: str) -> None:
     a_scale, b_scale, a_format, b_format = BLOCKS[name]
     request = _signature(tk.mm, a=_eights(4, 256), b=_eights(256, 200), a_scale=a_scale, b_scale=b_scale)
     assert request.signature.format_for("a") == _narrow("a", *a_format)
@@ -339,7 +339,7 @@ def test_scales_may_have_the_dtype_e8m0() -> None:
         assert torch.equal(tk.mm(aq, wq.t(), *named), wanted)
 
 
-def test_layouts_of_scales_do_not_change_products() -> None:
+def test_layouts_of_scales_do_not_change_gemms() -> None:
     generator = torch.Generator().manual_seed(0)
     a, w = torch.randn(150, 96, generator=generator), torch.randn(20, 96, generator=generator)
     one = torch.tensor(0.01)
@@ -351,7 +351,7 @@ def test_layouts_of_scales_do_not_change_products() -> None:
         assert (wanted.float() - a @ w.t()).norm() < 0.25 * (a @ w.t()).norm()
 
 
-def test_what_completes_tiles_and_numbers_does_not_matter() -> None:
+def test_padding_of_tiles_and_packed_scales_does_not_matter() -> None:
     changed = []
     for op, case in (p.values for p in CASES):  # type: ignore[union-attr]
         arguments = op.complete(case.build())

@@ -49,7 +49,7 @@ def chosen(arch: str, arguments: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("dtype", [BF16, F16, SINGLE], ids=str)
-def test_many_rows_are_served(pair: str, dtype: torch.dtype) -> None:
+def test_many_rows_are_supported(pair: str, dtype: torch.dtype) -> None:
     kind = "blocks" if pair == "blocks" else "tensors" if pair == "tensors" else "rows"
     result = "float32" if dtype == SINGLE else "halves"
     m = module._SUPPORTED[kind].fewest_rows
@@ -70,7 +70,7 @@ def test_many_rows_are_served(pair: str, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_what_the_library_does_not_have_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_unsupported_combinations_are_ineligible(change: dict[str, Any], reason: str) -> None:
     sizes = {"m": 2048, "k": 512, "n": 128, **{name: change[name] for name in ("k", "n") if name in change}}
     options = {name: value for name, value in change.items() if name not in sizes}
     told = explained("sm_90", arguments_of("rows", *sizes.values(), **options))
@@ -79,7 +79,7 @@ def test_what_the_library_does_not_have_is_refused(change: dict[str, Any], reaso
     assert reason in str(told)
 
 
-def test_blocks_are_served_four_at_a_time() -> None:
+def test_unsupported_block_scaled_gemms() -> None:
     assert chosen("sm_90", arguments_of("blocks", 2048, 640, 128)) != "torch_mm_fp8_blocks_to_halves"
     assert chosen("sm_90", arguments_of("blocks", 2048, 512, 192)) != "torch_mm_fp8_blocks_to_halves"
     e8m0 = arguments_of("blocks", 2048, 512, 128, scales="e8m0")
@@ -88,7 +88,7 @@ def test_blocks_are_served_four_at_a_time() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)], ids=str)
-def test_e5m2_by_e4m3fn_is_served(pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_e5m2_by_e4m3fn_is_supported(pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     arguments = arguments_of(pair, 2048, 512, 128, a_dtype=dtypes[0], b_dtype=dtypes[1])
     assert chosen("sm_90", arguments).startswith("torch_mm_fp8")
 
@@ -171,7 +171,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("m", [1, 128, 130, 133])
-def test_products(device: str, pair: str, m: int) -> None:
+def test_gemms(device: str, pair: str, m: int) -> None:
     check(arguments_of(pair, m, 512, 384, device))
 
 
@@ -188,7 +188,7 @@ def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -
 
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
-def test_memory_that_lies_otherwise(device: str, pair: str) -> None:
+def test_other_strides_and_alignments(device: str, pair: str) -> None:
     """Operands that are contiguous along the other axis, rows with gaps, unaligned addresses, strided scales, and a result with
     gaps."""
     arguments = arguments_of(pair, 133, 512, 384, device)

@@ -35,7 +35,7 @@ def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
 
 
 @pytest.fixture
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode with work items of few keys, and lengths that are loaded 16 at a time."""
     choose = decode._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
@@ -43,15 +43,15 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_split_kv, "_LENGTHS_AT_ONCE", 16)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"sinks": True, "logit_cap": 4.0}], ids=["full", "window", "cap"])
-def test_units_beside_tiles(page_size: int, options: dict[str, Any]) -> None:
+def test_decode_work_items_beside_prefill_tiles(page_size: int, options: dict[str, Any]) -> None:
     """Eight query heads for each KV head: sequences with up to two new tokens are decoded."""
     _agrees(_draw(KV_LENS, Q_LENS, 8, 1, 16, page_size=page_size, dtype=torch.float32, **options), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (24, 1)])
 def test_head_ratios(heads: int, kv_heads: int) -> None:
     """At a GQA ratio of 1, sequences with up to sixteen new tokens are decoded. At 24, only those with one, which exceed the
@@ -59,7 +59,7 @@ def test_head_ratios(heads: int, kv_heads: int) -> None:
     _agrees(_draw([*KV_LENS, 40, 41], [*Q_LENS, 16, 17], heads, kv_heads, 16, dtype=torch.float32), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=20))
 def test_any_mixture(lengths: list[tuple[int, int]]) -> None:
@@ -80,7 +80,9 @@ def test_windows(window_left: int) -> None:
         (1000, Q_LENS, ["tiles", "newest"]),
     ],
 )
-def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, window_left: int, q_lens: list[int], launched: list[str]) -> None:
+def test_which_kernels_are_launched(
+    monkeypatch: pytest.MonkeyPatch, window_left: int, q_lens: list[int], launched: list[str]
+) -> None:
     found: list[str] = []
     monkeypatch.setattr(kernel, "attend_stretches", lambda *args, **options: found.append("tiles"))
     monkeypatch.setattr(kernel, "attend_newest", lambda *args, **options: found.append("newest"))
@@ -88,7 +90,7 @@ def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, window_left: int, q_l
     assert found == launched
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 def test_outputs_elsewhere_stay_as_they_are() -> None:
     """A padded output buffer, whose rows have more heads."""
     arguments = _draw(KV_LENS, Q_LENS, 8, 1, 16, dtype=torch.float32)

@@ -129,7 +129,7 @@ def test_fp8_prefill(dtype: torch.dtype, head_dim: int, window_left: int) -> Non
     _agrees(tk.mha_prefill, arguments)
 
 
-def test_more_sequences_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_sequences_than_one_chunk_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_mha_call, "_SEQUENCES_AT_ONCE", 16)
     lengths = [i * 7 % 3 for i in range(40)]
     _agrees(tk.mha_prefill, _draw(ragged(lengths, 2, 1, 16, dtype=torch.float16)))

@@ -39,7 +39,7 @@ def run(mode: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("target", ["residual", "x"])
 @pytest.mark.parametrize("mode", FUSED)
-def test_the_sum_may_take_the_place_of_what_was_added(mode: str, target: str) -> None:
+def test_the_sum_may_overwrite_its_operands(mode: str, target: str) -> None:
     arguments = draw(mode)
     wanted = run(mode, copied(arguments))
     given = copied(arguments)
@@ -69,9 +69,9 @@ def test_weights_in_another_order(mode: str) -> None:
     arguments = draw(mode)
     name = "router_weight" if mode == "rmsnorm_moe_topk" else "qkv_weight"
     wanted = run(mode, copied(arguments))
-    turned = {**copied(arguments), name: arguments[name].contiguous()}
-    assert turned[name].stride() != arguments[name].stride()
-    for one, other in zip(run(mode, turned), wanted, strict=True):
+    transposed = {**copied(arguments), name: arguments[name].contiguous()}
+    assert transposed[name].stride() != arguments[name].stride()
+    for one, other in zip(run(mode, transposed), wanted, strict=True):
         assert torch.equal(one, other)
 
 

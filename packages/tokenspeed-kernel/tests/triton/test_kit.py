@@ -79,7 +79,7 @@ def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
     assert {"values", "strides", "bounds"} <= passed(findings)
 
 
-def test_batches_whose_scales_do_not_lie_in_rows() -> None:
+def test_batch_invariance_with_scales_in_tiles() -> None:
     """A tile of scales belongs to many rows, so dequantised values are compared."""
     spec = KernelRegistry.get().get_by_name("triton_rmsnorm_quantize_mxfp8")
     case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "scale_layout": "128x4"})

@@ -95,7 +95,7 @@ def test_layouts(page_size: int, cache_dtype: torch.dtype) -> None:
             assert same_bits(got, expected), (shape, kind)
 
 
-def test_what_is_not_written_stays() -> None:
+def test_unwritten_slots_are_unchanged() -> None:
     k = torch.ones(3, 2, 8, device=DEVICE)
     caches = torch.full((2, 4, 2, 2, 8), math.nan, device=DEVICE)
     store_kv_cache(k, 2 * k, *caches, torch.tensor([5, -1, 0], device=DEVICE), override="triton_store_kv_cache")

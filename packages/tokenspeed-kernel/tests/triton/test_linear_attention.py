@@ -59,7 +59,7 @@ def test_sequences_that_end_around_chunks(gate: str) -> None:
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
-def test_gates_that_forget_at_once_and_keys_that_are_alike(gate: str) -> None:
+def test_gates_that_reset_the_state_and_equal_keys(gate: str) -> None:
     """The exp of a chunk's cumulative gates is out of range in either direction; so are powers of the chunk's triangular
     system."""
     arguments = prefilling._inputs([70], 1, 2, 32, 16, torch.float32, gate=gate, initial=True)(Draw(DEVICE))
@@ -112,7 +112,7 @@ def test_gates_of_many_channels_in_shorter_chunks() -> None:
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
-def test_a_gate_that_is_no_number_is_not_hidden(gate: str) -> None:
+def test_a_nan_gate_gives_nan(gate: str) -> None:
     arguments = prefilling._inputs([40], heads=1, v_heads=1, k_dim=16, v_dim=16, dtype=torch.float32, gate=gate)(Draw(DEVICE))
     arguments["g"][20] = torch.nan
     assert tk.gated_delta_rule_prefill(**arguments, solution="triton")[20:].isnan().all()

@@ -73,7 +73,7 @@ def test_layouts(rank: int, rope: int, layout: str) -> None:
     torch.testing.assert_close(lse, right_lse, rtol=2e-3, atol=2e-3)
 
 
-def test_keys_are_split_by_what_each_token_has() -> None:
+def test_split_kv_follows_each_tokens_key_count() -> None:
     cache = filled(256, 16, "pages of bytes", torch.arange(SLOTS, device=DEVICE), "triton")
     indices = torch.arange(1200, device=DEVICE, dtype=torch.int32).view(2, 600) % SLOTS
     options: dict[str, Any] = {"kv_lora_rank": 256, "softmax_scale": 0.05, "indices": indices}

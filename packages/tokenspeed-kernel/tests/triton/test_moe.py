@@ -133,7 +133,7 @@ def test_blocks_of_all_lengths(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_blocks_of_all_kinds(monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
+def test_all_parts_of_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
     """Small tiles cover all parts: full blocks, extra rows, short tails, and weights loaded by TMA descriptors if possible."""
     from tokenspeed_kernel.triton.moe import moe_apply as module
 
@@ -221,7 +221,7 @@ def test_strides() -> None:
 
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_block", "mxfp4"])
 @pytest.mark.parametrize("platform", ["sm_90", "sm_100", "gfx942"])
-def test_static_activations_are_served_on_gpus(weight_format: str, platform: str) -> None:
+def test_static_activations_are_supported_on_gpus(weight_format: str, platform: str) -> None:
     options: dict[str, Any] = {"activation_dtype": "fp8_static", "weight_format": weight_format}
     assert moe_plan(8, 2, 128, 128, platform=named_platform(platform), **options).kernel.startswith("triton_moe_apply")
 

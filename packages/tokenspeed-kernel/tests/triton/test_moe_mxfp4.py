@@ -145,7 +145,7 @@ def test_strided_arguments() -> None:
     ("name", "tokens_by", "w13_by", "w2_by"),
     [(KERNEL, 80, -80, 0), ("triton_moe_apply", 80, -80, 0), ("triton_moe_apply", -80, 80, 0), ("triton_moe_apply", 0, 55, -100)],
 )
-def test_numbers_far_from_one(name: str, tokens_by: int, w13_by: int, w2_by: int) -> None:
+def test_very_large_and_small_values(name: str, tokens_by: int, w13_by: int, w2_by: int) -> None:
     """Tokens and weights times powers of 2: neither a projection's result nor gate times up overflows float32."""
     arguments, _ = _draw(2, 2, 2, 64, 64)
     given = arguments["weights"]

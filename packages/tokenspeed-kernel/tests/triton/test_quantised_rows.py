@@ -88,7 +88,7 @@ def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
 
 
 @each_quantizer
-def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
+def test_the_sum_may_overwrite_its_operands(name: str, options: dict[str, Any]) -> None:
     """The sum equals that of `rmsnorm` bit for bit, wherever it is written; quantised values and scales are the same each time."""
     fused = getattr(tk, f"rmsnorm_{name}")
     weight = _draw(96, 2)[:, 1]

@@ -172,7 +172,7 @@ def test_a_greedy_row_of_equal_logits_gives_the_first(first: int) -> None:
     assert sample_top_k_top_p(logits.to(DEVICE), *request, override="triton_sample_top_k_top_p").tolist() == [first, first]
 
 
-def test_greedy_rows_give_the_largest_although_others_of_its_group_come_close() -> None:
+def test_greedy_rows_return_the_largest_despite_close_values_in_its_group() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(30, 5000, generator=generator)
     best = torch.randint(1, 5000, (30,), generator=generator)

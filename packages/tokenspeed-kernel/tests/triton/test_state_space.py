@@ -45,7 +45,7 @@ def test_convolutions_of_caches_of_any_layout(layout: str) -> None:
         _same(operator, arguments)
 
 
-def test_a_convolution_of_more_sequences_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_of_more_sequences_than_one_chunk_of_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "_AT_ONCE", 8)
     lengths = [1, 0, 2, 0, 5, 0, 0] * 3
     _same(tk.causal_conv1d_prefill, conv_prefill._inputs(lengths, 8, 4, F32)(Draw(DEVICE)))
@@ -105,7 +105,7 @@ def test_a_token_that_resets_the_state_does_not_blur_its_neighbours(log: float, 
         assert difference.max() < (1e-5 if dtype == F32 else 0.01)
 
 
-def test_a_step_that_is_no_number_is_not_hidden() -> None:
+def test_a_nan_step_gives_nan() -> None:
     arguments = ssd_prefill._inputs([40], 1, 4, 4, dtype=F32, full=False)(Draw(DEVICE))
     arguments["dt"][20] = torch.nan
     assert tk.ssd_prefill(**arguments, solution="triton")[20:].isnan().all()

@@ -162,5 +162,5 @@ def test_a_wrong_kernel_ends_with_an_error(folder: Path) -> None:
         (("--from", "/nowhere/shapes.jsonl"), "--from /nowhere/shapes.jsonl: "),
     ],
 )
-def test_what_cannot_be_followed(folder: Path, words: tuple[str, ...], message: str) -> None:
+def test_impossible_options_of_tune(folder: Path, words: tuple[str, ...], message: str) -> None:
     assert message in refused("tune", *words)

@@ -167,7 +167,7 @@ def test_another_device_has_results_of_its_own(lab: Any) -> None:
     assert lab.serving(2) == "growing"
 
 
-def test_a_shipped_table_serves_without_a_users(lab: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_table_applies_without_a_users(lab: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.register("steady", "growing")
     lab.tune_all()
     shipped = tmp_path / "wheel"

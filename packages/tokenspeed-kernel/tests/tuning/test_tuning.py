@@ -40,7 +40,7 @@ def test_a_tuned_choice_flips_by_bucket_survives_a_restart_and_goes_with_the_sou
     assert lab.in_a_new_process("tune")[0] == "growing steady steady"
 
 
-def test_the_call_runs_what_was_tuned(lab: Any) -> None:
+def test_the_call_runs_the_tuned_kernel(lab: Any) -> None:
     lab.register("steady", "growing", "settable")
     lab.tune_all()
     x = torch.ones(2, 4)

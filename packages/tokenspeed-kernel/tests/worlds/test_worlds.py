@@ -125,7 +125,7 @@ def one_is_late() -> None:
 # -- worlds ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_works() -> None:
+def test_a_world_returns_results() -> None:
     first, second = run_world(everything_that_works, 2, ("a world",))
     assert (first.pop("rank"), second.pop("rank")) == ((0, 2, 0, 2), (1, 2, 1, 2))
     assert first == second
@@ -192,7 +192,7 @@ def test_a_case_that_other_processes_cannot_find() -> None:
     assert result.reason == "world of 2: only cases that the operator declares can be found by other processes"
 
 
-def test_what_a_world_says_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_world_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = KernelRegistry.get().get_by_name("reference_all_reduce")
     case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2 and not case.large)
 
