@@ -331,7 +331,7 @@ def test_the_section_of_the_readme(modules: dict[str, ModuleType], monkeypatch: 
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It has these shapes and bars, and the README shows it."""
+    """The report has the benchmark's shapes and bars, and the README shows it."""
     file = FOLDER / "h200.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")
@@ -403,7 +403,7 @@ def test_gemms_are_measured(modules: dict[str, ModuleType], monkeypatch: pytest.
 
 
 def test_the_committed_report_of_gemms(modules: dict[str, ModuleType]) -> None:
-    """It has these shapes and bars, and the README shows it."""
+    """The report has the benchmark's shapes and bars, and the README shows it."""
     file = FOLDER / "h200_mm.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")

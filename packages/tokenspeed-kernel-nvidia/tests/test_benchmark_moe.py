@@ -382,7 +382,7 @@ def test_the_picture_and_the_table(modules: dict[str, ModuleType], tmp_path: Pat
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It has these shapes and bars, and the README shows it."""
+    """The report has the benchmark's shapes and bars, and the README shows it."""
     file = FOLDER / "h200_moe.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")

@@ -220,9 +220,9 @@ def test_other_strides(sm90: torch.device) -> None:
     oracle.check(out, case.wanted(Options()))
     assert (wide[:, :2] == 7).all()
     assert (wide[:, 18:] == 7).all()
-    transposed = torch.empty_like(case.q).mT.contiguous().mT
-    assert decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=transposed) is transposed
-    oracle.check(transposed, case.wanted(Options()))
+    turned = torch.empty_like(case.q).mT.contiguous().mT
+    assert decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=turned) is turned
+    oracle.check(turned, case.wanted(Options()))
 
 
 def test_pages_that_sequences_share(sm90: torch.device) -> None:

@@ -48,7 +48,7 @@ ELIGIBLE = list(eligible())
 
 
 def test_each_kernel_is_eligible_for_some_case() -> None:
-    """Except GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
+    """Exceptions are GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
     left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in ELIGIBLE}
     assert {get_operator(KernelRegistry.get().get_by_name(name).operator).mode for name in left} == {"mm"}
 
@@ -76,7 +76,7 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("spec", "case"), _parameters())
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
-    """Once in order, and with warps, copies and wgmmas at random times."""
+    """Each case runs once in order, and once with warps, copies and wgmmas at random times."""
     for seed in (0, 1):
         with emulated_sm90(seed=seed):
             result = verify_case(spec, case)
@@ -174,7 +174,7 @@ def test_fp8_weights_of_scores_that_grow() -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 3e5])
 def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
-    """They become float16, scaled by a power of 2 into its range; rows of the next sequence do not affect that power."""
+    """Queries become float16, scaled by a power of 2 into its range. Rows of the next sequence do not affect that power."""
     made = oracle.paged([9, 3], [40, 150], 4, 4, 64, 16, torch.float32, torch.device("cpu"))
     sizes = torch.tensor([size] * 9 + [size * 1e20] * 3).view(-1, 1, 1)
     case = replace(made, q=(made.q * sizes).bfloat16(), **{x: getattr(made, x).to(torch.float8_e4m3fn) for x in CACHES})

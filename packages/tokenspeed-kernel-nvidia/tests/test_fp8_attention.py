@@ -26,12 +26,12 @@ mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
-# Weights rounded to e4m3 are off by 2.6% rms, and so is a sum of many; a row of few keys may be off by more.
+# Softmax weights rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. A row with few keys may be off by more.
 ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
 
 
 def _scale(device: torch.device, kv_heads: int, seed: int) -> Tensor:
-    """One for each KV head, or one for all if the seed is odd."""
+    """One scale for each KV head, or one for all heads if the seed is odd."""
     draw = torch.Generator().manual_seed(seed)
     return (torch.rand((kv_heads,) if seed % 2 == 0 else (), generator=draw) + 0.5).to(device)
 

@@ -80,7 +80,7 @@ def test_several_new_tokens_and_an_fp8_cache(sm90: torch.device, heads: int, opt
 @pytest.mark.parametrize("batch", [33, 200, 500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More lengths than a lane has, and more than there are groups."""
+    """More sequences than lanes of a warp, and more than groups of CTAs."""
     draw = random.Random(batch)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(1500)]) for _ in range(batch)], heads, device=sm90))
 
@@ -136,7 +136,7 @@ def test_on_the_emulator(heads: int, lengths: list[int], sm_count: int, options:
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30], ids=str)
 def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -> None:
-    """They are float16, which can represent neither the smallest nor the largest of these values."""
+    """Narrow partial results are float16, which can represent neither the smallest nor the largest of these values."""
     arguments = arguments_of([700], 128)
     arguments["q"].zero_()  # so that scores have none of these values
     arguments["kv_cache"].mul_(magnitude)

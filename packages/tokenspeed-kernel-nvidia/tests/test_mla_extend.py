@@ -86,7 +86,7 @@ def test_an_fp8_cache(sm90: torch.device, lengths: list[int], new: list[int], he
 @pytest.mark.parametrize("batch", [33, 200])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More lengths than a lane has, and more than there are groups."""
+    """More sequences than lanes of a warp, and more than groups of CTAs."""
     check(arguments_of(*drawn(batch), heads, sm90))
 
 

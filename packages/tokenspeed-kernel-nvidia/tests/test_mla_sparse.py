@@ -84,7 +84,7 @@ def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_tokens(sm90: torch.device, heads: int, tokens: int) -> None:
-    """More lengths than a lane has, and more than there are groups."""
+    """More tokens than lanes of a warp, and more than groups of CTAs."""
     draw = random.Random(tokens)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(700)]) for _ in range(tokens)], heads, device=sm90, holes=0.1))
 

@@ -131,7 +131,7 @@ def test_random_calls(sm90: torch.device) -> None:
 
 
 def test_infinities_and_nan(sm90: torch.device) -> None:
-    """They stay in their rows and columns, and memory past a row's end has no effect."""
+    """Infinities and NaN stay in their rows and columns, and memory past a row's end has no effect."""
     k, n = 328, 500
     a, weight = (_numbers(sm90, rows, k, dtype=torch.bfloat16) for rows in (6, n))
     weight[3, 7], weight[40, k - 1], a[2, 0] = torch.inf, torch.nan, torch.inf

@@ -52,7 +52,7 @@ def test_every_program_is_found() -> None:
 
 
 def test_configurations_are_values() -> None:
-    """They name files and are pickled to other processes, so they must be distinct, and equal when they are made again."""
+    """Configurations name files and are pickled to other processes: each must be distinct, and equal when it is made again."""
     for program in warmup.programs():
         configs = program.configs()
         assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))
