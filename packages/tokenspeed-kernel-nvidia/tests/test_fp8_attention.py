@@ -26,7 +26,7 @@ mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
-# Softmax weights rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. A row with few keys may be off by more.
+# Softmax weights rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. Rows with few keys may be worse.
 ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
 
 
