@@ -1,5 +1,5 @@
-"""What the tests of the base and of what is built on it share: registries of their own, platforms, operators for one test, and a
-guard against state that leaks between tests."""
+"""Shared by the tests of the base and of packages that build on it: empty registries, platforms, operators for one test, and a
+check for state that a test leaves behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# What was tuned on this machine must not decide what a test sees. Read when the package is imported, here and in processes started.
+# Results that were tuned on this machine must not affect tests. Read at import, here and in processes that tests start.
 os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
 
 from tokenspeed_kernel_base import config, lowering, measured, memo, platform, selection, watch
@@ -25,14 +25,14 @@ from tokenspeed_kernel_base.spec import KernelSpec
 from . import grids
 from .grids import Launch
 
-# The first call of an operator is slower than the others, and machines that run the tests may be busy.
+# The first call of an operator is slower than later ones, and machines that run the tests may be busy.
 settings.register_profile("operators", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("operators")
 
 
 @pytest.fixture
 def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test sets for the whole process ends with it."""
+    """Restores whatever a test sets for the whole process, and fails if the test left an override, platform or watcher active."""
     registry = KernelRegistry.get()
     declared = list(registry_module._declared.get(request.module.__name__, ()))
     kept = [(name, type(value)(value)) for name, value in vars(registry).items() if isinstance(value, (dict, list, set))]
@@ -43,7 +43,7 @@ def state_is_put_back(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not watch.watching()
     KernelRegistry._instance = registry
     vars(registry).update(kept)
-    # All test modules are in one package: without this, `register_package` of it registers what other tests declared.
+    # All test modules are in one package. Without this, `register_package` of it would register the kernels of earlier tests.
     registry_module._declared[request.module.__name__] = declared
     selection._policy, measured._source, config._settings = policy, source, read
     memo.invalidate()
@@ -89,10 +89,10 @@ def _opcheck(function: Any, arguments: dict[str, Any]) -> None:
     tests = ["test_autograd_registration", "test_faketensor"]
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
     if not any(t.element_size() == 1 and t.is_floating_point() for t in tensors):
-        tests.append("test_schema")  # it compares values in a way that PyTorch lacks for 8-bit floats
+        tests.append("test_schema")  # it compares values with functions that PyTorch lacks for fp8
     copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     if not any(t.isnan().any() for t in lowering.as_list(function(**copies))):
-        tests.append("test_aot_dispatch_dynamic")  # it takes NaN for a difference
+        tests.append("test_aot_dispatch_dynamic")  # it treats NaN as a difference
     torch.library.opcheck(custom_op, (*flat, None, None), test_utils=tests)
 
 
@@ -113,8 +113,8 @@ _declared = 0
 
 @pytest.fixture
 def declare(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Declares operators that exist during one test. ``declare(body, **options)`` gives the public function; the mode is made
-    unique, because what PyTorch is told of a custom operator cannot be taken back."""
+    """Declares operators that exist during one test. ``declare(body, **options)`` returns the public function. The mode is made
+    unique, because PyTorch cannot unregister a custom operator."""
     made: list[tuple[str, str]] = []
 
     def make(body: Callable[..., Any], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What kernels would launch for calls of the largest sizes: nothing runs, and no tensor has memory."""
+"""The launches of kernels for the largest calls. Nothing runs, and no tensor has memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.workspace import Keeper
 
-# The most items (tokens, sequences, keys, pages) of a call, and bytes of all its tensors. AMD's are less: one launch has at most
-# 2^32 threads there, and a few hundred thousand sequences with many tiles each come near that.
+# The largest number of items (tokens, sequences, keys, pages) of a call, and bytes of all its tensors. AMD's limits are lower:
+# a launch there has at most 2^32 threads, and a few hundred thousand sequences with many tiles each come close.
 _SCALES = {"nvidia": (1 << 24, 1 << 38), "amd": (1 << 17, 1 << 33)}
-# Along the second and the third axis of a grid, for both vendors.
+# The largest size of a grid's second and third axis, for both vendors.
 _MOST = 65535
 
 
 class Launch(NamedTuple):
-    """One launch of a call that was made larger."""
+    """One launch of an enlarged call."""
 
     case: str
     sizes: dict[str, int]
@@ -35,13 +35,13 @@ class Launch(NamedTuple):
     warps: int
 
     def fits(self, vendor: str) -> bool:
-        """Whether the driver takes it."""
+        """Whether the launch is within the driver's limits."""
         x, y, z = (*self.grid, 1, 1)[:3]
         return x < 1 << 31 and max(y, z) <= _MOST and (vendor != "amd" or x * self.warps * 64 < 1 << 32)
 
 
 def launches_at_scale(spec: KernelSpec, platform: PlatformInfo, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What a Triton or Gluon kernel would launch on a platform for the small cases of its operator, enlarged: each variable size
+    """The launches of a Triton or Gluon kernel on a platform, for enlarged small cases of its operator: each variable size
     alone, then all together."""
     from triton.runtime.jit import KernelInterface
 
@@ -77,7 +77,7 @@ def launches_at_scale(spec: KernelSpec, platform: PlatformInfo, monkeypatch: pyt
 def _larger(
     op: Operator[Any, Any], drawn: dict[str, Any], items: int, nbytes: int
 ) -> Iterator[tuple[dict[str, int], dict[str, Any]]]:
-    """Larger calls than a given one, on the meta device, with the sizes that were enlarged."""
+    """Enlarged variants of a call on the meta device, with the enlarged sizes."""
     from tokenspeed_kernel.workbench.numerics.narrow import axes_of
 
     axes = axes_of(op, drawn)
@@ -93,7 +93,7 @@ def _larger(
                     op.run_hook("check", call, Checker(op.mode))
                     tensors = [*(tensor for _, tensor in tensor_arguments(op.parameters, call)), *op.outputs_on_meta(call)]
                 except (ValueError, TypeError):
-                    break  # the sizes go with others
+                    break  # these sizes depend on others
                 if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= nbytes:
                     yield dict.fromkeys((*sizes, *bounds), count), call
                     break
@@ -108,7 +108,7 @@ def _enlarged(
     rows = {names[0]: tensors[name].shape[0] for name, names in axes.items() if names}
 
     def enlarged(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # Scales that go with rows are checked apart from the tensors that they scale, so their axes have no names.
+        # Scales of rows are checked separately from the tensors that they scale, so their axes have no names.
         leading = [size for size in sizes if tensor.dim() and rows.get(size) == tensor.shape[0]]
         names = axes.get(name, (*leading[:1], *[""] * (tensor.dim() - len(leading[:1]))))
         return torch.empty([counts.get(n, s) for n, s in zip(names, tensor.shape, strict=True)], dtype=tensor.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What the tests of the base share: every operator is declared, and what tests set for the whole process is put back."""
+"""Shared by the tests of the base: declares every operator, and restores the process-wide state that tests change."""
 
 from __future__ import annotations
 

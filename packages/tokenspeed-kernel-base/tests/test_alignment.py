@@ -1,4 +1,4 @@
-"""Rows at multiples of 16 bytes: which tensors have them, and what is said of caches that have not."""
+"""Rows aligned to 16 bytes: which tensors have them, and the message about caches that do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOM = torch.zeros(4096, dtype=torch.float16)
     ],
     ids=["contiguous", "padded by 8", "shifted by 8", "empty", "padded by 4", "elements apart", "contiguous, shifted"],
 )
-def test_what_needs_no_copy(cache: torch.Tensor, is_aligned: bool) -> None:
+def test_tensors_that_need_no_copy(cache: torch.Tensor, is_aligned: bool) -> None:
     made = alignment.aligned(cache)
     assert (made is cache) == is_aligned == alignment.is_aligned(cache)
     assert alignment.is_aligned(made)

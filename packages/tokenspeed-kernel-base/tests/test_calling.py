@@ -1,5 +1,5 @@
-"""What every call of every operator promises: wrong arguments are refused, whatever was called before; nothing is overwritten that
-is still to be read; nothing is kept alive; operators are for inference."""
+"""Guarantees of every operator call: wrong arguments are rejected, whatever was called before; no input is overwritten before
+it is read; no tensor is kept alive; operators reject calls that need gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL.keys())
 @pytest.mark.parametrize("argument", ["x", "weight", "residual", "out"])
 def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], Tensor], argument: str) -> None:
-    """Also after right calls: what compares a call with those cannot read the strides of a nested tensor."""
+    """This also holds after correct calls: the comparison with remembered calls cannot read the strides of a nested tensor."""
     right: dict[str, Any] = {"x": X, "weight": W}
     if argument not in right:
         right[argument] = torch.randn(4, 8)
@@ -238,7 +238,7 @@ def test_overlap(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tens
     first, second = one(buffer), other(buffer)
     expected = False
     marks = torch.zeros(10 * 6 * 4, dtype=torch.bool)
-    for tensor in (first, second):  # what the function is to say, byte by byte
+    for tensor in (first, second):  # the expected result, byte by byte
         if not tensor.numel():
             continue
         places = torch.arange(0, 10 * 6 * 4, tensor.element_size()).as_strided(
@@ -375,7 +375,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_function_of_a_package_is_served_by_its_kernels_alone(lonely: str) -> None:
+def test_a_function_of_a_package_uses_its_own_kernels_only(lonely: str) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     function = plain_function(mm, lonely)
     assert torch.equal(function(a, b), a @ b + 100)
@@ -400,7 +400,7 @@ def test_infinite_options_are_left_to_the_operator() -> None:
         mha_prefill(*(torch.randn(2, 1, 8),) * 3, torch.tensor([0, 2], dtype=torch.int32), softmax_scale=math.inf)
 
 
-def test_a_kernel_that_serves_only_calls_that_name_it(registry: KernelRegistry) -> None:
+def test_a_kernel_that_is_eligible_only_by_name(registry: KernelRegistry) -> None:
     for name, priority, reason in (("quick", 16, "slots that hold no token must be finite"), ("plain", 4, "")):
         register_kernel("norm", "x", name=name, solution="x", signatures=None, priority=priority, only_by_name=reason)(lambda: None)
     wanted = format_signature(x=dense_tensor_format(torch.float32))

@@ -1,6 +1,6 @@
 """Operators inside torch.compile, export and fake tensors, with a declaration that has every kind of parameter.
 
-The real operators are compiled by the tests of the core, `test_declarations.py`.
+The core's `test_declarations.py` compiles the real operators.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def add_one(x: Tensor, states: Tensor | None = None, out: Tensor | None = None) 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("given", [(), ("states",), ("out",), ("states", "out")], ids=" ".join)
 def test_one_output_in_inductors_code(declare: Callable[..., Any], given: tuple[str, ...], dynamic: bool | None) -> None:
-    """Inductor rejects an overload that returns one tensor and mutates none of those that its schema lets it mutate."""
+    """Inductor rejects an overload that returns one tensor and mutates none of the tensors that its schema marks as mutable."""
     function = declare(add_one, formats=("x",), mutates=("states",))
     function.fake(lambda x: torch.empty_like(x))
     x = torch.randn(4, 3)

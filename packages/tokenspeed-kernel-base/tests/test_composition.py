@@ -1,4 +1,4 @@
-"""Operators whose bodies call other operators: each part is dispatched to its best kernel, once a description."""
+"""Operators whose bodies call other operators: the best kernel of each part is selected once for each description."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ X, NORM, WEIGHT = torch.randn(3, 8), torch.rand(8) + 0.5, torch.randn(8, 4)
 
 
 def norm_mm(x: Tensor, weight: Tensor, b: Tensor, twice: bool = False, out: Tensor | None = None) -> Tensor:
-    """A normalisation and a product, or two products."""
+    """A normalisation and a GEMM, or two GEMMs."""
     normed = rmsnorm(x, eps=1e-6, weight=weight)
     product = mm(normed, b, out=out)
     return product + mm(normed, b) if twice else product
 
 
 def in_a_loop(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = None) -> Tensor:
-    """A part in a loop, and one before it."""
+    """One part before a loop, and one in it."""
     x = rmsnorm(x, weight)
     for _ in range(rounds):
         x = rmsnorm(torch.cat((x, x)), weight)
@@ -39,17 +39,17 @@ def in_a_loop(x: Tensor, weight: Tensor, rounds: int = 2, out: Tensor | None = N
 
 
 def plain(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Calls nothing."""
+    """Calls no operator."""
     return x + 1
 
 
 def unordered(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Calls an operator with arguments that cannot be put in order."""
+    """Calls an operator with arguments whose order cannot be derived."""
     return rmsnorm(*(x, x[0]))
 
 
 def unknown(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Calls an operator with an argument that it has not, and without one that it needs."""
+    """Calls an operator with an unknown argument, and without a required one."""
     return rmsnorm(x, epsilon=1.0)
 
 
@@ -84,7 +84,7 @@ def composed(declare: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def spied() -> list[tuple[int, ...]]:
-    """The shapes that a kernel of `rmsnorm` was called with, which is preferred to all others and gives zeros."""
+    """The shapes with which a kernel of `rmsnorm` was called. The kernel has the highest priority and returns zeros."""
     called: list[tuple[int, ...]] = []
 
     def spy(
@@ -139,7 +139,7 @@ def test_each_part_is_decided_once_a_description(composed: Any, monkeypatch: pyt
         return decide(self, *rest)
 
     monkeypatch.setattr(Caller, "_decide", counted)
-    monkeypatch.setitem(norm_mm.__globals__, "mm", mm)  # what is looked up at every call would be found here
+    monkeypatch.setitem(norm_mm.__globals__, "mm", mm)  # a lookup at every call would increase this count
     for _ in range(3):
         composed(X, NORM, WEIGHT)
     assert decided == [composed.operator.mode, "rmsnorm", "mm"]
@@ -147,7 +147,7 @@ def test_each_part_is_decided_once_a_description(composed: Any, monkeypatch: pyt
     assert decided[3:] == [composed.operator.mode, "rmsnorm", "mm"]
 
 
-def test_decisions_follow_what_they_rest_on(composed: Any, spied: list[tuple[int, ...]]) -> None:
+def test_decisions_are_invalidated_by_changes(composed: Any, spied: list[tuple[int, ...]]) -> None:
     assert torch.equal(composed(X, NORM, WEIGHT), torch.zeros(3, 4))
     with kernel_override("norm", "rmsnorm", "reference_rmsnorm"):
         torch.testing.assert_close(composed(X, NORM, WEIGHT), expected())
@@ -234,7 +234,7 @@ def test_others_are_not_composed() -> None:
 
 @pytest.mark.parametrize("op", [op for op in operators() if op.composed], ids=str)
 def test_declared_compositions(op: Any) -> None:
-    """Each part outside of a loop, and the kernels that follow."""
+    """Each part outside of a loop, and the resulting kernels."""
     assert len(op.composition.parts) >= 1
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     assert [(s.name, s.priority, s.is_reference) for s in specs if s.universal] == [

@@ -1,4 +1,4 @@
-"""The fast path: what is remembered, what tells two calls apart, and when host values are checked again."""
+"""The fast path: remembered calls, what distinguishes two calls, and when host values are checked again."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def weigh(declare: Callable[..., Any], log: Log) -> Any:
 
 
 def _observed(function: Any, log: Log) -> Any:
-    """Logs the slow path, and what reaches a kernel."""
+    """Logs the slow path, and the arguments that reach a kernel."""
     op = function.operator
     check = function.operator.check_call
 
@@ -134,7 +134,7 @@ def test_another_description_is_decided_anew(gather: Any, log: Log, other: Calla
     assert len(log.decided) == 2, "both are remembered"
 
 
-def test_what_invalidates(gather: Any, log: Log, hopper: Any) -> None:
+def test_changes_that_invalidate(gather: Any, log: Log, hopper: Any) -> None:
     from tokenspeed_kernel_base.platform import use_platform
 
     def decisions() -> int:
@@ -261,11 +261,11 @@ def test_meta_tensors_are_traced_not_run(gather: Any, weigh: Any, log: Log) -> N
 
 
 class Labelled(torch.Tensor):
-    """A subclass that leaves operations alone, as weights with a loader attached do."""
+    """A subclass that does not intercept operations, such as weights with a loader attached."""
 
 
 class Distributed(torch.Tensor):
-    """A subclass that takes operations over, as distributed and quantised tensors do."""
+    """A subclass that intercepts operations, as distributed and quantised tensors do."""
 
     inner: torch.Tensor
 
@@ -285,7 +285,7 @@ seen: list[str] = []
 
 
 def test_a_tensor_that_takes_operations_over_sees_the_operator(weigh: Any, log: Log) -> None:
-    """Also where it is not the first, and plain tensors of that description were seen before."""
+    """This holds if it is not the first argument, and if plain tensors of the same description were seen before."""
     weigh(torch.ones(3), Weights(torch.ones(3)), Plan(1))
     seen.clear()
     result = weigh(torch.ones(3), Weights(Distributed(torch.ones(3))), Plan(1))
@@ -379,7 +379,7 @@ def test_a_bound_kernel_still_checks_host_values(gather: Any, log: Log) -> None:
 
 
 def test_two_threads_with_their_own_lengths(gather: Any) -> None:
-    """The guard remembers the last tensors that it saw; threads that alternate must not see half of each other's."""
+    """The guard remembers the last tensors that it saw. Alternating threads must not see a mix of each other's."""
     problems: list[str] = []
 
     def work(good: bool) -> None:

@@ -1,4 +1,4 @@
-"""Names in a kernel's declaration that its operator does not state: `tokenspeed_kernel_base.interface`."""
+"""Unknown names in a kernel's declaration, which its operator does not state: `tokenspeed_kernel_base.interface`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def declared(function: Any, name: str = "mine", **options: Any) -> None:
 
 
 def refused(function: Any, **options: Any) -> str:
-    """Why a kernel cannot be registered; it is not afterwards."""
+    """The error of registering a kernel, which must not be registered afterwards."""
     with pytest.raises(RegistrationError) as caught:
         declared(function, **options)
     assert not any(spec.name == "mine" for spec in KernelRegistry.get().list_kernels())
@@ -53,7 +53,7 @@ def op(declare: Declare) -> Any:
 
 
 def test_a_misspelled_trait_is_refused_with_the_name_that_was_meant() -> None:
-    """It would constrain nothing: the kernel would be chosen for every ``hidden``."""
+    """It would constrain nothing: the kernel would be selected for every ``hidden``."""
     said = refused(rmsnorm, traits={"hiden": at_most(64)})
     assert said.startswith(
         "mine: norm.rmsnorm states no trait hiden; did you mean hidden? Its traits are hidden, residual, wide_residual ("
@@ -80,7 +80,7 @@ def test_values_that_a_trait_never_has_are_refused(op: Any, trait: str, constrai
     assert f"mine: {said} (" in refused(op, traits={trait: constraint})
 
 
-def test_what_an_operator_states_is_taken(op: Any) -> None:
+def test_declared_names_are_accepted(op: Any) -> None:
     fine: list[dict[str, Any]] = [
         dict.fromkeys(TRAITS, any),
         {"hidden": at_most(64) & multiple_of(16), "residual": {True, False}, "limit": None},
@@ -96,7 +96,7 @@ def test_an_operator_without_traits_takes_kernels_without(declare: Declare) -> N
     declared(op, "none")
 
 
-def test_a_request_that_is_made_by_hand_keeps_to_what_is_stated() -> None:
+def test_a_manual_request_must_match_the_declaration() -> None:
     signature = format_signature(x=dense_tensor_format(torch.float32))
     assert select_kernel("norm", "rmsnorm", signature, traits={"hidden": 64, "residual": False}).name
     with pytest.raises(ValueError, match=r"norm\.rmsnorm states no trait hiden; did you mean hidden\?"):
@@ -198,7 +198,7 @@ def test_resources_state_traits_too(declare: Declare) -> None:
 
 
 def test_a_kernel_that_was_registered_before_its_operator_is_looked_at_then(declare: Declare) -> None:
-    """As those of a wheel that works alone are, and of a plugin whose operator another plugin brings."""
+    """This applies to a wheel that works alone, and to a plugin whose operator another plugin declares."""
     probe = declare(_body)
     mode = f"_body_{int(probe.operator.mode.rpartition('_')[2]) + 1}"
     register_kernel("testing", mode, name="early", solution="testing", signatures=None, traits={"hiden": any})("nowhere:kernel")
@@ -228,7 +228,7 @@ def test_an_operator_keeps_to_its_own_declaration(declare: Declare) -> None:
 
 
 def test_a_kernel_without_an_operator_is_declared_against_nothing(registry: KernelRegistry) -> None:
-    """Another plugin may bring the operator later; `discover_plugins` warns of a kernel that is left without."""
+    """Another plugin may declare the operator later; `discover_plugins` warns of a kernel that remains without one."""
     facts: dict[str, Any] = {"solution": "testing", "signatures": None, "traits": {"anything": at_most(8)}}
     register_kernel("no", "such", name="free", **facts)("nowhere:kernel")
     assert registry.get_by_name("free").traits["anything"] == at_most(8)

@@ -1,4 +1,4 @@
-"""Launchers take those of their operator's parameters that they use; calls that give another one go to another kernel."""
+"""Launchers name the operator's parameters that they support. A call that sets another parameter goes to another kernel."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def scaled_later(
 
 
 def plain(out: Tensor | None, x: Tensor, scale: float) -> Tensor:
-    """Names its parameters in an order of its own, and no bias."""
+    """Names its parameters in its own order, and no bias."""
     result = x * scale
     return result if out is None else out.copy_(result)
 
 
 @pytest.fixture
 def op(declare: Callable[..., Any]) -> Callable[..., Any]:
-    """``op(body, launcher)``: an operator with a kernel of that launcher."""
+    """``op(body, launcher)``: an operator with a kernel that has this launcher."""
 
     def make(body: Callable[..., Any], launcher: Any = plain, **options: Any) -> Any:
         function = declare(body, formats=("x",), **options)
@@ -53,7 +53,7 @@ def chosen(function: Any, *args: Any, **options: Any) -> str:
     return function.explain(*args, **options).chosen.solution  # type: ignore[no-any-return]
 
 
-def test_a_launcher_takes_what_it_names(op: Callable[..., Any]) -> None:
+def test_a_launcher_gets_the_parameters_it_names(op: Callable[..., Any]) -> None:
     function, out = op(scaled), torch.empty(4)
     assert torch.equal(function(X, 3.0), 3 * X)
     assert function(X, 3.0, out=out) is out
@@ -70,7 +70,7 @@ def test_compiled_calls_give_it_what_it_names(op: Callable[..., Any], backend: s
     assert torch.equal(torch.compile(lambda x: function(x, 3.0), backend=backend, fullgraph=True)(X), 3 * X)
 
 
-def test_what_it_does_not_name_goes_to_another_kernel(op: Callable[..., Any]) -> None:
+def test_a_call_with_an_unnamed_parameter_goes_to_another_kernel(op: Callable[..., Any]) -> None:
     function = op(scaled)
     for _ in range(2):
         assert torch.equal(function(X), 2 * X)
@@ -144,7 +144,7 @@ def test_tunables_go_through(op: Callable[..., Any], declare: Callable[..., Any]
         (lambda x, out, *, extra: x, r"testing\.scaled_\d+ has no parameter extra"),
     ],
 )
-def test_launchers_that_name_what_there_is_not(op: Callable[..., Any], launcher: Any, said: str) -> None:
+def test_launchers_that_name_unknown_parameters(op: Callable[..., Any], launcher: Any, said: str) -> None:
     with pytest.raises(RegistrationError, match=said):
         op(scaled, launcher)
 

@@ -1,5 +1,5 @@
-"""A table of calls that are wrong. Each raises the right error, which names the argument, what was wanted and what came, before
-anything is launched: a kernel that outranks all others counts the calls that get through."""
+"""A table of wrong calls. Each raises the right error, which names the argument, the expected value and the actual one, before
+anything is launched. A kernel with the highest priority counts the calls that get through."""
 
 # ruff: noqa: E501 (a row of the table is a line)
 
@@ -40,7 +40,7 @@ def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
 
 
 def _valid() -> dict[str, dict[str, Any]]:
-    """One valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 kv heads, head_dim 8, pages of 4 tokens."""
+    """One valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 KV heads, head_dim 8, pages of 4 tokens."""
     prefill = {"q": ones(5, 4, 8), "k": ones(5, 2, 8), "v": ones(5, 2, 8), "cu_seqlens": ints(0, 3, 5)}
     paged = {
         "k_cache": ones(6, 4, 2, 8),
@@ -219,7 +219,7 @@ def _valid() -> dict[str, dict[str, Any]]:
 VALID = _valid()
 T, V = TypeError, ValueError
 
-# operator, what is changed in its valid call, error, what the message says
+# operator, changes to its valid call, error, and its message
 MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # comm
     ("all_reduce", {"group": None}, T, r"group must be ProcessGroup, got NoneType None"),
@@ -544,7 +544,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 @pytest.fixture
 def launched() -> Iterator[list[str]]:
-    """For every operator a kernel that outranks the others, serves everything, and says that it was called."""
+    """Registers, for every operator, an always eligible kernel with the highest priority. The kernel records its calls."""
     names: list[str] = []
     for op in operators():
         flags = {name for case in op.all_cases() if not case.large for name in _flags(op, case)}
@@ -577,7 +577,7 @@ def test_the_table_is_large_and_covers_every_operator() -> None:
 
 
 def test_the_valid_calls_are_valid(launched: list[str]) -> None:
-    """Or the table would prove nothing."""
+    """Otherwise the table would prove nothing."""
     for name, arguments in VALID.items():
         get_operator(name).function(**_copied(arguments))
         assert launched[-1:] == [name]
@@ -591,8 +591,8 @@ def test_every_malformed_call_raises_the_right_error(launched: list[str]) -> Non
     problems = []
     for mode, changes, error, message in MALFORMED:
         function = get_operator(mode).function
-        # Once before and once after a valid call was remembered: the fast path must not let a wrong one through.
-        # But for a meta tensor among CPU tensors: to tell the two apart would cost every call more than the mistake is worth.
+        # Before and after a valid call is remembered: the fast path must not let a wrong call through.
+        # The exception is a meta tensor among CPU tensors: detecting it would slow down every call.
         on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in changes.values())
         for remembered in (False,) if on_meta else (False, True):
             if on_meta:

@@ -1,4 +1,4 @@
-"""When decisions are remembered and forgotten."""
+"""When decisions are memoised and invalidated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tokenspeed_kernel_base import memo
 
 
-def test_what_is_remembered_is_found_until_invalidated() -> None:
+def test_memoised_decisions_are_found_until_invalidated() -> None:
     table = memo.new_memo()
     memo.remember(table, "a", 1, memo.epoch())
     assert table == {"a": 1}
@@ -15,7 +15,7 @@ def test_what_is_remembered_is_found_until_invalidated() -> None:
     assert table == {}
 
 
-def test_what_was_decided_before_a_change_is_not_remembered() -> None:
+def test_decisions_made_before_a_change_are_not_memoised() -> None:
     table = memo.new_memo()
     started = memo.epoch()
     memo.invalidate()
@@ -23,7 +23,7 @@ def test_what_was_decided_before_a_change_is_not_remembered() -> None:
     assert table == {}
 
 
-def test_nothing_is_remembered_in_exceptional_times() -> None:
+def test_nothing_is_memoised_in_exceptional_blocks() -> None:
     table = memo.new_memo()
     memo.remember(table, "before", 1, memo.epoch())
     with memo.exceptional():
@@ -40,7 +40,7 @@ def test_nothing_is_remembered_in_exceptional_times() -> None:
     assert table == {"e": 1}
 
 
-def test_exceptional_times_end_when_the_block_raises() -> None:
+def test_exceptional_blocks_end_when_they_raise() -> None:
     table = memo.new_memo()
     with pytest.raises(RuntimeError), memo.exceptional():
         raise RuntimeError

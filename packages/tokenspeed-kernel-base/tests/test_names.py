@@ -1,4 +1,4 @@
-"""Which names may have been meant: `tokenspeed_kernel_base.names`."""
+"""Suggestions for misspelled names: `tokenspeed_kernel_base.names`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = ("triton_mm", "triton_rmsnorm", "reference_mm", "mha_prefill", "moe_di
         ("kv_store", "store_kv_cache"),
         ("mha_prefill_fast", "mha_prefill"),
         ("nosuch", None),
-        ("reference_nosuch", None),  # as long a prefix as it shares with a name, what differs is as long
+        ("reference_nosuch", None),  # a common prefix as long as the part that differs
         ("triton_foo", None),
         ("m", None),
         ("", None),

@@ -1,4 +1,4 @@
-"""What a declaration gives: an ordinary function, its checks, its outputs, what can be asked of it."""
+"""The public function of a declaration: its checks, its outputs, and its methods."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scale(
 
 @pytest.fixture
 def toy(declare: Callable[..., Any]) -> Any:
-    """``scale``, with all its hooks; ``toy.launched`` counts the calls that reached a kernel."""
+    """``scale``, with all its hooks; ``toy.launched`` records the calls that reach a kernel."""
     function = declare(scale, formats=("x",), traits={"width": int, "negative": bool})
     function.launched = []
 
@@ -255,7 +255,7 @@ def test_overrides_of_a_call(toy: Any) -> None:
         toy(X, solution="triton")
 
 
-def test_bind_gives_the_kernel_itself(toy: Any) -> None:
+def test_bind_returns_the_kernel_itself(toy: Any) -> None:
     bound = toy.bind(X, factor=3.0)
     assert bound is KernelRegistry.get().get_impl(f"spy_{toy.__name__}")
     assert torch.equal(bound(X, 3.0, None, None), X * 3)
@@ -339,7 +339,7 @@ def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
 
 
 def test_sizes_have_kinds(declare: Callable[..., Any]) -> None:
-    """Only sizes that the operator declares to vary are rounded: two models' state sizes must not share a measured result."""
+    """Only sizes that the operator declares as varying are rounded: two models' state sizes must not share a measured result."""
 
     def scan(x: Tensor, state: Tensor, cache: Tensor, max_rows: int | None = None) -> Tensor:
         return x

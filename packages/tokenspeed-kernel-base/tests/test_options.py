@@ -1,5 +1,5 @@
-"""Options at the edges of what they may be. Kernels and hooks are given numbers that they can compute with, however a call is made;
-every operator refuses what has no meaning, in its own words."""
+"""Options at the limits of their range. Kernels and hooks get values that they can compute with, however a call is made. Every
+operator rejects meaningless values with its own message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _options(window: Any, scale: Any, plan: Plan) -> tuple[Any, ...]:
 
 @pytest.fixture
 def given() -> Given:
-    """The options that the kernel and the hooks of `op` were given, in order."""
+    """The options that the kernel and the hooks of `op` received, in order."""
     return []
 
 
@@ -94,7 +94,7 @@ CALLERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 @pytest.mark.parametrize("window", [-1, NO_LIMIT, INT32, INT32 + 1, INT64])
 def test_kernels_and_hooks_see_no_window_that_is_larger_than_any_sequence(op: Any, given: Given, window: int, caller: str) -> None:
     call = CALLERS[caller](op)
-    for _ in range(3):  # decided, remembered
+    for _ in range(3):  # first decided, then remembered
         assert torch.equal(call(X, window, 2.0, Plan(), None), 2 * X)
     assert set(given) == {(-1, 2.0, float, 1.0, float)}
 
@@ -110,7 +110,7 @@ def test_compiled_calls_see_no_window_either(op: Any, given: Given) -> None:
 def test_windows_that_limit_stay_as_they_are(op: Any, given: Given, window: int) -> None:
     with pytest.raises(NoKernelFoundError, match="sliding_window"):
         op(X, window, solution="sample")
-    assert torch.equal(op(X, window), X)  # by the reference
+    assert torch.equal(op(X, window), X)  # by the reference kernel
     assert {options[0] for options in given} == {window}
 
 
@@ -120,7 +120,7 @@ def test_integers_for_floats_arrive_as_floats(op: Any, given: Given, caller: str
     for scale in (2, 2.0, 2**62, 3):
         assert torch.equal(call(X, -1, scale, Plan(factor=2), None), X * 2 * float(scale))
     assert {(options[2], options[4]) for options in given} == {(float, float)}
-    if caller != "the custom operator":  # PyTorch gives it integers of 64 bits
+    if caller != "the custom operator":  # PyTorch passes integers to it as int64
         assert torch.equal(call(X, -1, 2**100, Plan(2**20), None), X * 2.0**120)
 
 
@@ -137,13 +137,13 @@ def test_integers_for_floats_arrive_as_floats(op: Any, given: Given, caller: str
         ({"plan": Plan(rows=1.5)}, TypeError, "plan.rows must be int, got float 1.5"),
     ],
 )
-def test_numbers_that_no_kernel_can_be_given_are_refused(
+def test_out_of_range_options_are_rejected(
     op: Any, given: Given, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     for call in (op, op.bind, op.explain):
         with pytest.raises(error, match=f"^{op.operator.mode}: {message}"):
             call(X, **changes)
-    assert len(given) <= 3  # the check hook's
+    assert len(given) <= 3  # only the check hook ran
 
 
 def test_infinity_and_nan_are_for_the_operator_to_judge(op: Any) -> None:
@@ -155,7 +155,7 @@ def _bounded(x: Tensor, most: int, out: Tensor | None = None) -> Tensor:
     return x
 
 
-def test_what_may_be_unlimited_is_an_integer_and_no_bound(declare: Callable[..., Any]) -> None:
+def test_unlimited_options_must_be_integers_and_not_bounds(declare: Callable[..., Any]) -> None:
     for names, message in (
         (("scale",), "must be annotated as int"),
         (("nothing",), "nothing of the declaration are not parameters"),
@@ -174,7 +174,7 @@ FLOATS = (-1, 0, 2**64, 10**400, FLOAT32, -FLOAT32, 1e39, math.inf, math.nan)
 
 
 def _smallest(op: Operator[Any, Any]) -> Case:
-    """The smallest case that has something to do."""
+    """The smallest case with nonempty tensors."""
 
     def size(case: Case) -> float:
         tensors = [tensor.numel() for _, tensor in tensor_arguments(op.parameters, op.complete(case.build()))]
@@ -190,7 +190,7 @@ def _edges(option: Parameter) -> list[Any]:
 
 
 def _changed(op: Operator[Any, Any], case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Calls with one option, or one of a plan, at an edge."""
+    """Calls in which one option, or one field of a plan, is at a limit."""
     for parameter in op.parameters:
         for option in parameter.fields or (parameter,):
             for value in _edges(option) if parameter.kind is Kind.VALUE else ():
@@ -201,12 +201,12 @@ def _changed(op: Operator[Any, Any], case: Case) -> Iterator[tuple[str, dict[str
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.mode)
-def test_an_operator_computes_or_refuses_in_its_own_words(op: Operator[Any, Any]) -> None:
+def test_an_operator_computes_or_rejects_with_its_own_message(op: Operator[Any, Any]) -> None:
     faults = []
     for change, arguments in _changed(op, _smallest(op)):
         try:
             results = lowering.as_list(op.function(**arguments))
-        except NoKernelFoundError:  # a plan's layout or kernel is not there
+        except NoKernelFoundError:  # the plan's layout or kernel does not exist
             continue
         except Exception as error:
             if not (isinstance(error, (TypeError, ValueError)) and str(error).startswith(f"{op.mode}: ")):

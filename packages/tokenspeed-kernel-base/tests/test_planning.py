@@ -1,4 +1,4 @@
-"""From facts to a plan, from a plan to what its kernel wants: the steps that an operator may have before its first call."""
+"""Planning and weight preparation: the steps that an operator may have before its first call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call_of(weights: Any, plan: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def moe_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package with two kernels of moe_apply: one for canonical weights, and a better one that wants them doubled."""
+    """A package with two kernels of moe_apply: one for canonical weights, and a preferred one whose layout doubles them."""
     folder = tmp_path / "expert_kernels"
     folder.mkdir()
     (folder / "__init__.py").touch()
@@ -106,8 +106,8 @@ def test_errors_name_the_function_that_was_called() -> None:
         moe_process_weights(weights_of(), {})
 
 
-def test_a_plan_for_a_gpu_that_only_the_reference_serves_warns() -> None:
-    facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # of no kernel
+def test_a_gpu_plan_for_which_only_the_reference_is_eligible_warns() -> None:
+    facts: dict[str, Any] = {**SIZES, "dtype": torch.float64}  # not the plan of any kernel
     gpu = named_platform("sm_90")
     with pytest.warns(
         ReferenceWarning, match=r"^moe_plan: no kernel for NVIDIA H100 .* serves this; reference_moe_apply will, slowly"
@@ -127,7 +127,7 @@ def test_a_plan_for_a_gpu_that_only_the_reference_serves_warns() -> None:
 
 @dataclasses.dataclass
 class ScaledWeights(MoEWeights, Resource):
-    """The layout "scaled": experts of w2, each times a factor of its own."""
+    """The layout "scaled": each expert of w2 has its own factor."""
 
     factors: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
 
@@ -203,7 +203,7 @@ class Plan:
 
 
 class Packed(Resource):
-    """A table in a kernel's own form."""
+    """A table in a kernel's own layout."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self.key, self.rows = len(rows), rows
@@ -223,7 +223,7 @@ def _declare(declare: Declare, **options: Any) -> Any:
 
 
 def test_the_life_of_an_operator_with_a_resource(declare: Declare) -> None:
-    """Without layouts: one form serves all kernels, and a plan chooses the kernel alone."""
+    """Without layouts: all kernels share one form, and a plan only selects the kernel."""
     function = _declare(declare)
 
     @function.plan

@@ -1,4 +1,4 @@
-"""Platforms and what kernels need of them. None of this needs a GPU."""
+"""Platforms, and the requirements of kernels. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_why_triton_is_missing_is_true(monkeypatch: pytest.MonkeyPatch, cpu: Pla
     assert needs.gap(cpu) == needs.gap(bare) == "needs triton, which is not installed"
 
 
-def test_a_probe_is_asked_last_and_told_apart(hopper: PlatformInfo) -> None:
+def test_a_probe_runs_last_and_is_distinguished(hopper: PlatformInfo) -> None:
     asked: list[str] = []
 
     def nothing() -> str | None:
@@ -198,7 +198,7 @@ def test_a_pretended_platform_from_the_settings(settings_from: Any, hopper: Plat
     ("hip", "version", "gcn_arch_name", "vendor", "arch"),
     [
         ("7.0", (9, 5), "gfx950:sramecc+:xnack-", "amd", "gfx950"),
-        # PyTorch fills in this property with the device's name where it has no meaning.
+        # PyTorch sets this property to the device's name on devices for which it has no meaning.
         (None, (9, 0), "a gpu", "nvidia", "sm_90"),
     ],
 )

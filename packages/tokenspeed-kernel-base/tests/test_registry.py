@@ -1,4 +1,4 @@
-"""Declaring kernels: what is taken, what is refused and how that reads, and when an implementation is imported."""
+"""Declaring kernels: accepted and rejected declarations, their messages, and when an implementation is imported."""
 
 from __future__ import annotations
 
@@ -90,20 +90,20 @@ def test_default_name_is_solution_and_mode(registry: KernelRegistry) -> None:
     assert registry.get_by_name("torch_scale").origin.startswith(__file__ + ":")
 
 
-def test_the_decorator_returns_what_it_decorates(registry: KernelRegistry) -> None:
+def test_the_decorator_returns_the_decorated_object(registry: KernelRegistry) -> None:
     assert register_kernel("norm", "scale", solution="torch", signatures=BF16)(kernel) is kernel
     path = "nowhere_to_be_found:kernel"
     assert register_kernel("norm", "scale", solution="lazy", signatures=BF16, priority=9)(path) is path
 
 
 @pytest.mark.parametrize("impl", [3, None, "module", "module:", ":function", "a:b:c", ""])
-def test_what_is_neither_function_nor_path_is_refused(registry: KernelRegistry, impl: Any) -> None:
+def test_neither_function_nor_path_is_rejected(registry: KernelRegistry, impl: Any) -> None:
     with pytest.raises(RegistrationError, match='mine: an implementation is a function or "module:function", got'):
         registry.register(spec(), impl)
     assert registry.list_kernels() == []
 
 
-def test_a_taken_name_is_refused_with_both_origins(registry: KernelRegistry) -> None:
+def test_a_name_in_use_is_rejected_with_both_origins(registry: KernelRegistry) -> None:
     registry.register(spec(origin="first.py:10"), kernel)
     with pytest.raises(RegistrationError, match=r"a kernel named mine exists: registered by first.py:10, now again by plugin b"):
         registry.register(spec(origin="plugin b", family="other"), kernel)
@@ -127,7 +127,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
     registry.register(spec("a", priority=1), anything)
     registry.register(spec("b", priority=2), optional)
-    registry.register(spec("c", priority=3), print)  # a builtin has no signature to compare before it is called
+    registry.register(spec("c", priority=3), print)  # a builtin has no signature to compare at registration
 
 
 # -- lazily imported implementations ----------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_implementations_take_the_operators_parameters(registry: KernelRegistry)
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module that can be imported; gives its name."""
+    """Writes an importable module, and returns its name."""
     names: list[str] = []
 
     def write(source: str) -> str:
@@ -167,7 +167,7 @@ def test_a_lazy_kernel_is_imported_only_when_selected(registry: KernelRegistry, 
     assert registry.get_impl("lazy") is sys.modules[name].kernel
 
 
-def test_get_impl_says_what_is_wrong_with_a_lazy_kernel(registry: KernelRegistry, module: Any) -> None:
+def test_get_impl_names_the_fault_of_a_lazy_kernel(registry: KernelRegistry, module: Any) -> None:
     name = module("def short(x): ...\nnot_a_function = 3\n")
     raising = module("raise OSError('libgpu.so is missing')\n")
     registry.declare_interface("norm", "scale", Interface(("x", "out"), formats=DENSE, written=("out",)))
@@ -198,7 +198,7 @@ def test_get_impl_says_what_is_wrong_with_a_lazy_kernel(registry: KernelRegistry
 
 
 def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: KernelRegistry, module: Any, cpu: Any) -> None:
-    """The best kernel by priority, of a package whose toolchain is missing, must not take the operator down."""
+    """The kernel with the highest priority, whose toolchain is missing, must not break the operator."""
     registry.register(spec("portable", priority=4), kernel)
     registry.register(spec("broken", priority=16, origin="plugin p"), "there_is_no_such_module:kernel")
     with pytest.warns(
@@ -310,7 +310,7 @@ def test_the_universal_reference_clashes_with_priority_0(registry: KernelRegistr
 # -- removing, transactions -------------------------------------------------------------------------------------------------------
 
 
-def test_unregistering_what_is_not_there(registry: KernelRegistry) -> None:
+def test_unregistering_an_unknown_kernel(registry: KernelRegistry) -> None:
     registry.register(spec("mine"), kernel)
     with pytest.raises(KeyError, match=r"no kernel named mime; did you mean mine\?"):
         registry.unregister("mime")
@@ -443,7 +443,7 @@ def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
     assert described["load error"].startswith("ImportError: kernel mine is implemented by nowhere:kernel")
 
 
-def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> None:
+def test_describe_kernel_reports_absences(registry: KernelRegistry) -> None:
     registry.register(KernelSpec("plain", "norm", "scale", "torch", format_signatures=None, priority=9), functools.partial(kernel))
     described = _described("plain")
     nothing = {"package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags"}
@@ -516,7 +516,7 @@ def test_get_and_reset() -> None:
     assert KernelRegistry.get().list_kernels() == []
 
 
-# -- names and meanings that code written against 0.1 relies on ------------------------------------------------------------------
+# -- names and meanings in use by code written against 0.1 -----------------------------------------------------------------------
 
 
 def _parameters(function: Any) -> tuple[list[str], list[str]]:

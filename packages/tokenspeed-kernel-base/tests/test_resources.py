@@ -1,4 +1,4 @@
-"""Resources as arguments: what describes a call, what torch.compile sees, and what happens when one is gone."""
+"""Resources as arguments: their part in descriptions, their handling by torch.compile, and calls with a deleted one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Declare = Callable[..., Any]
 
 
 class Table(Resource):
-    """Numbers to add, by a name that hooks may read."""
+    """Values to add, with a name that hooks may read."""
 
     def __init__(self, name: str, values: Tensor, device: torch.device | None = None) -> None:
         self.key, self.name, self.values, self.device = name, name, values, device
@@ -46,7 +46,7 @@ def _add_if_there(x: Tensor, table: Table | None = None, out: Tensor | None = No
 
 @pytest.fixture
 def asked() -> list[str]:
-    """The tables for which a kernel was chosen."""
+    """The tables for which a kernel was selected."""
     return []
 
 
@@ -128,7 +128,7 @@ def test_equal_keys_share_a_decision(add: Any, asked: list[str]) -> None:
 @pytest.mark.parametrize("wrong", [3, None, "a", Other("a"), torch.zeros(3)])
 def test_a_wrong_type_is_an_error_that_names_the_argument(add: Any, wrong: Any) -> None:
     x = torch.ones(3)
-    add(x, Table("a", x))  # what is remembered must not let it pass
+    add(x, Table("a", x))  # remembered calls must not let it pass
     with pytest.raises(TypeError, match=r"_add_\d+: table must be Table, got "):
         add(x, wrong)
 
@@ -141,7 +141,7 @@ def test_a_key_that_cannot_be_hashed(add: Any) -> None:
 
 
 class Stated(Table):
-    """Numbers of which some are rounded, as it says."""
+    """Values with a declared trait: some of them are rounded."""
 
     trait_kinds: ClassVar[Mapping[str, TraitKind]] = {"rounded": bool}
 
@@ -154,8 +154,8 @@ class Stated(Table):
         return f"the numbers are {self.name}" if self.name else ""
 
 
-def test_what_a_resource_states_is_asked_of_kernels(add: Any, asked: list[str]) -> None:
-    """A kernel that is silent about a flag is not given resources that set it, by its name neither."""
+def test_traits_of_a_resource_gate_kernels(add: Any, asked: list[str]) -> None:
+    """A kernel that is silent about a flag gets no resources that set it, even if the call names the kernel."""
     op = add.operator
     signature = format_signature(x=dense_tensor_format(torch.float32))
     common: dict[str, Any] = {"solution": "test", "signatures": {signature}, "priority": 17}
@@ -238,7 +238,7 @@ def test_a_resource_that_is_gone(add: Any) -> None:
 
 
 def test_the_fake_hook_may_ask_for_it(declare: Declare) -> None:
-    """The output's size is the table's."""
+    """The output's size is that of the table."""
 
     def lookup(x: Tensor, table: Table) -> Tensor:
         return table.values[: len(table.name)] + x

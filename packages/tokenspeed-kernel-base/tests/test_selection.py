@@ -1,6 +1,6 @@
-"""Choosing kernels: what overrides, policies and measurements do, and when decisions are forgotten.
+"""Selection: effects of overrides, policies and measurements, and when decisions are invalidated.
 
-`test_selection_oracle.py` compares whole selections; here each rule stands alone.
+`test_selection_oracle.py` compares whole selections; here each rule is tested alone.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ NVIDIA = CapabilityRequirement(vendors=frozenset({"nvidia"}))
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current platform is the CPU's, also where there is a GPU."""
+    """The current platform is the CPU, even on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def add(registry: KernelRegistry) -> Callable[..., Callable[..., Any]]:
-    """Registers a kernel of ``norm.scale`` that serves everything a CPU can ask, but for what is given; gives its function."""
+    """Registers a kernel of ``norm.scale`` that is eligible for every CPU call, except as declared; returns its function."""
 
     def register(name: str, **facts: Any) -> Callable[..., Any]:
         def impl(*args: Any) -> str:
@@ -464,7 +464,7 @@ def test_verbose_logs_each_new_decision_once(three: None, settings_from: Any, ca
 # -- forgetting -------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_decisions_rest_on_changes_them(add: Callable[..., Any], registry: KernelRegistry, hopper: PlatformInfo) -> None:
+def test_changes_invalidate_decisions(add: Callable[..., Any], registry: KernelRegistry, hopper: PlatformInfo) -> None:
     add("plain", priority=4)
     assert chosen() == "plain"
     add("better", priority=8)

@@ -1,8 +1,8 @@
 """The selector against another implementation of the same rules, over random registries and requests.
 
-The oracle below is written from the rules as the documentation states them (traits.py, selection.py, DESIGN): it sees kernels
-and requests as plain descriptions and calls nothing of the package. Constraints are descriptions too; `build` turns one into
-what a kernel's author would write.
+The oracle is written from the documented rules (traits.py, selection.py, DESIGN). It sees kernels and requests as plain
+descriptions, and calls nothing of the package. Constraints are descriptions, too; `build` converts one into a kernel author's
+form.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
 
 @functools.cache
 def _can_hold(rule: tuple[Any, ...]) -> bool:
-    """Whether any value will do: a kernel that constrains a trait otherwise is refused when it registers."""
+    """Whether any value satisfies the rule. Otherwise registration rejects the kernel."""
     return any(holds(rule, value) for value in (True, False, None, "nhd", 0.5, 0.75, 1.5, *range(600)))
 
 
@@ -197,7 +197,7 @@ devices = st.builds(
 
 
 def rarely(strategy: st.SearchStrategy[Any], empty: Any, among: int = 3) -> st.SearchStrategy[Any]:
-    """``empty`` most of the time, so that many kernels come through to the later gates."""
+    """``empty`` most of the time, so that many kernels reach the later gates."""
     return st.integers(0, among - 1).flatmap(lambda draw: st.just(empty) if draw else strategy)
 
 
@@ -253,7 +253,7 @@ wishes = st.builds(
 
 
 def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, Any] | None:
-    """The first gate that the kernel fails, and what its reason must say."""
+    """The first gate that the kernel fails, and the facts that its reason must state."""
     device = wish.device
     if wish.solution is not None and kernel.solution != wish.solution:
         return "solution", (kernel.solution, wish.solution)
@@ -274,28 +274,28 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
     for name, value in wish.traits.items():
         rule = kernel.traits.get(name)
         if rule is None:
-            # Silence about a flag: the kernel does not have it.
+            # Silence about a flag means that the kernel does not support it.
             if value is True and not kernel.universal:
                 offending.add(name)
         elif not holds(rule, value):
             offending.add(name)
     for name, rule in kernel.traits.items():
-        # What exists only for a feature does not serve a request that does not know of it.
+        # A kernel that exists only for a feature is not eligible for a request that does not state the feature.
         if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # repr, because True == 1
             offending.add(name)
     if overridden:
-        # An override gets past traits, but for those that say what the operands are.
+        # An override skips traits, except those that describe the operands.
         offending &= wish.fixed
     return ("traits", offending) if offending else None
 
 
 def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
-    """Sorts best first: override, tuned result, objective, priority, name."""
+    """Sort key, best first: override, tuned result, objective, priority, name."""
     if wish.objective == "debug":
         preference = kernel.priority
     elif wish.objective == "portability":
         demands = [kernel.vendors is not None, kernel.arch[0] is not None, kernel.arch[1] is not None, bool(kernel.needs)]
-        # A reference is not what one ports to, however little it demands.
+        # A reference is not a portable kernel, however few requirements it has.
         preference = sum(demands) if kernel.priority >= 4 else 5
     elif wish.objective in ("default", "accuracy"):  # no operand here is fp8
         preference = 0
@@ -362,7 +362,7 @@ def _signature(index: int) -> FormatSignature:
 
 
 def install(described: list[Kernel]) -> dict[str, Any]:
-    """Puts the kernels into a fresh registry; gives their implementations."""
+    """Registers the kernels in a fresh registry; returns their implementations."""
     KernelRegistry.reset()
     registry = KernelRegistry.get()
     implementations = {}
@@ -407,7 +407,7 @@ def compare(described: list[Kernel], implementations: dict[str, Any], wish: Wish
     passing = sorted((k for k in described if failures[k.name] is None), key=lambda k: place(k, wish))
     expected = passing[0].name if passing else None
     if override and expected != wish.override:
-        expected = None  # an override that cannot be honoured is an error, never something else quietly
+        expected = None  # an override that cannot be honoured is an error, never silently another kernel
         seen["override refused"] += 1
     elif override:
         seen["override"] += 1
@@ -448,7 +448,7 @@ def _check_ties(passing: list[Kernel], wish: Wish, reason: str, seen: collection
 
 
 def _check_clashes(described: list[Kernel], wish: Wish) -> None:
-    """Kernels of equal priority that both serve a request that states every trait were reported when they registered."""
+    """Kernels of equal priority that are both eligible for a request with every trait must have been reported at registration."""
     if {*FLAGS, *VALUES} - wish.traits.keys():
         return
     passing = [k for k in described if first_failure(k, wish, False) is None]
@@ -467,7 +467,7 @@ def _run(registries_wanted: int, requests_each: int, derandomize: bool) -> colle
         deadline=None,
         derandomize=derandomize,
         database=None,
-        # Shrinking draws this large takes minutes; the failing kernels and request are printed instead.
+        # Shrinking such large inputs takes minutes; the failing kernels and request are printed instead.
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
@@ -486,7 +486,7 @@ def _run(registries_wanted: int, requests_each: int, derandomize: bool) -> colle
 def test_selection_agrees_with_the_oracle() -> None:
     seen = _run(registries_wanted=1000, requests_each=20, derandomize=True)
     assert seen["pairs"] >= 20_000
-    # The comparison means nothing where nothing happens: each outcome has to have come up often.
+    # The comparison needs variety: each outcome must have occurred often.
     for outcome in ("accepted", "selected", "none", "solution", "platform", "formats", "traits"):
         assert seen[outcome] >= 500, seen
     for outcome in ("override", "override refused", "tie"):
@@ -499,7 +499,7 @@ def test_selection_agrees_with_the_oracle_on_fresh_inputs() -> None:
 
 
 def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence taken for support, which is the mistake that matters most, must not pass."""
+    """A selector that treats silence as support, which is the worst mistake, must be detected."""
     lenient = selection.gate
 
     def gate(spec: KernelSpec, request: Any, **options: Any) -> Any:

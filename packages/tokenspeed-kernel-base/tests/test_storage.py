@@ -1,4 +1,4 @@
-"""Files that several processes share: whole ones, locks, databases."""
+"""Files that several processes share: atomic replacement, locks, databases."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_set_aside_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_waited_for_no_longer_than_wanted(tmp_path: Path) -> None:
-    with locked(tmp_path / "x"):  # throughout: waiting ends while the lock is held
+    with locked(tmp_path / "x"):  # throughout: the wait ends while the lock is held
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match=r"another process has held .*x\.lock for 0\.1 s"), locked(tmp_path / "x", 0.1):
             pass
@@ -135,7 +135,7 @@ def test_a_forked_process_holds_none_of_its_parents_locks(tmp_path: Path) -> Non
                 with pytest.raises(TimeoutError), locked(tmp_path / "x", 0.0):
                     pass
                 os.write(writing, b"refused")
-                with locked(tmp_path / "x", math.inf):  # its parent's, until that releases it
+                with locked(tmp_path / "x", math.inf):  # its parent's lock, until the parent releases it
                     os._exit(0)
             finally:
                 os._exit(1)
@@ -213,7 +213,7 @@ def _add(folder: Path, times: int) -> None:
 
 @forks
 def test_processes_and_threads_that_are_forked_from_lose_nothing(tmp_path: Path) -> None:
-    """Forks while another thread writes, all the time: a child that inherited a half-done change would hang or spoil it."""
+    """Forks while another thread keeps writing: a child that inherited a half-done change would hang or corrupt the file."""
     stop, written = threading.Event(), [0]
 
     def write() -> None:

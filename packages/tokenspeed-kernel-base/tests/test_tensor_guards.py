@@ -1,4 +1,4 @@
-"""The quick look-up by PyTorch's guards: it agrees with the whole description, errs on the safe side, and can be missing."""
+"""The quick lookup with PyTorch's guards: it agrees with the full description, errs on the safe side, and is optional."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _arguments() -> tuple[Tensor, Tensor]:
     return torch.randn(3, 8), torch.ones(8)
 
 
-def test_this_pytorch_has_guards_that_do_what_is_needed() -> None:
+def test_this_pytorch_has_usable_guards() -> None:
     assert recent.tensor_guards() is not None
 
 
@@ -48,7 +48,7 @@ def test_a_call_is_decided_once_by_description(decisions: list[tuple[Any, ...]])
     for _ in range(3):
         rmsnorm(*_arguments())
     rmsnorm(torch.randn(4, 8), torch.ones(8))
-    for _ in range(3):  # the first description is no longer the recent one, and is still known
+    for _ in range(3):  # the first description is no longer in the quick lookup, but is still memoised
         rmsnorm(*_arguments())
     assert [args[0].shape[0] for args in decisions] == [3, 4]
 
@@ -85,7 +85,7 @@ def test_a_wrong_call_is_refused_after_a_right_one() -> None:
         rmsnorm([1.0], weight)  # type: ignore[arg-type]
 
 
-def test_other_strides_and_one_tensor_given_twice_are_served_from_the_whole_description(decisions: list[tuple[Any, ...]]) -> None:
+def test_other_strides_and_aliases_use_the_full_description(decisions: list[tuple[Any, ...]]) -> None:
     x, weight = torch.randn(8, 8), torch.ones(8)
     torch.testing.assert_close(rmsnorm(x.t(), weight), rmsnorm(x.t().contiguous(), weight))
     normed, total = rmsnorm(x, weight, residual=x)
@@ -94,7 +94,7 @@ def test_other_strides_and_one_tensor_given_twice_are_served_from_the_whole_desc
     assert len(decisions) == 2  # with a residual and without
 
 
-def test_a_few_descriptions_by_turns_are_served_without_being_formed(decisions: list[tuple[Any, ...]]) -> None:
+def test_alternating_descriptions_use_the_quick_lookup(decisions: list[tuple[Any, ...]]) -> None:
     weight = torch.ones(8)
     calls = [
         lambda: rmsnorm(torch.randn(3, 8), weight),
@@ -105,7 +105,7 @@ def test_a_few_descriptions_by_turns_are_served_without_being_formed(decisions: 
     assert len(calls) == recent.CHAIN
     for call in calls:
         call()
-    CALLER._memo.clear()  # which would know them, too
+    CALLER._memo.clear()  # a full description would find them, too
     for call in calls * 2:
         call()
     assert len(decisions) == len(calls)
@@ -133,7 +133,7 @@ def test_an_option_that_cannot_be_compared_is_refused() -> None:
             rmsnorm(x, weight, wrong)  # type: ignore[arg-type]
 
 
-def test_inference_mode_is_served(decisions: list[tuple[Any, ...]]) -> None:
+def test_inference_mode_is_supported(decisions: list[tuple[Any, ...]]) -> None:
     x, weight = _arguments()
     expected = rmsnorm(x, weight)
     with torch.inference_mode():

@@ -70,7 +70,7 @@ def test_satisfiable_means_that_a_value_exists(constraint: Constraint) -> None:
         (as_constraint(any), [True, 0], []),
     ],
 )
-def test_what_constraints_accept(constraint: Constraint, accepted: list[Any], refused: list[Any]) -> None:
+def test_values_that_constraints_accept(constraint: Constraint, accepted: list[Any], refused: list[Any]) -> None:
     assert [v for v in accepted if not constraint.accepts(v)] == []
     assert [v for v in refused if constraint.accepts(v)] == []
 

@@ -1,4 +1,4 @@
-"""Memory that outlives launches, on the host: a stream is a number, and each test says whether it is captured."""
+"""Memory that outlives launches, on the host: a stream is an integer, and each test says whether it is being captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Pretended:
-    """A keeper of memory on the host, and what its streams do."""
+    """A workspace keeper on the host, with fake streams."""
 
     def __init__(self, arena: int = 1000) -> None:
         self.capturing = False
@@ -59,7 +59,8 @@ def test_it_grows_on_demand(pretended: Pretended) -> None:
 
 
 def test_captured_launches_share_no_counters(pretended: Pretended) -> None:
-    """Not even on one stream, which all captures of PyTorch use; and there are always some, before and after the arena's end."""
+    """This holds even on one stream, which all captures of PyTorch use; counters are always available, before and after the
+    arena's end."""
     get = pretended.keeper.get
     eager = [get(0, 1, 100, 30)]
     found = []
@@ -129,7 +130,7 @@ def test_standing_memory(pretended: Pretended) -> None:
 
 
 def test_threads_get_one_workspace_for_one_stream(pretended: Pretended) -> None:
-    """Two threads that launch on one stream do so one after the other, on the device."""
+    """Two threads that launch on one stream run one after the other on the device."""
     found: list[Workspace] = []
     start = threading.Barrier(8)
 

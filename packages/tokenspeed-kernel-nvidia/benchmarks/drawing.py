@@ -29,13 +29,13 @@ _STYLE: Any = {
 
 Report = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
-# The timed rows, by shape and contestant.
+# The timed rows, by shape and implementation.
 Found = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Legend:
-    """Names and colours by contestant, in the order of a shape's bars."""
+    """Names and colours by implementation, in the order of a shape's bars."""
 
     labels: Mapping[str, str]
     colours: Mapping[str, str]
@@ -47,7 +47,7 @@ class Panel:
 
     Attributes:
         title: what is plotted.
-        values: by shape and contestant.
+        values: by shape and implementation.
         ticks: labels of the shapes.
         digits: decimals of the values above our bars.
         one: whether to draw a line at 1.
@@ -154,8 +154,8 @@ def table(
     ]
     for shape, found in measured(report["rows"], shapes).items():
         times = {name: us(row) for name, row in found.items()}
-        peers = [time for name, time in times.items() if name not in ("ours", "triton")]
-        ratio = f"{min(peers) / times['ours']:.2f}" if peers and "ours" in times else ""
+        baselines = [time for name, time in times.items() if name not in ("ours", "triton")]
+        ratio = f"{min(baselines) / times['ours']:.2f}" if baselines and "ours" in times else ""
         any_row = next(iter(found.values()))
         cells = [text(any_row) for text in more.values()] + [three_digits(times[name]) if name in times else "" for name in names]
         lines.append(f"| {shape} | {' | '.join(cells)} | {ratio} |")

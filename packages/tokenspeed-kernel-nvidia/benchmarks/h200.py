@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import measuring
 from bars import LARGEST_ERROR, LARGEST_ROW_ERROR, judge
-from contestants import Contestant, contestants, output_of
+from baselines import Implementation, implementations, output_of
 from measuring import Between, Effort, Limits, Measurement, errors_of, relative_error, times_of, worst_row_error
 from shapes import SHAPES, Shape, reference_rows, sampled_rows
 
@@ -40,11 +40,11 @@ _COPIES, _PREFILL_COPIES = 128, 8
 _BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
 _LIMITS = Limits(LARGEST_ERROR, LARGEST_ROW_ERROR)
 # A baseline with a larger error, in all or in its worst row, computes something else.
-_PEER_LIMITS = Limits(2e-2, 8e-2)
+_BASELINE_LIMITS = Limits(2e-2, 8e-2)
 
 
-def measure_shape(shape: Shape, wanted: Iterable[Contestant], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in alternating rounds. Returns their rows."""
+def measure_shape(shape: Shape, wanted: Iterable[Implementation], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
+    """Measures implementations at one shape, in alternating rounds. Returns their rows."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case().build(device))
     cost = op.cost_of(arguments)
@@ -58,7 +58,7 @@ def measure_shape(shape: Shape, wanted: Iterable[Contestant], device: torch.devi
     measurements = [(each, Measurement(each, shape)) for each in wanted]
     for each, measurement in measurements:
         make, errors_here = functools.partial(each.setup, shape, arguments), functools.partial(errors, sinks=each.sinks)
-        measurement.guarded(functools.partial(measurement.check, make, errors_here, _LIMITS if each.ours else _PEER_LIMITS))
+        measurement.guarded(functools.partial(measurement.check, make, errors_here, _LIMITS if each.ours else _BASELINE_LIMITS))
     most = _COPIES if shape.paged else _PREFILL_COPIES
     count = max(1, min(most, math.ceil(measuring.TOUCHED / cost.bytes)))
     copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1 if effort.rounds else 0))]
@@ -73,12 +73,12 @@ def measure_shape(shape: Shape, wanted: Iterable[Contestant], device: torch.devi
     return [measurement.row(cost) for _, measurement in measurements]
 
 
-def _calls(contestant: Contestant, shape: Shape, copies: Sequence[Mapping[str, Any]]) -> list[measuring.Call]:
-    return [contestant.setup(shape, arguments) for arguments in copies]
+def _calls(implementation: Implementation, shape: Shape, copies: Sequence[Mapping[str, Any]]) -> list[measuring.Call]:
+    return [implementation.setup(shape, arguments) for arguments in copies]
 
 
 def document(
-    rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
+    rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
     """The document that is written; see `measuring.document`."""
     errors = {shape: of_one["ours"] for shape, of_one in errors_of(rows).items() if "ours" in of_one}
@@ -87,7 +87,7 @@ def document(
 
 
 def line_of(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> str:
-    """One line for a shape: microseconds and rate of each contestant."""
+    """One line for a shape: microseconds and rate of each implementation."""
     computes = shape.window_left < 0 and "decode" not in shape.mode
 
     def rate(row: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     shapes = measuring.named(SHAPES, given.only)
     functions = dict(entry.split("=", 1) for entry in given.our_modules)
-    everyone = contestants(functions)
+    everyone = implementations(functions)
     names = [name for name in given.contestants.split(",") if name] or [each.name for each in everyone]
     unknown = {*names} - {each.name for each in everyone}
     if unknown or not shapes:

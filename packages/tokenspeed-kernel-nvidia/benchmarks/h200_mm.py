@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import measuring
-from measuring import Between, Call, Contestant, Effort, Measurement, errors_of, relative_error, times_of, worst_row_error
+from measuring import Between, Call, Effort, Implementation, Measurement, errors_of, relative_error, times_of, worst_row_error
 from mm_shapes import LIMITS, SHAPES, TOKENS, Gemm, Shape, judge
 
 from tokenspeed_kernel.workbench.benchmark import Report, Unsupported
@@ -116,22 +116,22 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=(*none, *numbers)))
 
 
-def contestants(variants: str = "") -> list[Contestant]:
-    """All contestants; those of `VARIANTS` whose name matches, if a pattern is given."""
+def implementations(variants: str = "") -> list[Implementation]:
+    """All implementations; those of `VARIANTS` whose name matches, if a pattern is given."""
     everyone = [
-        Contestant("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
-        Contestant("torch", _torchs, "torch"),
-        Contestant("triton", _portable, "triton", ours=True, portable=True),
+        Implementation("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
+        Implementation("torch", _torchs, "torch"),
+        Implementation("triton", _portable, "triton", ours=True, portable=True),
     ]
     for name, changes in VARIANTS.items():
         if variants and re.search(variants, name):
-            everyone.append(Contestant(name, functools.partial(variant, changes), "", ours=True))
+            everyone.append(Implementation(name, functools.partial(variant, changes), "", ours=True))
     return everyone
 
 
-def inputs_of(product: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
+def inputs_of(gemm: Gemm, device: torch.device, seed: int) -> dict[str, Any]:
     """Random operands, with the largest number of rows."""
-    return get_operator("gemm.mm").complete(product.case(max(TOKENS)).build(device, seed))
+    return get_operator("gemm.mm").complete(gemm.case(max(TOKENS)).build(device, seed))
 
 
 def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
 
 
 def measure_shape(
-    shape: Shape, every: Sequence[Inputs], wanted: Iterable[Contestant], device: torch.device, effort: Effort
+    shape: Shape, every: Sequence[Inputs], wanted: Iterable[Implementation], device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in alternating rounds. Returns their rows.
+    """Measures implementations at one shape, in alternating rounds. Returns their rows.
 
     Args:
         every: the copies of inputs to rotate over, from `inputs_of`.
@@ -162,8 +162,8 @@ def measure_shape(
     def errors(got: torch.Tensor) -> tuple[float, float]:
         return relative_error(got, right), worst_row_error(got, right)
 
-    def checked(contestant: Contestant) -> Call:
-        call = contestant.setup(first)
+    def checked(implementation: Implementation) -> Call:
+        call = implementation.setup(first)
 
         def run() -> torch.Tensor:
             first["out"].fill_(torch.nan)  # so that unwritten elements are noticed
@@ -175,21 +175,21 @@ def measure_shape(
     measurements = [Measurement(each, shape) for each in wanted]
     beside: dict[str, float] = {}
     for each in measurements:
-        each.guarded(functools.partial(each.check, functools.partial(checked, each.contestant), errors, LIMITS))
+        each.guarded(functools.partial(each.check, functools.partial(checked, each.implementation), errors, LIMITS))
     if effort.rounds:
         monitor = gpu_monitor(device)
         ordinary = Between(device, effort.fewest, effort.back_to_back)
         between = ordinary if effort.back_to_back else Norm(device, effort.fewest)
-        least = math.ceil(measuring.GRAPH_US / max(shape.product.floor_us, 1.0))
+        least = math.ceil(measuring.GRAPH_US / max(shape.gemm.floor_us, 1.0))
         in_graph = max(len(copies), min(measuring.IN_GRAPH, least))
         for _ in range(effort.rounds):
             for each in measurements:
-                calls = functools.partial(_calls, each.contestant, copies)
+                calls = functools.partial(_calls, each.implementation, copies)
                 each.guarded(functools.partial(each.time, calls, in_graph, device, between, monitor, effort))
         for each in measurements:
             each.guarded(functools.partial(_time_beside, each, beside, in_graph, device, ordinary, effort))
-    more = {"m": shape.m, "k": shape.product.k, "n": shape.product.n, "floor_us": shape.product.floor_us}
-    return [{**each.row(cost), **more, "ordinary_us": beside.get(each.contestant.name)} for each in measurements]
+    more = {"m": shape.m, "k": shape.gemm.k, "n": shape.gemm.n, "floor_us": shape.gemm.floor_us}
+    return [{**each.row(cost), **more, "ordinary_us": beside.get(each.implementation.name)} for each in measurements]
 
 
 def _time_beside(
@@ -198,15 +198,15 @@ def _time_beside(
     """One round with an ordinary kernel between calls."""
     several = [ordinary.after(measurement.calls[index % len(measurement.calls)]) for index in range(in_graph)]
     times = sample_graph(several, device, budget_s=0.0, fewest=effort.fewest, most=effort.fewest)
-    found[measurement.contestant.name] = statistics.median(times) - (ordinary.us or 0.0)
+    found[measurement.implementation.name] = statistics.median(times) - (ordinary.us or 0.0)
 
 
-def _calls(contestant: Contestant, copies: Sequence[Inputs]) -> list[Call]:
-    return [contestant.setup(inputs) for inputs in copies]
+def _calls(implementation: Implementation, copies: Sequence[Inputs]) -> list[Call]:
+    return [implementation.setup(inputs) for inputs in copies]
 
 
 def document(
-    rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
+    rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
     """The document that is written; see `measuring.document`. Each row also has m, k, n, the floor, and ``ordinary_us``."""
     judged = judge(times_of(rows), errors_of(rows), measuring.absent_of(rows))
@@ -215,12 +215,12 @@ def document(
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a shape: the floor, and microseconds and rate of each contestant."""
+    """One line for a shape: the floor, and microseconds and rate of each implementation."""
 
     def rate(row: Mapping[str, Any]) -> str:
         return f"{row['gb_per_s'] / 1e3:.2f} TB"
 
-    return f"{shape.name} (floor {shape.product.floor_us:.2f} us): " + " | ".join(measuring.cells(rows, rate))
+    return f"{shape.name} (floor {shape.gemm.floor_us:.2f} us): " + " | ".join(measuring.cells(rows, rate))
 
 
 def short_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -240,7 +240,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = measuring.parser_of(__doc__)
     parser.add_argument("--variants", default="", metavar="REGEX", help="other configurations whose name has it")
     given = parser.parse_args(words)
-    shapes, everyone = measuring.named(SHAPES, given.only), contestants(given.variants)
+    shapes, everyone = measuring.named(SHAPES, given.only), implementations(given.variants)
     names = [name for name in given.contestants.split(",") if name] or [each.name for each in everyone]
     unknown = {*names} - {each.name for each in everyone}
     if unknown or not shapes:
@@ -263,15 +263,20 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
+    shapes: Sequence[Shape],
+    who: Sequence[Implementation],
+    device: torch.device,
+    effort: Effort,
+    report: Report,
+    output: Path | None,
 ) -> dict[str, Any]:
-    """Measures contestants at all shapes. Returns the document, which is written after each shape."""
+    """Measures implementations at all shapes. Returns the document, which is written after each shape."""
 
     def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
-        for product, of_product in itertools.groupby(shapes, lambda shape: shape.product):
-            count = max(1, math.ceil(_TOUCHED / product.bytes)) if effort.rounds else 1
-            every = [inputs_of(product, device, seed) for seed in range(count)]
-            for shape in of_product:
+        for gemm, of_gemm in itertools.groupby(shapes, lambda shape: shape.gemm):
+            count = max(1, math.ceil(_TOUCHED / gemm.bytes)) if effort.rounds else 1
+            every = [inputs_of(gemm, device, seed) for seed in range(count)]
+            for shape in of_gemm:
                 yield shape, measure_shape(shape, every, who, device, effort)
 
     document_of = functools.partial(document, who=who, report=report, back_to_back=effort.back_to_back)

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import measuring
 from measuring import Between, Call, Effort, Measurement, errors_of, relative_error, times_of, worst_row_error
-from moe_bars import LIMITS, PEER_LIMITS, judge
-from moe_contestants import Contestant, Experts, contestants
+from moe_bars import BASELINE_LIMITS, LIMITS, judge
+from moe_baselines import Experts, Implementation, implementations
 from moe_shapes import GPT_OSS_120B, SHAPES, Batch, Layer, Shape, batches, expected, floor_us
 
 from tokenspeed_kernel.workbench.benchmark import Report
@@ -46,13 +46,13 @@ from tokenspeed_kernel_base.operator import get_operator
 _LAYERS = 4
 # The largest number of batches to rotate over, which averages the routing, and bytes of tokens in all.
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
-# Memory is freed between contestants if all together need more than this.
+# Memory is freed between implementations if all together need more than this.
 _MOST_BYTES = 100 << 30
 
 
 @dataclass
 class Loaded:
-    """A contestant's arrangement of all layers, for shapes that differ only in their tokens.
+    """An implementation's arrangement of all layers, for shapes that differ only in their tokens.
 
     Attributes:
         prepare_ms: time to arrange a layer; without the first layer if there are several.
@@ -60,7 +60,7 @@ class Loaded:
         kept_bytes: memory that it keeps for a layer.
     """
 
-    contestant: Contestant
+    implementation: Implementation
     experts: list[Experts] = field(default_factory=list)
     failure: Exception | None = None
     prepare_ms: float | None = None
@@ -68,17 +68,18 @@ class Loaded:
     kept_bytes: int | None = None
 
     @classmethod
-    def of(cls, contestant: Contestant, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        """Arranges the layers for a contestant. Raises RuntimeError if it modifies its inputs, which other contestants share."""
+    def of(cls, implementation: Implementation, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
+        """Arranges the layers for an implementation. Raises RuntimeError if it modifies the weights, which all implementations
+        share."""
         sums = [layer.checksum() for layer in layers]
-        loaded = cls._of(contestant, shape, layers, device)
+        loaded = cls._of(implementation, shape, layers, device)
         if sums != [layer.checksum() for layer in layers]:
-            raise RuntimeError(f"{contestant.name} has changed the weights that all are given")
+            raise RuntimeError(f"{implementation.name} has changed the weights that all are given")
         return loaded
 
     @classmethod
-    def _of(cls, contestant: Contestant, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
-        loaded, took, most, kept = cls(contestant), [], [0], [0]
+    def _of(cls, implementation: Implementation, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
+        loaded, took, most, kept = cls(implementation), [], [0], [0]
         on_gpu = device.type == "cuda"
         try:
             for layer in layers:
@@ -88,7 +89,7 @@ class Loaded:
                     torch.cuda.reset_peak_memory_stats(device)
                 start = time.perf_counter()
                 with torch.no_grad():
-                    loaded.experts.append(contestant.setup(shape, layer))
+                    loaded.experts.append(implementation.setup(shape, layer))
                 if on_gpu:
                     torch.cuda.synchronize(device)
                     kept.append(torch.cuda.memory_allocated(device) - before)
@@ -112,19 +113,19 @@ class Loaded:
 def measure_shape(
     shape: Shape, wanted: Iterable[Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Measures contestants at one shape, in alternating rounds. Returns their rows."""
+    """Measures implementations at one shape, in alternating rounds. Returns their rows."""
     in_graph, count = _calls_of(shape, layers[0]) if effort.rounds else (0, len(layers))
     of_shape = batches(shape, count, len(layers), device)
     op = get_operator(shape.operator)
     costs = [op.cost_of(batch.arguments(layers[batch.layer])) for batch in of_shape]
     cost = Cost(statistics.mean(each.flops for each in costs), statistics.mean(each.bytes for each in costs))
-    measurements = [(loaded, Measurement(loaded.contestant, shape)) for loaded in wanted]
+    measurements = [(loaded, Measurement(loaded.implementation, shape)) for loaded in wanted]
     # Each layer was arranged separately, so the first and the last are checked.
     for batch in (of_shape[0], of_shape[len(layers) - 1])[: len(layers)]:
         right = expected(batch, layers[batch.layer])
 
         for loaded, measurement in measurements:
-            limits = (LIMITS if loaded.contestant.ours else PEER_LIMITS)[shape.activation_dtype]
+            limits = (LIMITS if loaded.implementation.ours else BASELINE_LIMITS)[shape.activation_dtype]
             make = functools.partial(loaded.call, batch)
             measurement.guarded(functools.partial(measurement.check, make, functools.partial(errors_against, right), limits))
     if effort.rounds:
@@ -182,7 +183,7 @@ def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def document(
-    rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
+    rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
     """The document that is written; see `measuring.document`. Each row also has the shape's tokens, the mean number of experts that
     a batch touches, the floor, and the time to arrange a layer's weights.
@@ -191,7 +192,7 @@ def document(
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a shape: the floor, and microseconds and rate of each contestant."""
+    """One line for a shape: the floor, and microseconds and rate of each implementation."""
 
     def rate(row: Mapping[str, Any]) -> str:
         return f"{row['floor_us'] / row['timing']['median_us']:.0%} of floor"
@@ -235,7 +236,7 @@ def _parser() -> Any:
 def main(words: Sequence[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_args(words)
-    shapes, everyone = _chosen(given), contestants(given.solution)
+    shapes, everyone = _chosen(given), implementations(given.solution)
     names = [name for name in given.contestants.split(",") if name] or [each.name for each in everyone if not each.on_demand]
     unknown = {*names} - {each.name for each in everyone}
     if unknown or not shapes:
@@ -261,9 +262,14 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
+    shapes: Sequence[Shape],
+    who: Sequence[Implementation],
+    device: torch.device,
+    effort: Effort,
+    report: Report,
+    output: Path | None,
 ) -> dict[str, Any]:
-    """Measures contestants at all shapes, model by model. Returns the document, which is written after each shape."""
+    """Measures implementations at all shapes, model by model. Returns the document, which is written after each shape."""
 
     def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
         for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
@@ -291,7 +297,7 @@ def _prepared(loaded: Iterable[Loaded]) -> str:
     for each in loaded:
         if each.prepare_ms is not None:
             sizes = f" ({(each.kept_bytes or 0) / 1e9:.2f} GB kept, {(each.extra_bytes or 0) / 1e9:.2f} GB besides)"
-            said.append(f"{each.contestant.name} {each.prepare_ms:.1f}{sizes}")
+            said.append(f"{each.implementation.name} {each.prepare_ms:.1f}{sizes}")
     return ", ".join(said) or "none"
 
 

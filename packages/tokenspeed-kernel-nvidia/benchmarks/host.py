@@ -32,22 +32,22 @@ _STRETCHES = 100
 def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
     """For every call, in the sizes of GPT-OSS: the launcher's module, the function's name, and arguments."""
 
-    def halves(*shape: int) -> torch.Tensor:
+    def bf16(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    def numbers(*values: int) -> torch.Tensor:
+    def int32(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
-    sinks = halves(64)
-    ragged = {"q": halves(512, 64, 64), "k": halves(512, 8, 64), "v": halves(512, 8, 64), "cu_seqlens": numbers(0, 200, 512)}
-    cache = {"k_cache": halves(16, 64, 8, 64), "v_cache": halves(16, 64, 8, 64), "page_table": numbers(*range(16)).view(2, 8)}
-    lengths = {"cache_seqlens": numbers(300, 500), "max_seqlen_k": 512}
-    offsets = {"cu_seqlens_q": numbers(0, 32, 64), "cu_seqlens_kv": None, "max_seqlen_q": 32}
-    extend = {"q": halves(64, 64, 64), **offsets, "is_causal": True}
+    sinks = bf16(64)
+    ragged = {"q": bf16(512, 64, 64), "k": bf16(512, 8, 64), "v": bf16(512, 8, 64), "cu_seqlens": int32(0, 200, 512)}
+    cache = {"k_cache": bf16(16, 64, 8, 64), "v_cache": bf16(16, 64, 8, 64), "page_table": int32(*range(16)).view(2, 8)}
+    lengths = {"cache_seqlens": int32(300, 500), "max_seqlen_k": 512}
+    offsets = {"cu_seqlens_q": int32(0, 32, 64), "cu_seqlens_kv": None, "max_seqlen_q": 32}
+    extend = {"q": bf16(64, 64, 64), **offsets, "is_causal": True}
     calls = {
         "mha_prefill": ("prefill", ragged),
         "mha_extend_with_kvcache": ("prefill", {**extend, **cache, **lengths}),
-        "mha_decode_with_kvcache": ("decode", {"q": halves(2, 64, 64), **cache, **lengths}),
+        "mha_decode_with_kvcache": ("decode", {"q": bf16(2, 64, 64), **cache, **lengths}),
     }
     made = {name: (module, name, {**given, "sinks": sinks}) for name, (module, given) in calls.items()}
     for name, (module, _, given) in [*made.items()]:

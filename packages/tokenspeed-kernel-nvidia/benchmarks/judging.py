@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# By shape and contestant: microseconds, or another quantity of a bar.
+# By shape and implementation: microseconds, or another quantity of a bar.
 Times = Mapping[str, Mapping[str, float]]
 Measure = Callable[[Times], float]
 
@@ -22,7 +22,7 @@ class Bar:
         most: whether the bound is an upper one.
         shapes: names of the shapes that must have been measured.
         measure: from times to the bar's value.
-        peers: baselines. Those installed must have been measured for each shape, and at least one must be installed.
+        baselines: baselines. Those installed must have been measured for each shape, and at least one must be installed.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Bar:
     most: bool
     shapes: tuple[str, ...]
     measure: Measure
-    peers: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
 
     def judged(self, times: Times, absent: Iterable[str] = ()) -> dict[str, Any]:
         """The name, the bound, the value (None if a measurement is missing) and whether the bar holds.
@@ -38,8 +38,8 @@ class Bar:
         Args:
             absent: baselines that are not installed.
         """
-        installed = {*self.peers} - {*absent}
-        known = bool(installed) or not self.peers
+        installed = {*self.baselines} - {*absent}
+        known = bool(installed) or not self.baselines
         known = known and all({"ours", *installed} <= times.get(shape, {}).keys() for shape in self.shapes)
         value = self.measure(times) if known else None
         holds = None if value is None else value <= self.bound if self.most else value >= self.bound
@@ -51,14 +51,14 @@ def of_ours(shape: str) -> Measure:
     return lambda times: times[shape]["ours"]
 
 
-def ratios(times: Times, names: Iterable[str], peers: Sequence[str]) -> list[float]:
+def ratios(times: Times, names: Iterable[str], baselines: Sequence[str]) -> list[float]:
     """The time of the best baseline divided by ours, by shape."""
-    return [min(times[name][peer] for peer in peers if peer in times[name]) / times[name]["ours"] for name in names]
+    return [min(times[name][baseline] for baseline in baselines if baseline in times[name]) / times[name]["ours"] for name in names]
 
 
-def mean_ratio(names: Sequence[str], peers: Sequence[str]) -> Measure:
-    return lambda times: statistics.geometric_mean(ratios(times, names, peers))
+def mean_ratio(names: Sequence[str], baselines: Sequence[str]) -> Measure:
+    return lambda times: statistics.geometric_mean(ratios(times, names, baselines))
 
 
-def least_ratio(names: Sequence[str], peers: Sequence[str]) -> Measure:
-    return lambda times: min(ratios(times, names, peers))
+def least_ratio(names: Sequence[str], baselines: Sequence[str]) -> Measure:
+    return lambda times: min(ratios(times, names, baselines))

@@ -1,8 +1,8 @@
 """The measuring method, for any operator on one GPU: CUDA graphs and alternating rounds, collected in a report.
 
 A time is the median of 51 or more measurements: one call in a CUDA graph of several, which rotate over copies of the inputs, more
-than caches hold. The rounds of all contestants alternate. In the graph a small PyTorch kernel follows each call. Without it,
-contestants that use PDL would overlap with a preceding call of their own, which does not happen in a model. That kernel's time,
+than caches hold. The rounds of all implementations alternate. In the graph a small PyTorch kernel follows each call. Without it,
+implementations that use PDL would overlap with a preceding call of their own, which does not happen in a model. That kernel's time,
 measured at each shape in a graph of such kernels alone (``between_us``), is subtracted from all times there. With
 ``--back-to-back`` there is no such kernel, as in most published figures.
 """
@@ -47,9 +47,8 @@ Call = Callable[[], Any]
 
 # Bytes that are touched between two calls on the same inputs; the device caches 50 MB.
 TOUCHED = 224 << 20
-# The launch of a graph, about ten microseconds, is part of the measurement. So every contestant's graph has as many calls as take
-# this long at a rate that no kernel reaches. Or it has enough calls that the launch costs less than a tenth of a microsecond a
-# call.
+# The launch of a graph, about ten microseconds, is part of the measurement. A graph therefore has as many calls as take GRAPH_US at
+# a rate that no kernel reaches, but at most IN_GRAPH: then the launch costs less than a tenth of a microsecond a call.
 GRAPH_US, IN_GRAPH = 2000.0, 128
 _LAUNCHES = 20
 _LONG_US = 1000.0
@@ -71,12 +70,12 @@ class Shape(Protocol):
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """An implementation that is measured: this package's or a baseline.
 
     Attributes:
         name: in tables.
-        setup: prepares what can be prepared once; its arguments depend on the benchmark.
+        setup: does the work that an engine does once, and returns the call to time; its arguments depend on the benchmark.
         package: the distribution whose version is reported.
         ours: whether it is this project's, not a baseline.
         portable: whether it is this project's portable kernel, for comparison; long calls are measured only a few times.
@@ -142,9 +141,9 @@ class Between:
 
 @dataclass
 class Measurement:
-    """A contestant at a shape, while it is being measured."""
+    """An implementation at a shape, while it is being measured."""
 
-    contestant: Contestant
+    implementation: Implementation
     shape: Shape
     status: str = "measured"
     reason: str = ""
@@ -195,7 +194,7 @@ class Measurement:
             self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
             # More than a few long graphs would only occupy the device: the host enqueues each at once.
             self.host_us = host_time(self.calls[0], device, _LAUNCHES if self.alone_us < _LONG_US else 3)
-        if self.contestant.portable and self.alone_us > _LONG_US:
+        if self.implementation.portable and self.alone_us > _LONG_US:
             if self.rounds:
                 return
             fewest, budget_s = max(1, fewest // 4), 0.0
@@ -214,8 +213,8 @@ class Measurement:
         ``first_ms`` is the time of the first call, which may have compiled a kernel or loaded it from a cache.
         """
         known = Row(
-            self.contestant.name, self.shape.operator, self.shape.name, self.status, self.reason,
-            solution=self.contestant.name, version=self.contestant.version,
+            self.implementation.name, self.shape.operator, self.shape.name, self.status, self.reason,
+            solution=self.implementation.name, version=self.implementation.version,
         )  # fmt: skip
         if self.rounds and self.status == "measured":
             timing = Timing.of(self.rounds)
@@ -248,7 +247,7 @@ def worst_row_error(got: Tensor, expected: Tensor) -> float:
 
 
 def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Microseconds by shape and contestant."""
+    """Microseconds by shape and implementation."""
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["timing"] is not None:
@@ -257,7 +256,7 @@ def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def errors_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Relative errors by shape and contestant."""
+    """Relative errors by shape and implementation."""
     errors: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["relative_error"] is not None:
@@ -266,13 +265,13 @@ def errors_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def absent_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Contestants that are not installed, and the reason."""
+    """Implementations that are not installed, and the reason."""
     return {row["kernel"]: row["reason"] for row in rows if row["status"] == "absent"}
 
 
 def document(
     rows: Sequence[dict[str, Any]],
-    who: Iterable[Contestant],
+    who: Iterable[Implementation],
     report: Report,
     shapes: Iterable[Shape],
     judged: Sequence[Mapping[str, Any]],
@@ -336,7 +335,7 @@ def collect(
 
 
 def cells(rows: Iterable[Mapping[str, Any]], rate_of: Callable[[Mapping[str, Any]], str]) -> list[str]:
-    """For each contestant at a shape, for one line: microseconds, rate and error, or the failure."""
+    """For each implementation at a shape, for one line: microseconds, rate and error, or the failure."""
     said = []
     for row in rows:
         error = row["relative_error"]
@@ -352,7 +351,7 @@ def cells(rows: Iterable[Mapping[str, Any]], rate_of: Callable[[Mapping[str, Any
 
 
 def print_outcome(made: Mapping[str, Any]) -> None:
-    """Prints which contestants were absent, and which bars hold."""
+    """Prints which implementations were absent, and which bars hold."""
     for name, reason in made["absent"].items():
         print(f"absent: {name}: {reason}")
     for bar in made["bars"]:

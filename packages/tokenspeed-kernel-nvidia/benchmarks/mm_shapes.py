@@ -19,16 +19,16 @@ TOKENS = (1, 2, 4, 8, 16)
 LIMITS = Limits(4e-3, 8e-3)
 _BYTES_PER_US = 4.35e6  # measured read bandwidth of this device
 
-_HALF = torch.bfloat16
+_BF16 = torch.bfloat16
 # Random operands, and bytes of a weight including its part of the scales.
 _MADE: Mapping[str, Callable[[int, int, int], Any]] = {
-    "": functools.partial(dense, bias=_HALF),
-    "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=_HALF, bias=_HALF),
-    "fp8 weights, one scale": functools.partial(fp8, a_scale="", b_scale="tensor", a_dtype=_HALF, bias=_HALF),
-    "fp8 weights in blocks": functools.partial(fp8, a_scale="", b_scale="block", a_dtype=_HALF, bias=_HALF),
-    "fp8": functools.partial(fp8, a_scale="token", b_scale="channel", bias=_HALF),
-    "fp8 in blocks": functools.partial(fp8, a_scale="block", b_scale="block", bias=_HALF),
-    "mxfp4 weights": functools.partial(micro, a="dense", b="mxfp4", bias=_HALF),
+    "": functools.partial(dense, bias=_BF16),
+    "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=_BF16, bias=_BF16),
+    "fp8 weights, one scale": functools.partial(fp8, a_scale="", b_scale="tensor", a_dtype=_BF16, bias=_BF16),
+    "fp8 weights in blocks": functools.partial(fp8, a_scale="", b_scale="block", a_dtype=_BF16, bias=_BF16),
+    "fp8": functools.partial(fp8, a_scale="token", b_scale="channel", bias=_BF16),
+    "fp8 in blocks": functools.partial(fp8, a_scale="block", b_scale="block", bias=_BF16),
+    "mxfp4 weights": functools.partial(micro, a="dense", b="mxfp4", bias=_BF16),
 }
 _BYTES = {"": 2.0, "mxfp4 weights": 17 / 32, **dict.fromkeys([name for name in _MADE if name.startswith("fp8")], 1.0)}
 
@@ -72,16 +72,16 @@ class Gemm:
 class Shape:
     """A GEMM with some rows."""
 
-    product: Gemm
+    gemm: Gemm
     m: int
 
     @property
     def name(self) -> str:
-        return f"{self.product.name} x {self.m}"
+        return f"{self.gemm.name} x {self.m}"
 
     @property
     def group(self) -> str:
-        return self.product.name
+        return self.gemm.name
 
     @property
     def operator(self) -> str:
@@ -104,16 +104,16 @@ GEMMS = (
     Gemm("Llama-8B", "gate and up", 4096, 28672, weights="fp8"),
     Gemm("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
 )
-SHAPES = tuple(Shape(product, m) for product in GEMMS for m in TOKENS)
+SHAPES = tuple(Shape(gemm, m) for gemm in GEMMS for m in TOKENS)
 
 
 def _bars() -> list[Bar]:
     bars = []
-    for product in GEMMS:
+    for gemm in GEMMS:
         for m, more in ((1, 1.0), (16, 1.15)):
-            if product.bar is not None:
-                name = Shape(product, m).name
-                bars.append(Bar(f"{name}: us", round(product.bar * more, 2), True, (name,), of_ours(name)))
+            if gemm.bar is not None:
+                name = Shape(gemm, m).name
+                bars.append(Bar(f"{name}: us", round(gemm.bar * more, 2), True, (name,), of_ours(name)))
     return bars
 
 
@@ -126,7 +126,7 @@ def _worst_error(errors: Times) -> float:
 
 
 def judge(times: Times, errors: Times, absent: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Checks every bar against microseconds and relative errors, by shape and contestant."""
+    """Checks every bar against microseconds and relative errors, by shape and implementation."""
     absent = {*absent}
     judged = [bar.judged(times, absent) for bar in BARS]
     compared = tuple(shape for shape, of_one in errors.items() if {"ours", "triton"} <= of_one.keys())

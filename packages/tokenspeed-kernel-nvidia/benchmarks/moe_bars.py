@@ -14,17 +14,17 @@ from moe_shapes import GPT_OSS_120B, SHAPES
 # value.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
 # A baseline with a larger error computes something else. Baselines choose the scales of fp8 activations themselves.
-PEER_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
-PEERS = ("triton_kernels", "marlin", "humming")
+BASELINE_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
+BASELINES = ("triton_kernels", "marlin", "humming")
 # Microseconds.
 _US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750, "8192 fp8": 1750}
 _NAME = GPT_OSS_120B.name
-_HALVES = tuple(shape.name for shape in SHAPES if shape.group == _NAME)
+_BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME)
 
 BARS = [
     *(Bar(f"{_NAME} {tokens}: us", us, True, (f"{_NAME} {tokens}",), of_ours(f"{_NAME} {tokens}")) for tokens, us in _US.items()),
-    Bar(f"{_NAME}: best peer, geometric mean", 1.5, False, _HALVES, mean_ratio(_HALVES, PEERS), PEERS),
-    Bar(f"{_NAME}: best peer, worst number of tokens", 1.1, False, _HALVES, least_ratio(_HALVES, PEERS), PEERS),
+    Bar(f"{_NAME}: best peer, geometric mean", 1.5, False, _BF16, mean_ratio(_BF16, BASELINES), BASELINES),
+    Bar(f"{_NAME}: best peer, worst number of tokens", 1.1, False, _BF16, least_ratio(_BF16, BASELINES), BASELINES),
 ]
 
 
@@ -37,8 +37,8 @@ def judge(times: Times, errors: Times, prepare_ms: Mapping[str, float], absent: 
     """Checks every bar.
 
     Args:
-        times, errors: microseconds, and relative errors, by shape and contestant.
-        prepare_ms: the time to arrange the weights of a layer, by contestant.
+        times, errors: microseconds, and relative errors, by shape and implementation.
+        prepare_ms: the time to arrange the weights of a layer, by implementation.
         absent: see `Bar.judged`.
     """
     absent = {*absent}

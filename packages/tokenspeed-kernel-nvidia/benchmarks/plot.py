@@ -35,7 +35,7 @@ LEGEND = Legend(
 )
 _DIGITS = {"tflops": 0, "gb_per_s": 2, "ratio": 1}
 
-# A panel's title, its groups, the plotted value of a row, and the contestants to leave out.
+# A panel's title, its groups, the plotted value of a row, and the implementations to leave out.
 PANELS = (
     ("Full causal prefill, TFLOP/s (more is better)", ("prefill", "prefill head_dim 128"), "tflops", ("triton", "flashinfer")),
     ("Decode, TB/s (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),
@@ -58,7 +58,7 @@ def short(name: str, groups: Sequence[str]) -> str:
 
 
 def values_of(of_one: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, float]:
-    """The plotted values of one shape, by contestant."""
+    """The plotted values of one shape, by implementation."""
     if what == "ratio":
         return {name: us(of_one["fa3"]) / us(row) for name, row in of_one.items()} if "fa3" in of_one else {}
     return {name: row[what] / (1e3 if what == "gb_per_s" else 1) for name, row in of_one.items()}

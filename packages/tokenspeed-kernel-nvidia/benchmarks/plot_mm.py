@@ -27,8 +27,8 @@ LEGEND = Legend(
 _WHAT = "microseconds (less is better)"
 
 
-def _panel(report: Report, m: int, products: Sequence[Gemm]) -> Panel:
-    names = [Shape(product, m).name for product in products]
+def _panel(report: Report, m: int, gemms: Sequence[Gemm]) -> Panel:
+    names = [Shape(gemm, m).name for gemm in gemms]
     found = drawing.measured(report["rows"], names)
     values = {name: {who: us(row) for who, row in of_one.items()} for name, of_one in found.items()}
     return Panel(
@@ -38,8 +38,8 @@ def _panel(report: Report, m: int, products: Sequence[Gemm]) -> Panel:
 
 def panels(report: Report) -> list[Panel]:
     """Returns two panels, for one row and for the most rows of activations, with the GEMMs that have bars."""
-    products = [product for product in GEMMS if product.bar is not None]
-    return [_panel(report, m, products) for m in (min(TOKENS), max(TOKENS))]
+    gemms = [gemm for gemm in GEMMS if gemm.bar is not None]
+    return [_panel(report, m, gemms) for m in (min(TOKENS), max(TOKENS))]
 
 
 def draw(report: Report, file: Path) -> None:

@@ -51,12 +51,12 @@ def check_fp8(kernel: Callable[..., Any], operator: Callable[..., Any], argument
 
 
 @contextlib.contextmanager
-def emulated(cached: Any, multiprocessors: int, **options: Any) -> Iterator[None]:
+def emulated(cached: Any, sm_count: int, **options: Any) -> Iterator[None]:
     """Context in which programs are executed on the emulator.
 
     Args:
         cached: the launcher's `functools`-cached function that finds programs for a device.
-        multiprocessors: number of SMs of the emulated device.
+        sm_count: the SM count of the emulated device.
         **options: of `sm90_emulator.emulated_sm90`. By default, loads of uninitialised shared memory are errors.
     """
     sm90_emulator = pytest.importorskip("sm90_emulator")
@@ -64,7 +64,7 @@ def emulated(cached: Any, multiprocessors: int, **options: Any) -> Iterator[None
     if torch.cuda.is_available():  # other tests of this process may launch programs on a GPU
         pytest.skip("the emulator stands in for CuteDSL's runtime in the whole process")
     strict = {"uninitialised": True, **options}
-    with fresh(cached), sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, **strict):
+    with fresh(cached), sm90_emulator.emulated_sm90(multiprocessors=sm_count, **strict):
         yield
 
 

@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.operator import get_operator
 
 from .benchmark_programs import FOLDER, loaded, measure_on_the_cpu
 
-NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "mm_shapes", "h200_mm", "plot", "plot_mm")
+NAMES = ("measuring", "shapes", "baselines", "bars", "h200", "mm_shapes", "h200_mm", "plot", "plot_mm")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_shapes_are_those_of_the_bars(modules: dict[str, ModuleType]) -> None:
 
 @pytest.mark.parametrize("index", range(5))
 def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, ModuleType], index: int) -> None:
-    shapes, contestants, measuring = modules["shapes"], modules["contestants"], modules["measuring"]
+    shapes, baselines, measuring = modules["shapes"], modules["baselines"], modules["measuring"]
     shape = _small(shapes)[index]
     op = get_operator(f"attention.{shape.mode}")
     arguments = op.complete(shape.case().build("cpu"))
@@ -66,7 +66,7 @@ def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, Module
     assert {0, tokens - 1} <= {*rows} <= {*range(tokens)}
     for sinks in (True, False):
         given = arguments if sinks else {**arguments, "sinks": None}
-        out = contestants.output_of(op.reference(*given.values()))
+        out = baselines.output_of(op.reference(*given.values()))
         assert out.shape == arguments["q"].shape
         expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
         assert measuring.relative_error(out[rows], expected) < 3e-3  # the rounding error of bfloat16
@@ -86,10 +86,10 @@ def test_one_wrong_row_among_many_is_seen(modules: dict[str, ModuleType]) -> Non
     assert measuring.worst_row_error(got, expected) == math.inf
 
 
-def test_contestants_say_what_they_cannot_do(modules: dict[str, ModuleType]) -> None:
+def test_implementations_state_what_they_do_not_support(modules: dict[str, ModuleType]) -> None:
     """Before any import, so it does not matter whether they are installed."""
     shapes = {shape.name: shape for shape in modules["shapes"].SHAPES}
-    everyone = {each.name: each for each in modules["contestants"].contestants({})}
+    everyone = {each.name: each for each in modules["baselines"].implementations({})}
     assert [each.name for each in everyone.values() if each.ours] == ["ours", "triton"]
     for name, shape in (("fa4", "decode 1K x 1"), ("cudnn", "window prefill 1K x 16"), ("flashinfer", "decode of 4 8K x 16")):
         with pytest.raises(Unsupported):
@@ -101,13 +101,13 @@ def test_our_functions_get_the_arguments_by_name(modules: dict[str, ModuleType],
     made.attend = lambda **arguments: arguments  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_for_this", made)
     shape = _small(modules["shapes"])[0]
-    setup = modules["contestants"].own({"mha_prefill": "made_for_this:attend"})
+    setup = modules["baselines"].own({"mha_prefill": "made_for_this:attend"})
     assert setup(shape, {"q": 1, "window_left": -1})() == {"q": 1, "window_left": -1}
 
 
 def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Five contestants (correct, wrong, failing, absent, unsupported) are measured into a report, which is loaded again."""
-    h200, shapes, contestants = modules["h200"], modules["shapes"], modules["contestants"]
+    """Five implementations (correct, wrong, failing, absent, unsupported) are measured into a report, which is loaded again."""
+    h200, shapes, baselines = modules["h200"], modules["shapes"], modules["baselines"]
     measuring = modules["measuring"]
     measure_on_the_cpu(measuring, monkeypatch)
     for name in ("_COPIES", "_PREFILL_COPIES"):
@@ -124,11 +124,11 @@ def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest
         raise Unsupported("not that")
 
     who = [
-        contestants.Contestant("ours", reference, "", ours=True),
-        contestants.Contestant("triton", lambda s, a: reference(s, a, 1.01), "", ours=True),
-        contestants.Contestant("fa3", lambda s, a: lambda: 1 // 0, ""),
-        contestants.Contestant("fa4", absent, ""),
-        contestants.Contestant("cudnn", unsupported, ""),
+        baselines.Implementation("ours", reference, "", ours=True),
+        baselines.Implementation("triton", lambda s, a: reference(s, a, 1.01), "", ours=True),
+        baselines.Implementation("fa3", lambda s, a: lambda: 1 // 0, ""),
+        baselines.Implementation("fa4", absent, ""),
+        baselines.Implementation("cudnn", unsupported, ""),
     ]
     rows = []
     for shape in _small(shapes):
@@ -175,7 +175,7 @@ def test_another_kernel_stands_after_each_call(modules: dict[str, ModuleType], m
 
 
 def test_a_wrong_row_fails(modules: dict[str, ModuleType]) -> None:
-    shape, contestants = _small(modules["shapes"])[3], modules["contestants"]
+    shape, baselines = _small(modules["shapes"])[3], modules["baselines"]
     op = get_operator(f"attention.{shape.mode}")
 
     def spoilt(shape: Any, arguments: Any) -> Any:
@@ -184,22 +184,25 @@ def test_a_wrong_row_fails(modules: dict[str, ModuleType]) -> None:
         return lambda: out
 
     (row,) = modules["h200"].measure_shape(
-        shape, [contestants.Contestant("ours", spoilt, "", ours=True)], torch.device("cpu"), modules["measuring"].Effort(0, 1, 0.0)
+        shape,
+        [baselines.Implementation("ours", spoilt, "", ours=True)],
+        torch.device("cpu"),
+        modules["measuring"].Effort(0, 1, 0.0),
     )
     assert row["status"] == "failed"
     assert row["reason"].endswith("of the worst row is above 0.02")
 
 
 def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
-    shape, contestants = _small(modules["shapes"])[3], modules["contestants"]
+    shape, baselines = _small(modules["shapes"])[3], modules["baselines"]
     op = get_operator(f"attention.{shape.mode}")
-    who = [contestants.Contestant("ours", lambda s, a: lambda: op.reference(*a.values()), "", ours=True)]
+    who = [baselines.Implementation("ours", lambda s, a: lambda: op.reference(*a.values()), "", ours=True)]
     (row,) = modules["h200"].measure_shape(shape, who, torch.device("cpu"), modules["measuring"].Effort(0, 1, 0.0))
     assert row["timing"] is None
     assert "ours err 1." in modules["h200"].line_of(shape, [row])
 
 
-def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_rejects_unknown_names(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     main = modules["h200"].main
     main(["--list", "--only", "^decode 1K"])
     assert capsys.readouterr().out.split("\n")[:4] == [f"decode 1K x {batch}" for batch in (1, 16, 64, 256)]
@@ -263,7 +266,7 @@ def test_bars(modules: dict[str, ModuleType]) -> None:
 def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
     """A report like h200.py's, with fake times."""
     h200 = modules["h200"]
-    everyone, rows = modules["contestants"].contestants({}), []
+    everyone, rows = modules["baselines"].implementations({}), []
     for shape in modules["shapes"].SHAPES:
         times = _times(modules, 1.25)[shape.name]
         flops = 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim
@@ -328,7 +331,7 @@ def test_the_section_of_the_readme(modules: dict[str, ModuleType], monkeypatch: 
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It has these shapes and bars, and the README shows it."""
+    """The report has the benchmark's shapes and bars, and the README shows it."""
     file = FOLDER / "h200.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")
@@ -346,7 +349,7 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
 # -- GEMMs ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_gemms_are_listed(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     modules["h200_mm"].main(["--only", "GPT-OSS-120B router x", "--variants", "no c", "--list"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:5] == [f"GPT-OSS-120B router x {m}" for m in (1, 2, 4, 8, 16)]
@@ -355,14 +358,14 @@ def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.Capt
         modules["h200_mm"].main(["--only", "nothing has this name"])
 
 
-def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gemms_are_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On the CPU, with small weights: rows, bars and files, with fake times."""
     h200_mm, shapes, measuring = (modules[name] for name in ("h200_mm", "mm_shapes", "measuring"))
     measure_on_the_cpu(measuring, monkeypatch)
     monkeypatch.setattr(h200_mm, "sample_graph", measuring.sample_graph)
     monkeypatch.setattr(h200_mm, "Norm", measuring.Between)
-    small = [dataclasses.replace(product, k=64, n=24) for product in shapes.GEMMS[:1]]
-    some = [shapes.Shape(product, m) for product in small for m in (1, 16)]
+    small = [dataclasses.replace(gemm, k=64, n=24) for gemm in shapes.GEMMS[:1]]
+    some = [shapes.Shape(gemm, m) for gemm in small for m in (1, 16)]
 
     def stand_in(inputs: Any) -> Any:
         return functools.partial(torch.addmm, inputs["bias"], inputs["a"], inputs["b"], out=inputs["out"])
@@ -370,7 +373,7 @@ def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pyte
     def wrong(inputs: Any) -> Any:
         return functools.partial(torch.mm, inputs["a"], inputs["b"], out=inputs["out"])
 
-    who = [measuring.Contestant(name, setup, "", ours=name == "ours") for name, setup in
+    who = [measuring.Implementation(name, setup, "", ours=name == "ours") for name, setup in
            (("ours", stand_in), ("torch", stand_in), ("wrong", wrong))]  # fmt: skip
     monkeypatch.setattr(h200_mm, "_TOUCHED", 1e4)
     report = Report(collect_metadata("h200_mm.py"), (), None, Method())
@@ -399,8 +402,8 @@ def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pyte
         assert any(line.startswith("| GPT-OSS-120B qkv x 16: us | at most 8.97 | 21 | missed |") for line in rows)
 
 
-def test_the_committed_report_of_products(modules: dict[str, ModuleType]) -> None:
-    """It has these shapes and bars, and the README shows it."""
+def test_the_committed_report_of_gemms(modules: dict[str, ModuleType]) -> None:
+    """The report has the benchmark's shapes and bars, and the README shows it."""
     file = FOLDER / "h200_mm.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")
@@ -422,8 +425,8 @@ def test_the_commit_of_a_copy(modules: dict[str, ModuleType]) -> None:
     assert report.metadata.git_commit == "abc"
 
 
-def test_operands_of_products(modules: dict[str, ModuleType]) -> None:
-    """For every kind of weights: the stated number of bytes, and the first rows of activations."""
+def test_operands_of_gemms(modules: dict[str, ModuleType]) -> None:
+    """For every kind of weights: their size in bytes as stated, and the first rows of activations."""
     h200_mm, shapes = modules["h200_mm"], modules["mm_shapes"]
     for weights in shapes._MADE:
         small = shapes.Gemm("a model's", "layer", 128, 2880, weights=weights)

@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.operator import get_operator
 
 from .benchmark_programs import FOLDER, loaded, measure_on_the_cpu
 
-NAMES = ("measuring", "judging", "moe_shapes", "moe_contestants", "moe_bars", "h200_moe", "plot_moe")
+NAMES = ("measuring", "judging", "moe_shapes", "moe_baselines", "moe_bars", "h200_moe", "plot_moe")
 CPU = torch.device("cpu")
 
 
@@ -104,20 +104,20 @@ def test_our_kernels_compute_the_layer(modules: dict[str, ModuleType], index: in
     shapes, errors_against = modules["moe_shapes"], modules["h200_moe"].errors_against
     shape = _small(shapes)[index]
     (layer,) = _layers(shapes, shape, 1)
-    experts = modules["moe_contestants"].of_solution("reference")(shape, layer)
+    experts = modules["moe_baselines"].of_solution("reference")(shape, layer)
     for batch in shapes.batches(shape, 2, 1, CPU):
         error, row_error = errors_against(shapes.expected(batch, layer), experts(batch)())
         assert error < 4e-3
         assert row_error < 4e-3
 
 
-def test_what_nobody_can_do_is_said(modules: dict[str, ModuleType]) -> None:
-    shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
+def test_unsupported_calls_are_reported(modules: dict[str, ModuleType]) -> None:
+    shapes, baselines = modules["moe_shapes"], modules["moe_baselines"]
     mxfp4, dense, fp8, _ = _small(shapes)
     (layer,) = _layers(shapes, mxfp4, 1)
     with pytest.raises(Unsupported, match="cutedsl"):
-        contestants.of_solution("cutedsl")(mxfp4, layer)
-    everyone = {each.name: each for each in contestants.contestants()}
+        baselines.of_solution("cutedsl")(mxfp4, layer)
+    everyone = {each.name: each for each in baselines.implementations()}
     assert [each.name for each in everyone.values() if each.ours] == ["ours", "triton"]
     assert [each.name for each in everyone.values() if each.on_demand] == ["flashinfer"]
     for name, shape in (("triton_kernels", dense), ("marlin", fp8), ("vllm_triton", mxfp4), ("humming", dense)):
@@ -125,11 +125,11 @@ def test_what_nobody_can_do_is_said(modules: dict[str, ModuleType]) -> None:
             everyone[name].setup(shape, layer)
 
 
-def test_peers_are_called_as_they_are_declared(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_called_as_declared(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are arranged by vLLM's own functions as far as they need no GPU; fake kernels check what is passed to launches."""
     pytest.importorskip("vllm")
-    shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
-    real, routing = contestants._from_vllm, (torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int32), None)
+    shapes, baselines = modules["moe_shapes"], modules["moe_baselines"]
+    real, routing = baselines._from_vllm, (torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int32), None)
     launched = {
         "triton_kernel_moe_forward": torch.zeros(5, 256),
         "fused_marlin_moe": torch.zeros(5, 256),
@@ -145,18 +145,18 @@ def test_peers_are_called_as_they_are_declared(modules: dict[str, ModuleType], m
     def repacked(b_q_weight: Any, perm: Any, size_k: int, size_n: int, num_bits: int, **_: Any) -> Any:
         return torch.zeros(size_k // 16, size_n * num_bits // 2, dtype=torch.int32)
 
-    monkeypatch.setattr(contestants, "_from_vllm", declared)
+    monkeypatch.setattr(baselines, "_from_vllm", declared)
     monkeypatch.setattr("vllm._custom_ops.gptq_marlin_repack", repacked)
     gpt_oss = shapes.Shape(shapes.Model("gpt-oss", 4, 2, 256, 192, gpt_oss=True), 5)
     parallel = shapes.Shape(shapes.Model("parallel", 4, 2, 256, 256, "fp8_block", of=8), 5, "fp8")
-    everyone = {each.name: each for each in contestants.contestants()}
+    everyone = {each.name: each for each in baselines.implementations()}
     for name, shape in (("triton_kernels", gpt_oss), ("marlin", gpt_oss), ("vllm_triton", parallel)):
         (layer,), (batch,) = _layers(shapes, shape, 1), shapes.batches(shape, 1, 1, CPU)
         assert everyone[name].setup(shape, layer)(batch)().shape == (5, 256)
 
 
 def test_padding(modules: dict[str, ModuleType]) -> None:
-    padded = modules["moe_contestants"]._padded(torch.ones(2, 3, 5), 4, 8)
+    padded = modules["moe_baselines"]._padded(torch.ones(2, 3, 5), 4, 8)
     assert padded.shape == (2, 4, 8)
     assert padded.sum() == 30
     assert (padded[:, :3, :5] == 1).all()
@@ -186,9 +186,9 @@ def test_graphs_hold_whole_turns_of_the_layers(modules: dict[str, ModuleType]) -
 
 
 def _who(modules: dict[str, ModuleType]) -> list[Any]:
-    """Contestants: correct, wrong, failing while weights are arranged, failing later, absent, unsupported."""
-    contestants = modules["moe_contestants"]
-    right = contestants.of_solution("reference")
+    """Implementations: correct, wrong, failing while weights are arranged, failing later, absent, unsupported."""
+    baselines = modules["moe_baselines"]
+    right = baselines.of_solution("reference")
 
     def wrong(shape: Any, layer: Any) -> Any:
         experts = right(shape, layer)
@@ -203,7 +203,7 @@ def _who(modules: dict[str, ModuleType]) -> list[Any]:
 
         return setup
 
-    make = contestants.Contestant
+    make = baselines.Implementation
     return [
         make("ours", right, "", ours=True),
         make("triton", wrong, "", ours=True, portable=True),
@@ -271,7 +271,7 @@ def test_models_are_measured_one_after_another(
 
 
 def test_who_changes_the_weights_stops_the_program(modules: dict[str, ModuleType]) -> None:
-    shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
+    shapes, baselines = modules["moe_shapes"], modules["moe_baselines"]
     shape = _small(shapes)[0]
 
     def changes(shape: Any, layer: Any) -> Any:
@@ -279,7 +279,7 @@ def test_who_changes_the_weights_stops_the_program(modules: dict[str, ModuleType
         raise ValueError("too late")
 
     with pytest.raises(RuntimeError, match="marlin has changed"):
-        modules["h200_moe"].Loaded.of(contestants.Contestant("marlin", changes, ""), shape, _layers(shapes, shape), CPU)
+        modules["h200_moe"].Loaded.of(baselines.Implementation("marlin", changes, ""), shape, _layers(shapes, shape), CPU)
 
 
 def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
@@ -292,7 +292,7 @@ def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
     assert "ours err" in h200_moe.line_of(shape, [row])
 
 
-def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_rejects_unknown_names(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     main = modules["h200_moe"].main
     main(["--list", "--tokens", "1", "8192"])
     assert capsys.readouterr().out.splitlines() == ["gpt-oss-120b 1", "gpt-oss-120b 8192", "gpt-oss-120b 8192 fp8"]
@@ -346,7 +346,7 @@ def test_bars(modules: dict[str, ModuleType]) -> None:
 def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
     """A report like h200_moe.py's, with fake times."""
     h200_moe = modules["h200_moe"]
-    everyone, rows = modules["moe_contestants"].contestants(), []
+    everyone, rows = modules["moe_baselines"].implementations(), []
     for shape in modules["moe_shapes"].SHAPES:
         times = _times(modules, 1.25)[shape.name]
         for each in everyone:
@@ -382,7 +382,7 @@ def test_the_picture_and_the_table(modules: dict[str, ModuleType], tmp_path: Pat
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It has these shapes and bars, and the README shows it."""
+    """The report has the benchmark's shapes and bars, and the README shows it."""
     file = FOLDER / "h200_moe.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")

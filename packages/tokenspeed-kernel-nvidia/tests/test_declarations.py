@@ -128,7 +128,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize(("mode", "case", "changed"), LEFT, ids=[f"{mode}-{case}" for mode, case, _ in LEFT])
-def test_what_is_not_declared_goes_to_others(registered: KernelRegistry, mode: str, case: str, changed: dict[str, Any]) -> None:
+def test_undeclared_calls_go_to_other_kernels(registered: KernelRegistry, mode: str, case: str, changed: dict[str, Any]) -> None:
     assert not chosen(mode, case, **changed).startswith("cutedsl")
 
 
@@ -154,26 +154,26 @@ def _ours(explained: Explanation) -> str:
     return "".join(names)
 
 
-def _product(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "sm_90", **options: Any) -> str:
+def _gemm(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "sm_90", **options: Any) -> str:
     a, weight = torch.zeros(m, k, dtype=dtype), torch.zeros(48, k, dtype=dtype)
     with use_platform(named_platform(platform)):
         return _ours(tokenspeed_kernel.mm.explain(a, weight.t(), **options))
 
 
-def test_products_of_few_rows(registered: KernelRegistry) -> None:
+def test_gemms_of_few_rows(registered: KernelRegistry) -> None:
     """Up to 16 rows; rows of k that are multiples of 16 bytes; any bias, and results in float32."""
     for m in (1, 8, 16):
-        assert _product(m, 72) == "cutedsl_mm_bfloat16"
-        assert _product(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
-        assert _product(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
-        assert _product(m, 72, platform="sm_80") == ""
-    assert _product(17, 72) == ""
-    assert _product(1, 76) == ""
-    assert _product(1, 72, torch.float32) == ""
-    assert _product(1, 72, out_dtype=torch.float16) == ""
+        assert _gemm(m, 72) == "cutedsl_mm_bfloat16"
+        assert _gemm(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
+        assert _gemm(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
+        assert _gemm(m, 72, platform="sm_80") == ""
+    assert _gemm(17, 72) == ""
+    assert _gemm(1, 76) == ""
+    assert _gemm(1, 72, torch.float32) == ""
+    assert _gemm(1, 72, out_dtype=torch.float16) == ""
 
 
-def test_products_with_few_columns_are_preferred(registered: KernelRegistry) -> None:
+def test_gemms_with_few_columns_are_preferred(registered: KernelRegistry) -> None:
     """Up to the n for which all numbers of rows were measured to be faster than PyTorch."""
     for n, name, preferred in ((QUICK_N, "cutedsl_mm_bfloat16", True), (QUICK_N + 1, "cutedsl_mm_wide_bfloat16", False)):
         a, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (16, n))
@@ -198,7 +198,7 @@ GEMMS = [
 
 
 @pytest.mark.parametrize(("case", "name"), GEMMS, ids=[case for case, _ in GEMMS])
-def test_products_with_scales(registered: KernelRegistry, case: str, name: str) -> None:
+def test_gemms_with_scales(registered: KernelRegistry, case: str, name: str) -> None:
     op = get_operator("gemm.mm")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
     with use_platform(named_platform("sm_90")):
@@ -211,7 +211,7 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
     [(512, 2048, 4096, 512), (1024, 2048, 2048, 1024), (4096, 2048, 2048, 1024), (512, 2048, 2048, 0), (256, 2048, 4096, 0),
      (1024, 1024, 2048, 0)],
 )  # fmt: skip
-def test_fp8_products_of_many_rows(registered: KernelRegistry, kind: str, m: int, k: int, n: int, size: int) -> None:
+def test_fp8_gemms_of_many_rows(registered: KernelRegistry, kind: str, m: int, k: int, n: int, size: int) -> None:
     """Calls that were measured to be faster than the portable kernel, which need not be installed."""
     scales = {"b_scale": "block" if "blocks" in kind else "block1d", "block": 64 if "64" in kind else 128}
     made = fp8(m, k, n, a_scale="block", scales="e8m0" if "e8m0" in kind else "float32", **scales)
@@ -224,7 +224,7 @@ def test_fp8_products_of_many_rows(registered: KernelRegistry, kind: str, m: int
 
 @pytest.mark.parametrize(("m", "preferred"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False), (16, False)])
 @pytest.mark.parametrize("scale", ["channel", "block"])
-def test_products_with_scaled_weights_are_preferred_for_few_rows(
+def test_gemms_with_scaled_weights_are_preferred_for_few_rows(
     registered: KernelRegistry, scale: str, m: int, preferred: bool
 ) -> None:
     """As many rows as were measured to be faster than the portable kernel; none with block-scaled weights and bfloat16 activations.

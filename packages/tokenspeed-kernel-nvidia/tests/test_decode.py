@@ -270,7 +270,9 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
 
 
 @pytest.mark.parametrize(("window_left", "many"), [(-1, 800), (100, 800), (100, 1)])
-def test_what_the_kernel_before_wrote(sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int) -> None:
+def test_results_of_the_preceding_kernel_are_visible(
+    sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int
+) -> None:
     """Kernels overlap (PDL), but each result is the next one's queries, and lengths and pages change right before a call."""
     monkeypatch.setattr(decode, "MANY", many)
     options = Options(window_left=window_left)

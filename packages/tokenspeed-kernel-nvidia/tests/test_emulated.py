@@ -40,7 +40,7 @@ CACHES = ("k_cache", "v_cache")
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "cutedsl"]
 
 
-def taken() -> Iterator[tuple[KernelSpec, Case]]:
+def eligible() -> Iterator[tuple[KernelSpec, Case]]:
     """Kernels, and the small cases that they are eligible for on an H200."""
     with emulated_sm90():
         for spec in KERNELS:
@@ -50,12 +50,12 @@ def taken() -> Iterator[tuple[KernelSpec, Case]]:
                     yield spec, case
 
 
-TAKEN = list(taken())
+ELIGIBLE = list(eligible())
 
 
-def test_each_kernel_takes_some_case() -> None:
-    """Except GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
-    left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in TAKEN}
+def test_each_kernel_is_eligible_for_some_case() -> None:
+    """Exceptions are GEMMs of dtypes and numbers of rows that no small case has; `test_mm_ptx` executes their programs."""
+    left = {spec.name for spec in KERNELS} - {spec.name for spec, _ in ELIGIBLE}
     assert {get_operator(KernelRegistry.get().get_by_name(name).operator).mode for name in left} == {"mm"}
 
 
@@ -63,18 +63,18 @@ def test_each_kernel_takes_some_case() -> None:
 WIDTHS = re.compile(
     r"cutedsl_mla_prefill\w*|cutedsl_mha_(prefill|extend_with_kvcache)_(capped_64|capped_128|((fp8|not_causal)_)?(192_128|256|96|80))"
 )
-# Of those, one whose warpgroups have different queries, one with fewer columns than in shared memory, and one of fp8.
+# These always run: one whose warpgroups have different queries, one with fewer columns than in shared memory, and one of fp8.
 SOME = ("cutedsl_mha_prefill_192_128", "cutedsl_mha_extend_with_kvcache_80", "cutedsl_mla_prefill_fp8")
 
 
 def _parameters() -> list[Any]:
     """Parameters of the next test. The kernel that is selected for a case always runs; the others are slow tests."""
     best: dict[tuple[str, str], int] = {}
-    for spec, case in TAKEN:
+    for spec, case in ELIGIBLE:
         best[spec.operator, case.name] = max(best.get((spec.operator, case.name), 0), spec.priority)
     return [
         pytest.param(spec, case, id=f"{spec.name}-{case.name}", marks=[pytest.mark.slow] * (second or of_width))
-        for spec, case in TAKEN
+        for spec, case in ELIGIBLE
         for second in [spec.priority < best[spec.operator, case.name]]
         for of_width in [WIDTHS.fullmatch(spec.name) is not None and spec.name not in SOME]
     ]
@@ -82,7 +82,7 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("spec", "case"), _parameters())
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
-    """Once in order, and with warps, copies and wgmmas at random times."""
+    """Each case runs once in order, and once with warps, copies and wgmmas at random times."""
     for seed in (0, 1):
         with emulated_sm90(seed=seed):
             result = verify_case(spec, case)
@@ -97,7 +97,7 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
         ("cutedsl_mm_bfloat16", "dense, bfloat16 with float32 bias"),
     ],
 )
-def test_late_copies_and_products(kernel: str, name: str) -> None:
+def test_late_copies_and_wgmmas(kernel: str, name: str) -> None:
     """Copies and wgmmas that complete as late as possible change nothing."""
     spec = KernelRegistry.get().get_by_name(kernel)
     case = next(case for case in get_operator(spec.operator).all_cases() if case.name == name)
@@ -129,7 +129,7 @@ def test_windows_beyond_every_sequence(kernel: str, name: str, window_left: int)
 
 def test_slots_out_of_range_name_nothing() -> None:
     """The low 32 bits of some of these slots are slots of the cache."""
-    spec, case = next((spec, case) for spec, case in TAKEN if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
+    spec, case = next((spec, case) for spec, case in ELIGIBLE if spec.mode == "rmsnorm_qkv_rope" and "slot_mapping" in case.build())
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = case.make(draw)
@@ -180,7 +180,7 @@ def test_fp8_weights_of_scores_that_grow() -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 3e5])
 def test_queries_of_any_size_beside_an_fp8_cache(size: float) -> None:
-    """They become float16, scaled by a power of 2 into its range; rows of the next sequence do not affect that power."""
+    """Queries become float16, scaled by a power of 2 into its range. Rows of the next sequence do not affect that power."""
     made = oracle.paged([9, 3], [40, 150], 4, 4, 64, 16, torch.float32, torch.device("cpu"))
     sizes = torch.tensor([size] * 9 + [size * 1e20] * 3).view(-1, 1, 1)
     case = replace(made, q=(made.q * sizes).bfloat16(), **{x: getattr(made, x).to(torch.float8_e4m3fn) for x in CACHES})
@@ -214,7 +214,7 @@ def test_experts_that_must_be_exact() -> None:
     compare(got, layer.wanted(x, weights, ids))
 
 
-def test_experts_with_split_numbers() -> None:
+def test_experts_with_split_elements() -> None:
     """Small cases have so few pairs that they use the streaming kernel. Here k has an odd number of blocks, and calls
     may overlap.
     """
@@ -228,7 +228,7 @@ def test_experts_with_split_numbers() -> None:
     assert len(emulator.launches) == 16
 
 
-def test_experts_with_split_numbers_beside_outliers() -> None:
+def test_experts_with_split_elements_beside_outliers() -> None:
     """Outliers whose weights are zero: in two tokens, and in the activations of an expert."""
     layer = RandomLayer(torch.device("cpu"), 4, 2, 64, 160, bias=True)
     assert layer.given.w13_weight_bias is not None

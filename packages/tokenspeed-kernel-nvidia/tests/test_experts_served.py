@@ -70,7 +70,7 @@ def _plan(solution: str | None, **changes: Any) -> MoEPlan:
 
 
 @pytest.mark.usefixtures("registered")
-def test_what_is_served() -> None:
+def test_supported_layers() -> None:
     for changes in SUPPORTED:
         for solution in (None, "cutedsl"):
             assert _plan(solution, **changes).kernel == OURS, changes
@@ -79,7 +79,7 @@ def test_what_is_served() -> None:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("changes", PORTABLE, ids=str)
-def test_what_goes_to_the_portable_kernel(changes: dict[str, Any]) -> None:
+def test_layers_that_go_to_the_portable_kernel(changes: dict[str, Any]) -> None:
     with pytest.raises(NoKernelFoundError) as refused:
         _plan("cutedsl", **changes)
     assert refused.value.explanation is not None
@@ -92,7 +92,7 @@ def test_what_goes_to_the_portable_kernel(changes: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
-def test_what_is_no_layer_in_mxfp4(changes: dict[str, Any]) -> None:
+def test_sizes_that_are_no_multiple_of_32_are_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"size must be a multiple of 32, because (weight_format|activation_dtype) is mxfp4"):
         _plan(None, **changes)
 
@@ -144,7 +144,7 @@ def test_it_is_exact_where_it_must_be(sm90: torch.device, tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5, 60, 600, 4000])
-def test_small_numbers_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
+def test_small_elements_beside_outliers(sm90: torch.device, tokens: int, dtype: torch.dtype) -> None:
     """Outliers whose weights are zero: in every third token, and in the activations of half of the experts."""
     layer = _public(sm90, num_experts=64, top_k=4, bias=True, dtype=dtype)
     assert layer.given.w13_weight_bias is not None

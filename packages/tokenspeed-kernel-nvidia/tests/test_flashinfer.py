@@ -57,7 +57,7 @@ SIGNATURES = {
         "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True)"
     ),
 }
-# Units and conventions that the adapters rely on: file, and text in its source.
+# Conventions and units that the adapters rely on: file, and text in its source.
 FACTS = {
     "the generated kernels see window_left tokens and the token itself": (
         "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",
@@ -330,7 +330,7 @@ def _extend_arguments(**options: Any) -> dict[str, Any]:
         ("mha_extend_with_kvcache", _extend_arguments(), None),
     ],
 )
-def test_what_is_declared_of_blackwell(operator: str, arguments: dict[str, Any], served: str | None) -> None:
+def test_declarations_for_blackwell(operator: str, arguments: dict[str, Any], served: str | None) -> None:
     assert _taking(operator, arguments) == ([] if served is None else [served])
 
 
@@ -341,7 +341,7 @@ def _taking(operator: str, arguments: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.usefixtures("flashinfer", "specs")
-def test_what_is_declared_of_hopper() -> None:
+def test_declarations_for_hopper() -> None:
     with use_platform(replace(named_platform("sm_90"), pretended=False, emulated=True)):
         for arguments in (_decode_arguments(), _decode_arguments(sinks=True, window_left=3)):
             assert _taking("mha_decode_with_kvcache", arguments) == ["flashinfer_xqa_mha_decode_with_kvcache_64_sm90"]
@@ -411,7 +411,7 @@ def test_results(specs: dict[str, KernelSpec], mode: str) -> None:
 
 
 @pytest.mark.usefixtures("flashinfer", "specs")
-def test_extending_runs_where_it_is_asked_for_by_name() -> None:
+def test_extend_runs_if_requested_by_name() -> None:
     for case in _cases("mha_extend_with_kvcache"):
         arguments = case.build()
         if arguments.pop("return_lse", False):
@@ -447,9 +447,9 @@ def test_other_strides() -> None:
     assert mha_decode_with_kvcache(**arguments, out=out) is out
     torch.testing.assert_close(out, wanted, atol=1e-2, rtol=2e-2)
     assert (wide[[0, 4]] == 7).all()
-    turned = torch.full((3, 64, 8), 7.0, dtype=torch.bfloat16).mT
-    assert mha_decode_with_kvcache(**arguments, out=turned) is turned
-    assert torch.equal(turned, out)
+    transposed = torch.full((3, 64, 8), 7.0, dtype=torch.bfloat16).mT
+    assert mha_decode_with_kvcache(**arguments, out=transposed) is transposed
+    assert torch.equal(transposed, out)
 
 
 @pytest.mark.usefixtures("flashinfer")

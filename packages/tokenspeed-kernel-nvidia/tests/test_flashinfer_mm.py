@@ -102,19 +102,19 @@ def _values(codes: Tensor, flat: Tensor, block: int) -> Tensor:
     return wide * scale.repeat_interleave(block, 1)
 
 
-def _product(given: dict[str, Any], b_scale: Tensor, block: int) -> Tensor:
+def _gemm(given: dict[str, Any], b_scale: Tensor, block: int) -> Tensor:
     a, b, out = given["a"], given["b"].T, given["out"]
     for tensor in (a, b, given["a_descale"], b_scale, out):
         assert tensor.is_contiguous()
     assert out.dtype == given["out_dtype"]
     assert out.dtype in (torch.bfloat16, torch.float16)
     assert b.shape[0] % 32 == 0
-    product = _values(a, given["a_descale"], block) @ _values(b, b_scale, block).T
+    result = _values(a, given["a_descale"], block) @ _values(b, b_scale, block).T
     alpha = given.get("alpha")
     if alpha is not None:
         assert (alpha.dtype, alpha.shape) == (torch.float32, (1,))
-        product = product * alpha
-    return out.copy_(product)
+        result = result * alpha
+    return out.copy_(result)
 
 
 @with_signature(SIGNATURES["mm_fp4"], "a b a_descale b_descale alpha out_dtype out block_size backend use_nvfp4", {"torch": torch})
@@ -125,7 +125,7 @@ def _mm_fp4(given: dict[str, Any]) -> Tensor:
         assert given[name].dtype == (torch.float8_e4m3fn if nvfp4 else torch.uint8)
         assert given[name].dim() == 2
     assert (given["alpha"] is not None) == nvfp4
-    return _product(given, given["b_descale"].T, given["block_size"])
+    return _gemm(given, given["b_descale"].T, given["block_size"])
 
 
 @with_signature(SIGNATURES["mm_mxfp8"], "a b a_descale b_descale out out_dtype backend", {"torch": torch})
@@ -134,7 +134,7 @@ def _mm_mxfp8(given: dict[str, Any]) -> Tensor:
     assert min(given["b"].shape) >= 128
     for name in ("a_descale", "b_descale"):
         assert (given[name].dtype, given[name].dim()) == (torch.uint8, 1)
-    return _product(given, given["b_descale"], 32)
+    return _gemm(given, given["b_descale"], 32)
 
 
 @with_signature(SIGNATURES["mm_bf16_fp4"], "a b b_descale alpha backend out_dtype out", {"torch": torch})
@@ -207,7 +207,7 @@ def _arguments(m: int = 5, k: int = 128, n: int = 160, **changes: Any) -> dict[s
         ({"a": "mxfp4", "b": "mxfp4", "k": 160}, None),
     ],
 )
-def test_what_serves(changes: dict[str, Any], served: str | None) -> None:
+def test_eligible_calls(changes: dict[str, Any], served: str | None) -> None:
     arguments = _arguments(**changes)
     if served is None:
         with pytest.raises(NoKernelFoundError):
@@ -244,7 +244,7 @@ def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("out_dtype", [None, torch.float16])
-def test_weights_whose_scales_lie_in_tiles(specs: dict[str, KernelSpec], out_dtype: torch.dtype | None) -> None:
+def test_weights_with_scales_in_tiles(specs: dict[str, KernelSpec], out_dtype: torch.dtype | None) -> None:
     """For workstation Blackwell, whose capability differs from the stand-in's."""
     case = Case("a case", micro(5, 80, 130, a="dense", b="nvfp4", layout="128x4", out_dtype=out_dtype))
     arguments = get_operator("mm").complete(case.build())

@@ -43,7 +43,7 @@ SIGNATURES = {
 }
 _KERNELS = "flashinfer/data/csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 _BINDING = "flashinfer/data/csrc/fused_moe/cutlass_backend/flashinfer_cutlass_fused_moe_binding.cu"
-# Units and conventions that the adapter relies on: file, and text in its source.
+# Conventions and units that the adapter relies on: file, and text in its source.
 FACTS = {
     "ups come before gates": ("flashinfer/fused_moe/prepare.py", "in semantic ``[up, gate]`` order"),
     "the activation": (_KERNELS, "return gate_clamped * fn(gate_clamped * alpha) * (linear_clamped + beta);"),
@@ -248,7 +248,7 @@ _GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.70
         ({"weight_format": "fp8_block", "hidden": 128, "intermediate": 128}, None),
     ],
 )
-def test_what_serves(changes: dict[str, Any], served: str | None) -> None:
+def test_eligible_calls(changes: dict[str, Any], served: str | None) -> None:
     facts = {name: value for name, value in _recipe(**changes).values.items() if name not in ("tokens", "rows", "of")}
     sizes = [facts.pop(name) for name in ("experts", "top_k", "hidden", "intermediate")]
     if served is None:
@@ -295,7 +295,7 @@ def test_results(specs: dict[str, KernelSpec]) -> None:
 
 
 @pytest.mark.usefixtures("flashinfer", "specs")
-def test_fp8_blocks_are_served_where_they_are_asked_for_by_name() -> None:
+def test_fp8_blocks_run_if_requested_by_name() -> None:
     """The results are near the operator's, whose activation scales differ."""
     recipe = _recipe(tokens=6, hidden=256, intermediate=128, weight_format="fp8_block", activation_dtype="fp8")
     arguments = recipe(Draw(torch.device("cpu"), 0))

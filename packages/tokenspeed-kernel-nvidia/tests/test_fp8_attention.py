@@ -31,12 +31,12 @@ mla_prefill = unchecked(operator, launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536
-# Weights rounded to e4m3 are off by 2.6% rms, and so is a sum of many; a row of few keys may be off by more.
+# Softmax weights rounded to e4m3 have an rms error of 2.6%, and so has a sum over many keys. Rows with few keys may be worse.
 ROUGH: dict[str, Any] = {"tolerance": 0.04, "row_tolerance": 0.15}
 
 
 def _scale(device: torch.device, kv_heads: int, seed: int) -> Tensor:
-    """One for each KV head, or one for all if the seed is odd."""
+    """One scale for each KV head, or one for all heads if the seed is odd."""
     draw = torch.Generator().manual_seed(seed)
     return (torch.rand((kv_heads,) if seed % 2 == 0 else (), generator=draw) + 0.5).to(device)
 
@@ -79,7 +79,7 @@ def _paged(
     ],
     ids=str,
 )
-def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> None:
+def test_a_cta_fits_on_an_sm(head_dim: int, options: dict[str, Any]) -> None:
     config = Config("bfloat16", head_dim, 8, **options)
     rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n
     out = 0 if config.stores_from_registers else 2 * head_dim * config.block_m
@@ -91,7 +91,7 @@ def test_a_cta_fits_a_multiprocessor(head_dim: int, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("widths", FP8_TILES, ids=str)
-def test_a_cta_of_other_widths_fits_a_multiprocessor(widths: tuple[int, int], page_size: int) -> None:
+def test_a_cta_of_other_head_dims_fits_on_an_sm(widths: tuple[int, int], page_size: int) -> None:
     config = Config("bfloat16", widths[0], 8, page_size, fp8=True, v_head_dim=widths[1])
     assert config.k_columns >= widths[0]
     assert config.raw_columns >= config.v_columns >= widths[1]

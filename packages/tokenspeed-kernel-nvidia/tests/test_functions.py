@@ -70,7 +70,7 @@ def test_elements_apart(sm90: torch.device, name: str, window_left: int) -> None
 
 @pytest.mark.parametrize("window_left", [-1, 127])
 @pytest.mark.parametrize("name", ["mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"])
-def test_what_is_wrong_after_a_right_call_is_named(sm90: torch.device, name: str, window_left: int) -> None:
+def test_wrong_calls_after_a_correct_one_are_rejected(sm90: torch.device, name: str, window_left: int) -> None:
     arguments, wanted = _call(name, sm90, window_left)
     function = getattr(tokenspeed_kernel_nvidia, name)
     out = torch.empty_like(arguments["q"])
@@ -107,7 +107,7 @@ def test_a_captured_call_follows_its_inputs(sm90: torch.device, name: str) -> No
     assert torch.equal(lse, expected[1])
 
 
-def test_the_host_is_told_apart(sm90: torch.device) -> None:
+def test_the_error_for_host_tensors(sm90: torch.device) -> None:
     arguments, _ = _call("mha_prefill", sm90, -1)
     with pytest.raises(ValueError, match=r"mha_prefill: k must be on cuda:0 like q, got a .* on cpu"):
         tokenspeed_kernel_nvidia.mha_prefill(**{**arguments, "k": arguments["k"].cpu()})

@@ -50,7 +50,7 @@ def test_tokens(sm90: torch.device, tokens: int, columns: int) -> None:
     "count", [*range(1, 40), 41, 47, 48, 49, 56, 57, 63, 64, 65, 79, 80, 81, 96, 112, 127, 143, 159, 160, 161, 213, 320, 373]
 )
 def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> None:
-    """One expert has so many pairs, another one less."""
+    """One expert has ``count`` pairs, another one pair less."""
     layer = Layer(sm90, 4, 1, 64, 192, **GPT_OSS)
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1
@@ -61,7 +61,7 @@ def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> 
     ("experts", "top_k", "hidden", "intermediate", "tokens"),
     [(16, 4, 256, 192, 2), (16, 4, 256, 192, 33), (128, 4, 2880, 352, 256), (5, 3, 160, 224, 700), (384, 8, 128, 128, 300)],
 )
-def test_split_numbers(sm90: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
+def test_split_elements(sm90: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
     """Each element is split into two fp8 values."""
     layer = Layer(sm90, experts, top_k, hidden, intermediate, **GPT_OSS)
     layer.spread_scales([1])
@@ -75,7 +75,7 @@ def test_split_numbers(sm90: torch.device, experts: int, top_k: int, hidden: int
 
 
 @pytest.mark.parametrize("count", range(1, 50))
-def test_every_width_of_a_tile_of_split_numbers(sm90: torch.device, count: int) -> None:
+def test_every_width_of_a_tile_of_split_elements(sm90: torch.device, count: int) -> None:
     layer = Layer(sm90, 4, 1, 64, 192, **GPT_OSS)
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1
@@ -297,14 +297,14 @@ def test_room_for_all_tiles(schedule: Schedule) -> None:
         assert len(tiles) <= most_tiles(sum(counts), len(counts), schedule.columns)
 
 
-@pytest.mark.parametrize("product", every_gemm(), ids=str)
-def test_registers_of_a_launch_are_enough(product: Gemm) -> None:
+@pytest.mark.parametrize("gemm", every_gemm(), ids=str)
+def test_registers_of_a_launch_are_enough(gemm: Gemm) -> None:
     """A warpgroup that requests more registers than the launch gave and others released waits forever."""
-    given = REGISTERS // product.threads // 8 * 8 * product.threads
-    tile = product.tile
-    assert 128 * (tile.warpgroups * tile.registers + product.producer_registers) <= given
-    assert tile.registers % 8 == product.producer_registers % 8 == 0
-    assert 24 <= product.producer_registers < given // product.threads < tile.registers <= 256
+    given = REGISTERS // gemm.threads // 8 * 8 * gemm.threads
+    tile = gemm.tile
+    assert 128 * (tile.warpgroups * tile.registers + gemm.producer_registers) <= given
+    assert tile.registers % 8 == gemm.producer_registers % 8 == 0
+    assert 24 <= gemm.producer_registers < given // gemm.threads < tile.registers <= 256
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[in
     assert all(width in SUPPORTED[kind] for width in chosen for kind in inputs)
 
 
-def test_numbers_are_split_where_pairs_are_few() -> None:
+def test_elements_are_split_if_there_are_few_pairs() -> None:
     assert [inputs_for("bfloat16", pairs * 128, 128) for pairs in (1, 8, 16, 17)] == [(PARTS,), (PARTS,), (PARTS,), (PLAIN,)]
     assert inputs_for("float16", 128, 128) == (PLAIN,)
 

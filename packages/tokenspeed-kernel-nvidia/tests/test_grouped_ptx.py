@@ -103,7 +103,7 @@ class Launches:
         given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, *addresses]
         self.launch(grouped.schedule_program, Schedule(self.columns, ctas), given, 1024, ctas, cluster=ctas)
 
-    def products(self, *inputs: str) -> int:
+    def gemms(self, *inputs: str) -> int:
         """Returns the results. ``inputs``: kinds of inputs, each for some experts."""
         plan, pairs = self.plan, self.ids.numel()
         rows, width = self.x, plan.hidden_size
@@ -252,7 +252,7 @@ def test_layers(
     ids = some_experts(ids) if experts > 1 else ids
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
-    compare(call.combine(call.products(PLAIN)), layer.wanted(x, weights, ids))
+    compare(call.combine(call.gemms(PLAIN)), layer.wanted(x, weights, ids))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_rounded_layers(
     ids = some_experts(ids)
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
-    got, wanted = call.combine(call.products(*inputs)).float(), layer.wanted(x, weights, ids)
+    got, wanted = call.combine(call.gemms(*inputs)).float(), layer.wanted(x, weights, ids)
     # Intermediate values are rounded before they are quantised, so some become the neighbouring fp8 value.
     assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
@@ -308,7 +308,7 @@ def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, interme
     # Shared memory may hold anything that other kernels left, such as an infinite scale.
     call = Launches(texts, layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden, shared_byte=0x3F)
     call.schedule()
-    compare(call.combine(call.products(PARTS)), layer.wanted(x, weights, ids))
+    compare(call.combine(call.gemms(PARTS)), layer.wanted(x, weights, ids))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ OTHERS = [*itertools.product((1, 8, 16), decode_config.WIDTHS, (1, 16), DTYPES)]
 SHAPES = [*itertools.product(GQA_RATIOS, HEAD_DIMS, PAGE_SIZES, DTYPES)]
 
 
-def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+def test_programs_that_launchers_use_are_compiled_ahead_of_time(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
     for (ratio, head_dim, page_size, dtype), kv_heads in itertools.product(SHAPES, (1, 8)):
         for launcher, arguments in _calls(ratio * kv_heads, kv_heads, head_dim, page_size, dtype):
             for sinks in (None, torch.bfloat16, torch.float64):
@@ -149,7 +149,7 @@ def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]],
         assert any(isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16 for tensor in handed)
 
 
-def test_a_cache_that_is_copied_is_told_once(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+def test_copying_a_cache_warns_once(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
     alignment._warn_of_copies.cache_clear()
     said = []
     for launcher, arguments in _calls(16, 2, 64, 16, torch.bfloat16):

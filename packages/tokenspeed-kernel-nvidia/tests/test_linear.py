@@ -114,7 +114,7 @@ def test_configurations_fit() -> None:
     assert MAX_K == 28672  # Llama 70B's down projection
 
 
-def test_which_plans_are_served() -> None:
+def test_supported_plans() -> None:
     def chosen(**options: Any) -> str:
         facts = {"in_features": 8192, "out_features": 8192, "weight_format": "nvfp4", "max_tokens": 16, **options}
         return str(tokenspeed_kernel.linear_plan(**facts, platform=named_platform("sm_90")).kernel)
@@ -135,7 +135,7 @@ def test_which_plans_are_served() -> None:
         chosen(max_tokens=None, solution="cutedsl")
 
 
-def test_who_names_the_kernel_is_told_what_it_takes() -> None:
+def test_naming_the_kernel_states_its_requirements() -> None:
     for k, tokens in ((64, 17), (MAX_K + 64, 1)):
         plan = plan_of(k, 8, "nvfp4", max_tokens=None, override="cutedsl_linear_nvfp4")
         weights = tokenspeed_kernel.linear_process_weights(weights_of(k, 8, "nvfp4"), plan)
@@ -192,7 +192,7 @@ def test_as_much_k_as_there_is_room_for() -> None:
 
 
 @pytest.mark.usefixtures("on_emulator")
-def test_what_is_not_finite_stays_where_it_is() -> None:
+def test_nonfinite_values_do_not_spread() -> None:
     """A NaN scale makes its row NaN, a NaN in a token that token's results."""
     weights, plan = weights_of(128, 64, "nvfp4"), plan_of(128, 64, "nvfp4")
     assert weights.weight_scale is not None

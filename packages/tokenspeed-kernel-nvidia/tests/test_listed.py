@@ -79,7 +79,7 @@ def asked_of(module: ModuleType, name: str, calls: Any, specs: list[KernelSpec],
 
 
 def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual ones are used by kernels that are preferred to the portable one."""
+    """Kernels that are preferred to the portable one use the listed usual programs."""
     listed = decode.decode_program
     specs = [spec for spec in registered.list_kernels() if spec.solution == "cutedsl" and spec.mode == "mha_decode_with_kvcache"]
     asked = asked_of(decode, "decode_program", decodes, specs, monkeypatch)
@@ -89,7 +89,7 @@ def test_programs_of_decode(registered: KernelRegistry, monkeypatch: pytest.Monk
 
 
 def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of them is used, and no other."""
+    """Launchers use each listed program, and no other."""
     listed = prefill.prefill_program
     specs = [
         spec
@@ -101,5 +101,5 @@ def test_programs_of_prefill(registered: KernelRegistry, monkeypatch: pytest.Mon
 
 
 def is_of_window(spec: KernelSpec) -> bool:
-    """Whether it is one of `window`, which has programs of its own."""
+    """Whether the kernel is one of `window`, which has its own programs."""
     return "_kvcache_window_" in spec.name or "_prefill_window_" in spec.name

@@ -21,9 +21,9 @@ def machine_code(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("machine_code")
 
 
-def program(between: str, products: int = 2) -> str:
+def program(between: str, mmas: int = 2) -> str:
     """PTX of a loop of MMAs, with an instruction between them and their wait."""
-    product = f"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, %p1, 1, 1, 0, 0;"
+    mma = f"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, %p1, 1, 1, 0, 0;"
     return f"""
 .version 8.4
 .target sm_90a
@@ -37,8 +37,8 @@ mov.b32 %r2, 0;
 add.s64 %rd5, %rd1, 64;
 $L0:
 wgmma.fence.sync.aligned;
-{product}
-{product.replace("%rd1", "%rd5") if products == 2 else ""}
+{mma}
+{mma.replace("%rd1", "%rd5") if mmas == 2 else ""}
 wgmma.commit_group.sync.aligned;
 {between}
 wgmma.wait_group.sync.aligned 0;
@@ -52,7 +52,7 @@ ret;
 
 
 @pytest.mark.parametrize(
-    ("between", "products", "serialised"),
+    ("between", "mmas", "serialised"),
     [
         ("", 2, False),
         ("mul.f32 %f8, %f8, %f8;", 2, False),
@@ -60,13 +60,11 @@ ret;
         ("", 1, False),  # the PTX itself serialises the MMAs
     ],
 )
-def test_serialised_products_are_found(
-    machine_code: ModuleType, tmp_path: Path, between: str, products: int, serialised: bool
-) -> None:
+def test_serialised_mmas_are_found(machine_code: ModuleType, tmp_path: Path, between: str, mmas: int, serialised: bool) -> None:
     triton = pytest.importorskip("triton")
     assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     ptx, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
-    ptx.write_text(program(between, products))
+    ptx.write_text(program(between, mmas))
     said = subprocess.run(
         [assembler, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin], capture_output=True, text=True, check=True
     ).stderr

@@ -82,7 +82,7 @@ def test_several_new_tokens_and_an_fp8_cache(sm90: torch.device, heads: int, opt
 @pytest.mark.parametrize("batch", [33, 200, 500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More lengths than a lane has, and more than there are groups."""
+    """More sequences than lanes of a warp, and more than groups of CTAs."""
     draw = random.Random(batch)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(1500)]) for _ in range(batch)], heads, device=sm90))
 
@@ -121,7 +121,7 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths", "multiprocessors", "options"),
+    ("heads", "lengths", "sm_count", "options"),
     [
         (128, [700, 200, 0, 3], 6, {}),  # three clusters; one has ranges of two sequences, and a sequence is split over two
         (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
@@ -130,17 +130,15 @@ emulated = partial(launched.emulated, mla_decode._programs_of)
     ],
 )
 @pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "late"), (5, "random")])
-def test_on_the_emulator(
-    heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str
-) -> None:
+def test_on_the_emulator(heads: int, lengths: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str) -> None:
     """With warps in any order, and copies and wgmmas as late as possible."""
-    with emulated(multiprocessors, seed=seed, copies=copies):
+    with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, heads, **options))
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30], ids=str)
 def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -> None:
-    """They are float16, which can represent neither the smallest nor the largest of these values."""
+    """Narrow partial results are float16, which can represent neither the smallest nor the largest of these values."""
     arguments = arguments_of([700], 128)
     arguments["q"].zero_()  # so that scores have none of these values
     arguments["kv_cache"].mul_(magnitude)
@@ -151,18 +149,18 @@ def test_the_range_of_narrow_partial_results_on_the_emulator(magnitude: float) -
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths", "multiprocessors", "options"),
+    ("heads", "lengths", "sm_count", "options"),
     [(128, [130, 1], 2, FP8[0]), (16, [300, 2], 1, {"new": 3, "softmax_scale": 1.0, **FP8[1]})],
     ids=FP8_NAMES,
 )
 def test_an_fp8_cache_on_the_emulator(
-    monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], sm_count: int, options: dict[str, Any]
 ) -> None:
     """Two blocks are accumulated in registers, and more in memory, while row maxima rise. Tensor-core accumulators
     have few bits.
     """
     monkeypatch.setattr(mla_decode, "Fp8Config", partial(Fp8Config, summed=2))
-    with emulated(multiprocessors, seed=3, copies="late", limited_fp8_accumulation=True):
+    with emulated(sm_count, seed=3, copies="late", limited_fp8_accumulation=True):
         check_fp8(arguments_of(lengths, heads, **options))
 
 
@@ -182,7 +180,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
-def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
+def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
     """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
     mla_decode_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
@@ -273,7 +271,7 @@ def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
     ],
     ids=str,
 )
-def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
+def test_eligible_calls(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
     assert _verdict(arguments_of([70, 3], **options))[0] == served
 
 
@@ -284,7 +282,7 @@ def test_it_is_preferred(registered: KernelRegistry, heads: int) -> None:
 
 
 @pytest.mark.parametrize("options", FP8, ids=FP8_NAMES)
-def test_an_fp8_cache_is_served(registered: KernelRegistry, options: dict[str, Any]) -> None:
+def test_an_fp8_cache_is_supported(registered: KernelRegistry, options: dict[str, Any]) -> None:
     def chosen(**others: Any) -> str:
         with use_platform(named_platform("sm_90")):
             return str(tokenspeed_kernel.mla_decode_with_kvcache.explain(**arguments_of([70, 3], **options, **others)).chosen.name)

@@ -88,7 +88,7 @@ def test_an_fp8_cache(sm90: torch.device, lengths: list[int], new: list[int], he
 @pytest.mark.parametrize("batch", [33, 200])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
-    """More lengths than a lane has, and more than there are groups."""
+    """More sequences than lanes of a warp, and more than groups of CTAs."""
     check(arguments_of(*drawn(batch), heads, sm90))
 
 
@@ -143,7 +143,7 @@ emulated = partial(launched.emulated, mla_extend._programs_of)
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths", "new", "multiprocessors", "options"),
+    ("heads", "lengths", "new", "sm_count", "options"),
     [
         (128, [130, 0, 3, 70], [3, 0, 3, 1], 6, {}),  # three clusters, and ranges that begin in the middle
         (128, [130, 65], [2, 1], 2, {"softmax_scale": 1.0}),  # row maxima rise so much that accumulators are rescaled
@@ -156,15 +156,15 @@ emulated = partial(launched.emulated, mla_extend._programs_of)
 )
 @pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "random")])
 def test_on_the_emulator(
-    heads: int, lengths: list[int], new: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str
+    heads: int, lengths: list[int], new: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str
 ) -> None:
     """With warps in any order, and copies and wgmmas as late as possible."""
-    with emulated(multiprocessors, seed=seed, copies=copies):
+    with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, new, heads, **options))
 
 
 @pytest.mark.parametrize(
-    ("heads", "lengths", "new", "multiprocessors", "options"),
+    ("heads", "lengths", "new", "sm_count", "options"),
     [
         (128, [130, 1], [2, 1], 2, FP8[0]),
         (16, [300, 66], [9, 5], 4, {"softmax_scale": 1.0, **FP8[1]}),
@@ -172,13 +172,13 @@ def test_on_the_emulator(
     ],
 )
 def test_an_fp8_cache_on_the_emulator(
-    monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], new: list[int], multiprocessors: int, options: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, heads: int, lengths: list[int], new: list[int], sm_count: int, options: dict[str, Any]
 ) -> None:
     """Two blocks are accumulated in registers, and more in memory, while row maxima rise. Tensor-core accumulators
     have few bits.
     """
     monkeypatch.setattr(mla_extend, "Fp8Config", partial(Fp8Config, summed=2))
-    with emulated(multiprocessors, seed=3, copies="late", limited_fp8_accumulation=True):
+    with emulated(sm_count, seed=3, copies="late", limited_fp8_accumulation=True):
         check_fp8(arguments_of(lengths, new, heads, **options))
 
 
@@ -201,7 +201,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 @pytest.mark.parametrize(
     ("heads", "new", "groups"), [(16, 5, 66), (32, 3, 66), (64, 2, 66), (128, 1, 66), (16, 4, 132), (64, 1, 132)]
 )
-def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, new: int, groups: int) -> None:
+def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, new: int, groups: int) -> None:
     """A group is a cluster of two CTAs, or one CTA if a tile has all new tokens of a sequence."""
     mla_extend_with_kvcache(**arguments_of([70, 3], [new, 1], heads))
     (computes, config, handed), (merges, same, others) = launches
@@ -294,7 +294,7 @@ def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
     ],
     ids=str,
 )
-def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
+def test_eligible_calls(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
     assert _verdict(arguments_of([70, 3], [9, 3], **options))[0] == served
 
 
@@ -305,7 +305,7 @@ def test_it_is_preferred(registered: KernelRegistry, heads: int) -> None:
 
 
 @pytest.mark.parametrize("options", FP8, ids=FP8_NAMES)
-def test_an_fp8_cache_is_served(registered: KernelRegistry, options: dict[str, Any]) -> None:
+def test_an_fp8_cache_is_supported(registered: KernelRegistry, options: dict[str, Any]) -> None:
     def chosen(**others: Any) -> str:
         given = {**options, **others}
         with use_platform(named_platform("sm_90")):

@@ -86,7 +86,7 @@ def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 @pytest.mark.parametrize("heads", HEADS)
 def test_many_tokens(sm90: torch.device, heads: int, tokens: int) -> None:
-    """More lengths than a lane has, and more than there are groups."""
+    """More tokens than lanes of a warp, and more than groups of CTAs."""
     draw = random.Random(tokens)
     check(arguments_of([draw.choice([0, 1, 64, draw.randrange(700)]) for _ in range(tokens)], heads, device=sm90, holes=0.1))
 
@@ -120,7 +120,7 @@ emulated = partial(launched.emulated, mla_sparse._programs_of)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "multiprocessors", "options", "seed", "copies"),
+    ("lengths", "sm_count", "options", "seed", "copies"),
     [
         # Three groups; one has ranges of two tokens, and a token is split over two.
         ([300, 130, 0, 3], 6, {"holes": 0.2}, 3, "late"),
@@ -131,9 +131,9 @@ emulated = partial(launched.emulated, mla_sparse._programs_of)
         ([2, 65], 2, {"holes": 0.97, "top_k": 200}, 2, "late"),
     ],
 )
-def test_on_the_emulator(lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str) -> None:
+def test_on_the_emulator(lengths: list[int], sm_count: int, options: dict[str, Any], seed: int, copies: str) -> None:
     """With warps in any order, and copies and wgmmas as late as possible."""
-    with emulated(multiprocessors, seed=seed, copies=copies):
+    with emulated(sm_count, seed=seed, copies=copies):
         check(arguments_of(lengths, 128, **options))
 
 
@@ -147,7 +147,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
-def test_what_is_asked_for_is_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
+def test_used_programs_are_compiled_ahead_of_time(launches: list[Launched], heads: int, groups: int, dtype: torch.dtype) -> None:
     """A group, which has all heads, is one CTA, or two CTAs with half of 128 heads each."""
     mla_sparse_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
     (computes, config, handed), (merges, same, others) = launches
@@ -205,7 +205,7 @@ def test_an_empty_cache_and_an_empty_batch(launches: list[Launched]) -> None:
     ],
     ids=str,
 )
-def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
+def test_eligible_calls(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
     with use_platform(named_platform("sm_90")):
         explained = tokenspeed_kernel.mla_sparse_with_kvcache.explain(**arguments_of([70, 3], **options))
     assert [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME] == [served]

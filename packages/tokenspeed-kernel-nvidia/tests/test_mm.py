@@ -131,7 +131,7 @@ def test_random_calls(sm90: torch.device) -> None:
 
 
 def test_infinities_and_nan(sm90: torch.device) -> None:
-    """They stay in their rows and columns, and memory past a row's end has no effect."""
+    """Infinities and NaN stay in their rows and columns, and memory past a row's end has no effect."""
     k, n = 328, 500
     a, weight = (_numbers(sm90, rows, k, dtype=torch.bfloat16) for rows in (6, n))
     weight[3, 7], weight[40, k - 1], a[2, 0] = torch.inf, torch.nan, torch.inf
@@ -194,7 +194,7 @@ def test_a_graph_whose_inputs_change(sm90: torch.device) -> None:
 
 
 @pytest.mark.parametrize("graphed", [False, True])
-def test_what_the_kernel_before_wrote(sm90: torch.device, graphed: bool) -> None:
+def test_results_of_the_preceding_kernel_are_visible(sm90: torch.device, graphed: bool) -> None:
     """Kernels overlap (PDL), but each result is the next one's activations, and another's weights right after."""
     n, k = 2000, 2048
     weight, back = (_numbers(sm90, *shape, dtype=torch.bfloat16, scale=0.05) for shape in ((n, k), (k, n)))
@@ -373,7 +373,7 @@ def test_configurations() -> None:
             assert layout.activations + config.planes * m * (layout.chunk_bytes + 64) <= layout.ring
 
 
-def test_what_clusters_share() -> None:
+def test_how_clusters_split_the_work() -> None:
     """Few rows of weights, where the CTAs of a cluster split k and a cluster's rows are one group; or many activations."""
     assert sharing_of("dense", 1, 128, 5760, 132) == "weights"
     assert sharing_of("dense", 16, 640, 3584, 132) == "weights"
@@ -422,7 +422,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any
     module._launch_of.cache_clear()
 
 
-def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tuple[Any, ...]]]) -> None:
+def test_used_programs_are_compiled_ahead_of_time(asked: list[tuple[Any, tuple[Any, ...]]]) -> None:
     listed = {*every_config(), *every_split_config()}
     for dtype, out_dtype, m, n, k in itertools.product(
         DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 5120, 9000), (64, 2048, 9000)
@@ -466,7 +466,7 @@ def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dty
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_scales_are_handed_over(asked: list[tuple[Any, tuple[Any, ...]]], name: str) -> None:
+def test_scales_are_passed_by_address(asked: list[tuple[Any, tuple[Any, ...]]], name: str) -> None:
     """By address, with strides of 0 if one scale applies to all; the programs are those that are compiled ahead of time."""
     device = torch.device("cpu")
     for dtype, m, n in itertools.product(_dtypes(name), (1, 16), (100, 5120)):

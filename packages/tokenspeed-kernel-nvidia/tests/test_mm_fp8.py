@@ -97,7 +97,7 @@ def test_biases(sm: torch.device, bias: Any) -> None:
     check(arguments_of(sm, "blocks, e8m0", 290, 160, 392, **({} if bias is None else {"bias": bias})))
 
 
-def test_memory_that_lies_otherwise(sm: torch.device) -> None:
+def test_other_strides_and_alignments(sm: torch.device) -> None:
     """Weights along n, rows with gaps, scales of any strides, and a result with gaps: some are copied."""
     arguments = arguments_of(sm, "rows of 128", 140, 272, 136)
     gaps = torch.zeros(140, 280, dtype=torch.float8_e4m3fn, device=sm)

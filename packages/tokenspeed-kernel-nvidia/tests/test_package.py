@@ -257,7 +257,7 @@ _ODD = {"q": torch.zeros(4, 6, 64, dtype=BFLOAT16)}  # a GQA group size of three
         ("mha_decode_with_kvcache", "cutedsl_mha_decode_with_kvcache_64", _SMALL_PAGES, "traits: .*page_size=8 is not one of"),
     ],
 )
-def test_what_no_kernel_declares(name: str, kernel: str, changed: dict[str, Any], reason: str, installed: Any) -> None:
+def test_calls_that_no_kernel_declares(name: str, kernel: str, changed: dict[str, Any], reason: str, installed: Any) -> None:
     installed(nvidia_cutlass_dsl="4.8.1", apache_tvm_ffi="0.1.15")
     with use_platform(named_platform("sm_90")), pytest.raises(RuntimeError, match=f"{kernel} +{reason}"):
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))

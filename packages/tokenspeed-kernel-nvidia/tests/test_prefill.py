@@ -64,7 +64,7 @@ def _extend(
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_a_cta_fits_a_multiprocessor(head_dim: int) -> None:
+def test_a_cta_fits_on_an_sm(head_dim: int) -> None:
     config = Config("bfloat16", head_dim, 8)
     rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # q, k and v, out
     assert 2 * head_dim * rows + 2048 <= SHARED_MEMORY
@@ -80,7 +80,7 @@ def test_a_tile_holds_as_many_whole_positions_as_fit(head_dim: int, gqa_ratio: i
     assert 0 <= config.block_m - config.positions * gqa_ratio < gqa_ratio
 
 
-def test_configurations_are_told_apart() -> None:
+def test_configurations_are_distinguished() -> None:
     configs = prefill.every_config()
     assert len(set(map(repr, configs))) == len(configs)
 

@@ -83,7 +83,7 @@ def check_latent(device: torch.device, q_lens: list[int], kv_lens: list[int], he
 
 @pytest.mark.parametrize("page_size", [0, 64])
 @pytest.mark.parametrize("widths", OTHER_WIDTHS, ids=str)
-def test_a_cta_fits_a_multiprocessor(widths: tuple[int, int], page_size: int) -> None:
+def test_a_cta_fits_on_an_sm(widths: tuple[int, int], page_size: int) -> None:
     config = Config("bfloat16", widths[0], 8, page_size, v_head_dim=widths[1])
     q = config.block_m * config.k_columns * config.q_stages
     kv = config.kv_stages * config.block_n * (config.k_columns + config.v_columns)

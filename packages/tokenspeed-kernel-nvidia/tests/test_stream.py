@@ -331,7 +331,7 @@ def test_programs() -> None:
         ("bfloat16", 800, 1, 8, 128, 45, 4),
         ("bfloat16", 4096, 1, 8, 128, 64, 4),
         ("bfloat16", 7168, 128, 8, 256, 112, 8),
-        ("bfloat16", 7168, 128, 8, 32, 112, 8),  # there are none for more
+        ("bfloat16", 7168, 128, 8, 32, 112, 8),  # no program is for more pairs
         ("float16", 7168, 128, 8, 32, 112, 4),
     ],
 )

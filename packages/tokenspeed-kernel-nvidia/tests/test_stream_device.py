@@ -43,7 +43,7 @@ def split(numbers: Tensor, others: Tensor, parts: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_parts_of_a_row_restore_its_numbers(dtype: torch.dtype) -> None:
+def test_parts_of_a_row_sum_to_its_elements(dtype: torch.dtype) -> None:
     parts = PARTS[str(dtype).removeprefix("torch.")]
     numbers = scaled_numbers(dtype)
     others = numbers.flip(0)
@@ -57,7 +57,7 @@ def test_parts_of_a_row_restore_its_numbers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_parts_of_what_is_no_number(parts: int) -> None:
+def test_parts_of_nan_and_infinity(parts: int) -> None:
     """NaN stays NaN, in its own byte; infinity and values out of range become finite."""
     given = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6])
     found = split(given, torch.full((4,), 3.0), parts)
@@ -72,7 +72,7 @@ def test_shared_memory(config: Config) -> None:
     assert Shapes(config).storage().size_in_bytes() <= SHARED_BYTES
 
 
-def test_entries_as_numbers() -> None:
+def test_entries_as_integers() -> None:
     most = max(config.pairs for config in every_config())
     for expert in (0, 1, MAX_EXPERTS - 1):
         for first in (0, 7, MAX_PAIRS - 1):

@@ -113,8 +113,8 @@ def test_layers(
 
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
-def test_numbers_far_from_one(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: neither projection overflows float32, nor does the product of gate and up."""
+def test_very_large_and_small_values(texts: Any, tokens_by: int, w13_by: int, w2_by: int) -> None:
+    """Tokens and weights times powers of 2: neither a projection nor gate times up overflows float32."""
     layer = RandomLayer(CPU, 4, 2, 96, 64)
     given = layer.given
     assert given.w13_weight_scale is not None
@@ -140,7 +140,7 @@ def test_activations_beyond_float16(texts: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_small_numbers_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
+def test_small_elements_beside_outliers(texts: Any, dtype: torch.dtype) -> None:
     """Outliers whose weights are zero: in some tokens, and in all activations."""
     layer = RandomLayer(CPU, 3, 2, 64, 96, dtype=dtype, bias=True)
     assert layer.given.w13_weight_bias is not None

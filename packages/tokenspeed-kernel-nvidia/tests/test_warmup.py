@@ -52,7 +52,7 @@ def test_every_program_is_found() -> None:
 
 
 def test_configurations_are_values() -> None:
-    """They name files and are pickled to other processes, so they must be distinct, and equal when they are made again."""
+    """Configurations name files and are pickled to other processes: each must be distinct, and equal when it is made again."""
     for program in warmup.programs():
         configs = program.configs()
         assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))
@@ -68,7 +68,7 @@ def test_selecting_by_words(two: list[Any]) -> None:
     assert not warmup.select(["absent"])
 
 
-def test_what_only_calls_by_name_get_is_compiled_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_kernels_eligible_by_name_are_compiled_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(config: Any) -> Any: ...
 
     made = _programs.program(arch="sm_90a", configs=lambda: ["usual", "seldom"], usual=lambda: ["usual"])(kernel)
@@ -77,7 +77,7 @@ def test_what_only_calls_by_name_get_is_compiled_if_asked_for(monkeypatch: pytes
     assert [config for _, config in warmup.select(every=True)] == ["usual", "seldom"]
 
 
-def test_the_list_says_what_is_to_do(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_shows_missing_programs(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert warmup.main(["wide", "--arch", "sm_90a", "--jobs", "1"]) == 0
     assert "1 compiled, 0 kept before, 0 failed" in capsys.readouterr().out
     assert warmup.main(["--list"]) == 0
@@ -86,7 +86,7 @@ def test_the_list_says_what_is_to_do(two: list[Any], capsys: pytest.CaptureFixtu
     assert len(two) == 1
 
 
-def test_a_failure_is_told_and_the_rest_is_compiled(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported_and_the_rest_is_compiled(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert warmup.main(["--jobs", "1"]) == 1
     said = capsys.readouterr().out
     assert "3 compiled, 0 kept before, 1 failed" in said
@@ -96,7 +96,7 @@ def test_a_failure_is_told_and_the_rest_is_compiled(two: list[Any], capsys: pyte
     assert "0 compiled, 2 kept before, 0 failed" in capsys.readouterr().out
 
 
-def test_words_that_nothing_has(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_match_no_program(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         warmup.main(["absent"])
     assert "no configuration has all these words" in capsys.readouterr().err

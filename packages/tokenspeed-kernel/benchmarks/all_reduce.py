@@ -1,13 +1,14 @@
-"""Times all-reduces between the GPUs of a machine, alone and with what follows them in a layer (the residual add, normalisation,
-quantisation), beside NCCL, PyTorch, and the kernels of TensorRT-LLM and vLLM, if FlashInfer is installed, which has them.
+"""Times all-reduces between the GPUs of one machine, alone and with the layer's next steps (residual add, normalisation,
+quantisation). The baselines are NCCL, PyTorch, and, if FlashInfer is installed, its copies of the kernels of TensorRT-LLM and
+vLLM.
 
 python packages/tokenspeed-kernel/benchmarks/all_reduce.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_all_reduce.json
 
-It starts a process a GPU. Every contestant's result is compared first: sums must have the bits of a sum in the order of the ranks
-(PyTorch's and NCCL's may differ by a rounding for each rank), and be the same on every rank. Then it is captured into a CUDA graph
-of 20 calls, and the graph is replayed. What counts is the median of the replays, and the slowest rank. PyTorch's multimem
-operations are left out: NVLink multicast is not there in every machine or container.
+Each GPU has one process. Each result is first compared with the float32 sum in rank order, rounded once. Sums may differ by twice
+the dtype's epsilon a rank, relative to the largest sum; ``exact`` tells whether all ranks' sums match bit for bit. Then 20 calls
+are captured into a CUDA graph, which is replayed. The reported time is the slowest rank's median over replays. PyTorch's multimem
+operations are not measured: some machines and containers lack NVLink multicast.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import all_reduce_peers as peers
+import all_reduce_baselines as baselines
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,12 +39,12 @@ from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
 ROWS = (1, 16, 64, 256, 1024, 8192)
 EPS = 1e-5
-# How often a graph is replayed, and how often if its calls move at least _LARGE bytes.
+# Replays of a graph; the second value applies if a call moves at least _LARGE bytes.
 _REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
 
 SUM, NORM, FP8 = "all_reduce", "all_reduce_rmsnorm", "all_reduce_rmsnorm_quantize_fp8"
 
-# What an operator returns; a single tensor as a tuple, too.
+# Returns an operator's outputs; a single tensor is wrapped in a tuple.
 Call = Callable[[], tuple[Tensor, ...]]
 
 
@@ -58,18 +59,18 @@ def run(
     measure: Callable[..., list[dict[str, Any]]],
     arguments: Sequence[str] | None,
 ) -> int:
-    """A benchmark between GPUs: starts the ranks, prints a table, and writes the report where it is asked for.
+    """A benchmark between GPUs: starts the ranks, prints a table, and writes the report if a file is given.
 
     Args:
-        program: its file.
-        description: of it.
-        rows: numbers of rows by default.
-        measure: what each rank does, with rows, hidden size, dtype, calls, device, and the file that the first rank keeps rows in
-            as they are made, or None; returns the rows of the report.
+        program: the file name of the benchmark.
+        description: its help text.
+        rows: the default numbers of rows.
+        measure: the function that each rank runs. It takes the rows, hidden size, dtype, calls and device, and the file to
+            which rank 0 saves the rows measured so far (or None). It returns the rows of the report.
         arguments: the command line.
 
     Returns:
-        The exit status: 1 if something is missing, failed or was wrong.
+        The exit status: 1 if a GPU is missing, a call failed or a result was wrong.
     """
     options = parser(description, rows).parse_args(arguments)
     missing = gap(options.ranks, torch.device(options.device))
@@ -100,11 +101,11 @@ def run(
 
 
 def parser(description: str | None, rows: Sequence[int]) -> argparse.ArgumentParser:
-    """The options of a benchmark between GPUs.
+    """The command-line options of a benchmark between GPUs.
 
     Args:
-        description: of the program.
-        rows: numbers of rows by default.
+        description: the program's help text.
+        rows: the default numbers of rows.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
@@ -119,7 +120,7 @@ def parser(description: str | None, rows: Sequence[int]) -> argparse.ArgumentPar
 
 
 def command(program: str, options: argparse.Namespace) -> str:
-    """What was measured, without where it was written."""
+    """The command line, without the output file."""
     said = {name: getattr(options, name) for name in ("ranks", "rows", "hidden", "dtype", "calls", "device")}
     said["rows"] = ",".join(map(str, options.rows))
     settings = " ".join(f"--{name} {value}" for name, value in said.items())
@@ -127,7 +128,7 @@ def command(program: str, options: argparse.Namespace) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row a contestant, a column a number of rows."""
+    """Markdown: one row an implementation, one column a number of rows."""
     rows = report["rows"]
     sizes = sorted({row["rows"] for row in rows})
     lines = [f"| us a call, {report['ranks']} ranks | " + " | ".join(map(str, sizes)) + " |", "|---|" + "--:|" * len(sizes)]
@@ -139,16 +140,16 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join([*lines, *reasons])
 
 
-# -- what each rank does ----------------------------------------------------------------------------------------------------------
+# -- the function that each rank runs ----------------------------------------------------------------------------------------------
 
 
 def measure(
     sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each operator, contestant and size, the same on every rank."""
+    """Rows for each operator, implementation and size; the same on every rank."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     row_bytes = -(-hidden * getattr(torch, dtype).itemsize // UNIT) * UNIT
-    # Shares of two shots are whole rows, or whole chunks.
+    # The two-shot protocol gives each rank whole rows, or whole chunks.
     most = max(sizes) * row_bytes
     group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=most + dist.get_world_size() * max(row_bytes, CHUNK))
     found = []
@@ -156,14 +157,14 @@ def measure(
         inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
         inputs.most_rows = max(sizes)
         for operator in (SUM, NORM, FP8):
-            for name, make in contestants(operator, inputs):
+            for name, make in implementations(operator, inputs):
                 found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(operator, make, inputs, calls)})
         keep(found, kept)
     return found
 
 
 class Inputs:
-    """What is added up, and what comes out."""
+    """The operands of a rank, and the expected outputs."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
         generator = torch.Generator(device).manual_seed(rows)
@@ -174,8 +175,8 @@ class Inputs:
         self.total = functools.reduce(lambda total, x: total + x.float(), every[1:], every[0].float()).to(dtype)
         self.normed, self.summed = rmsnorm(self.total, self.weight, EPS, self.residual, solution="reference")
         self.out, self.residual_out = torch.empty_like(self.x), torch.empty_like(self.x)
-        self.most_rows = rows  # of all calls of this process
-        # A sum of so many roundings, of numbers as large as these.
+        self.most_rows = rows  # the largest number of rows that this process will use
+        # Twice epsilon a rank, relative to the largest sum.
         self.slack = 2 * group.world_size * torch.finfo(dtype).eps * float(self.total.abs().max())
 
     def norm(self, total: Tensor) -> tuple[Tensor, ...]:
@@ -185,7 +186,7 @@ class Inputs:
         return *tk.quantize_fp8(normed), summed
 
     def compared(self, operator: str, made: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """What was made, what was wanted, and how far they may be apart."""
+        """Triples of an output, the expected tensor, and the largest allowed absolute difference."""
         if operator == FP8:
             codes, scale, summed = made
             yield codes.float() * scale, self.normed, float(self.normed.abs().max()) * 2**-4 + 4 * self.slack
@@ -198,13 +199,13 @@ class Inputs:
 
 
 def keep(found: list[dict[str, Any]], file: Path | None) -> None:
-    """Writes what there is, so that a run that is ended early leaves it."""
+    """Rank 0 saves the rows measured so far, so that an interrupted run keeps them."""
     if file is not None and dist.get_rank() == 0:
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def contestants(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
-    """Names, and what makes the call or says why there is none."""
+def implementations(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
+    """Names, and functions that return the call, or the reason why it cannot run."""
     behind = {SUM: "", NORM: ", rmsnorm", FP8: ", rmsnorm, quantize_fp8"}[operator]
     libraries = ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot))
     for name, make in libraries[: 1 if operator == FP8 else None]:
@@ -230,7 +231,7 @@ def _followed(make: Callable[[Inputs], Callable[[], Tensor] | str], operator: st
 
 
 def _library(inputs: Inputs) -> Callable[[], Tensor]:
-    """In place: the first call adds up x, later ones what there is."""
+    """In place: the first call reduces x, each later one the previous result."""
     buffer = inputs.x.clone()
 
     def call() -> Tensor:
@@ -261,12 +262,12 @@ def _torch_two_shot(inputs: Inputs) -> Callable[[], Tensor] | str:
 
 
 def _vllm(inputs: Inputs) -> Call | str:
-    return peers.Vllm.gap(inputs.x) or peers.Vllm(inputs.x)
+    return baselines.Vllm.gap(inputs.x) or baselines.Vllm(inputs.x)
 
 
 def _trtllm(operator: str, inputs: Inputs) -> Call | str:
     norm = None if operator == SUM else (inputs.residual, inputs.weight, EPS)
-    return peers.gap(inputs.x.device) or peers.trtllm(inputs.x, inputs.most_rows, norm)
+    return baselines.gap(inputs.x.device) or baselines.trtllm(inputs.x, inputs.most_rows, norm)
 
 
 def _ours(operator: str, inputs: Inputs, kernel: str | None) -> Call | str:
@@ -301,19 +302,19 @@ def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, call
 
 
 def summary(times: Sequence[float]) -> dict[str, float]:
-    """The slowest rank's median time, and its best."""
+    """The slowest rank's median time, and the slowest rank's best time."""
     return {"us": max(everywhere(statistics.median(times))), "best_us": max(everywhere(min(times)))}
 
 
 def everywhere(value: Any) -> list[Any]:
-    """Every rank's value."""
+    """The value of every rank, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
-    """Microseconds a call, of each replay; ``x``: how much it moves."""
+    """Microseconds of a call, one value a replay. ``x`` is the message, whose size sets the number of replays."""
     if x.device.type != "cuda":
         found = []
         for _ in range(3):
@@ -326,7 +327,7 @@ def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    if isinstance(call, peers.Vllm):
+    if isinstance(call, baselines.Vllm):
         call.captured()
     for _ in range(3):
         graph.replay()

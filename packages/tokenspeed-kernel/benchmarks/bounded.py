@@ -1,4 +1,4 @@
-"""Work that may take longer than there is time for: other people's kernels that tune themselves, and references."""
+"""Time limits for steps that may take too long: baselines that tune themselves, and references."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tokenspeed_kernel.workbench.benchmark.timing import sample
 
 
 class OutOfTimeError(Exception):
-    """The time that was given is over."""
+    """A step exceeded its time limit."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `OutOfTimeError` in its block when that has taken so many seconds, as soon as Python code runs.
+    """Raises `OutOfTimeError` in its block after so many seconds, as soon as Python code runs again.
 
-    It works in the main thread only, and blocks are not nested. Where the block makes another error of it, as a compiler does that
-    takes it for its own fault, that is its cause.
+    It works in the main thread only, and blocks cannot be nested. If the block converts the exception into another one, as a
+    compiler may, `OutOfTimeError` is raised with that one as its cause.
     """
     over = OutOfTimeError(f"it took more than {seconds:.0f} s")
     is_over = False
@@ -49,27 +49,27 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def _few_times(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
-    """Milliseconds of a call, as Triton's autotuner wants them: the median stands for all quantiles."""
+    """Milliseconds of a call, in the form that Triton's autotuner expects: the median is used for all quantiles."""
     device = torch.device("cuda", torch.cuda.current_device())
     times = sample(call, device, budget_s=0.0, cache="cold", fewest=7, most=7, expected_us=1.0)
     return [statistics.median(times) / 1e3] * len(quantiles)
 
 
 def tune_quickly(keep: bool) -> None:
-    """Makes Triton's autotuner compile its configurations side by side, and time each a few times.
+    """Makes Triton's autotuner compile its configurations in parallel, and time each one a few times only.
 
-    One after another, as it is made, the configurations of vLLM's chunked scan alone take minutes to compile at the first call, and
-    its own clock runs a short kernel a thousand times, each with all of the cache overwritten before.
+    By default Triton compiles them one after another: vLLM's chunked scan alone then takes minutes at its first call. Its own
+    timing runs a short kernel a thousand times, and overwrites the whole cache before each run.
 
     Args:
-        keep: whether what was found is kept on disk, for later processes: not where others work on the device meanwhile.
+        keep: whether results are kept on disk for later processes. Pass False if other processes use the device meanwhile.
     """
-    os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention asks for it by itself
+    os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention reads this variable itself
     try:
         from triton import knobs
         from triton.runtime import autotuner
         from triton.runtime._async_compile import AsyncCompileMode
-    except ImportError:  # another release of Triton, or none: nothing is changed
+    except ImportError:  # another release of Triton, or none: change nothing
         return
     knobs.autotuning.cache = keep
     run = autotuner.Autotuner.run
@@ -87,11 +87,11 @@ def tune_quickly(keep: bool) -> None:
             known.add(key)
             tuner.__dict__.setdefault("do_bench", _few_times)
             try:
-                # In a context of its own: where time ends in the midst of it, the mode ends with the context.
+                # Runs in a context of its own, so that a timeout inside it also ends the compile mode.
                 contextvars.copy_context().run(compile_all, tuner, args, kwargs)
             except OutOfTimeError:
                 raise
-            except Exception as error:  # a configuration that cannot be compiled; the autotuner finds that out by itself
+            except Exception as error:  # a configuration fails to compile; the autotuner handles that itself
                 print(f"compiled one after another: {tuner.base_fn.__name__}: {type(error).__name__}: {error}"[:160])
         return run(tuner, *args, **kwargs)
 

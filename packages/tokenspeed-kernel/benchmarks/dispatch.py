@@ -1,10 +1,10 @@
-"""What a call through the public API costs over calling the kernel, and what importing the package costs.
+"""The host overhead of a call through the public API over a direct kernel call, and the cost of importing the package.
 
     python packages/tokenspeed-kernel/benchmarks/dispatch.py --output packages/tokenspeed-kernel/benchmarks/dispatch.json
 
-A kernel that does nothing serves each operator, so that only the way to it is measured. Three ways alternate in short runs
-within one process: the public function, what ``bind`` returns (which still looks whether values in host memory have changed),
-and the bare kernel. The figures are differences of the medians of the runs.
+Each operator gets a kernel that does nothing, so that only dispatch is measured. Three kinds of calls alternate in short runs
+in one process: the public function, the callable that ``bind`` returns (which still checks values in host memory), and the bare
+kernel. The figures are differences of the medians over runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CALLS, RUNS = 500, 401
 
 
 def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
-    """Registers a kernel that does nothing, ahead of every other, for all formats and traits."""
+    """Registers a kernel that does nothing, with the highest priority, for all formats and traits."""
     names = ", ".join(operator.names)
     kernel = eval(f"lambda {names}: result", {"result": result})  # a lambda of exactly the operator's parameters
     spec = KernelSpec(
@@ -51,7 +51,8 @@ def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
 
 
 def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
-    """Nanoseconds a call, by run, for each; the callables take turns so that drift of the machine meets all alike."""
+    """Nanoseconds of a call, one value a run, for each callable. The callables alternate, so that clock drift affects all
+    equally."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(RUNS):
         for call, record in zip(calls, times, strict=True):
@@ -63,7 +64,7 @@ def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
 
 def _repeat(function: Callable[..., Any], keywords: dict[str, Any], positional: tuple[Any, ...]) -> Callable[[], None]:
     loop: dict[str, Any] = {"function": function, "keywords": keywords, "positional": positional, "numbers": range(CALLS)}
-    # Spelled as a call is in a model: required arguments by position, options by keyword.
+    # As a model spells it: required arguments by position, options by keyword.
     options = "".join(f", {name}={name}" for name in keywords)
     names = [f"a{i}" for i in range(len(positional))]
     source = f"def run({', '.join([*names, *keywords])}):\n    for _ in numbers:\n        function({', '.join(names)}{options})\n"
@@ -72,7 +73,7 @@ def _repeat(function: Callable[..., Any], keywords: dict[str, Any], positional: 
 
 
 def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
-    """Median nanoseconds of a public call, of what ``bind`` returns, and of the kernel; and what the first adds to the others."""
+    """Median nanoseconds of a public call, of the callable that ``bind`` returns, and of the bare kernel; and the differences."""
     bound = function.bind(*positional, **keywords)
     bare = KernelRegistry.get().get_impl(f"noop_{function.operator.mode}")
     complete = function.operator.complete(dict(zip(function.operator.names, positional, strict=False)) | keywords)
@@ -90,8 +91,8 @@ def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any
 
 
 def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
-    """Median nanoseconds of a call whose description is new (shapes never seen, say), and of one where no selection was made
-    before either."""
+    """Median nanoseconds of a call whose description is new (for example, new shapes), and of a call that also repeats the
+    selection."""
     figures = {}
     for name, forget in (
         ("new_description_ns", function.caller.forget),
@@ -108,7 +109,8 @@ def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str,
 
 
 def composed() -> dict[str, float]:
-    """Median nanoseconds of a composed operator, and of its body, which calls the parts one by one; kernels of parts do nothing."""
+    """Median nanoseconds of a composed operator, and of its body, which calls the parts one by one. The parts' kernels do
+    nothing."""
     hidden, experts, top_k = 64, 8, 2
     x, residual, weight = torch.zeros(4, hidden), torch.zeros(4, hidden), torch.ones(hidden)
     router, bias = torch.zeros(experts, hidden).t(), torch.zeros(experts)
@@ -143,12 +145,12 @@ def _calls() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
 
 
 def import_cost(repeats: int = 15) -> dict[str, Any]:
-    """Milliseconds that importing the package adds to importing torch, each time in a fresh process."""
+    """Milliseconds that importing the package adds to importing torch. Each repeat is a fresh process."""
     program = (
         "import torch, time, sys, json; start = time.perf_counter(); import tokenspeed_kernel; "
         "print(json.dumps([(time.perf_counter() - start) * 1e3, 'triton' in sys.modules, torch.cuda.is_initialized()]))"
     )
-    # As in an installed package: with its bytecode on disk, which the first run, that does not count, writes.
+    # Bytecode is on disk, as in an installed package. The first run writes it and is not counted.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     rows = []
     with tempfile.TemporaryDirectory() as bytecode:

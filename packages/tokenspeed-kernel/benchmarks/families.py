@@ -1,4 +1,4 @@
-"""What ``measure_families.py`` measures: calls of real models by family, in the order in which they are measured."""
+"""The calls that ``measure_families.py`` measures: calls of real models by family, in the order in which they are measured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Shape:
     """One call.
 
     Attributes:
-        family: the name by which ``--family`` picks it, and under which tables show it.
-        operator: the operator that is called, ``"mode"``.
+        family: the name that ``--family`` selects, and the heading in tables.
+        operator: the mode of the operator that is called, such as ``"mm"``.
         case: its arguments.
     """
 
@@ -36,7 +36,8 @@ _LATENT: dict[str, Any] = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "
 _WEIGHTS_ALONE: dict[str, Any] = {"a": "dense", "b": "nvfp4", "layout": "128x4"}
 _BLOCKS: dict[str, Any] = {"a_scale": "block", "b_scale": "block"}
 
-# By family, then by operator: cases of the operator by name, and further ones. What matters most stands first: time may end.
+# By family and operator: names of the operator's cases, and further cases. The most important ones come first, because time may
+# run out.
 _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
     "linear attention": {
         "gated_delta_rule_prefill": ("qwen3-next 1 x 8192", "qwen3-next 8 x 1024", "kimi linear 1 x 8192", "kimi linear 8 x 1024"),
@@ -169,14 +170,14 @@ def _calls_of(family: str, operator: str) -> Iterator[Shape]:
         yield Shape(family, operator, each if isinstance(each, Case) else known[each])
 
 
-def taken_in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    """The first of each, the second of each, and so on."""
+def interleaved(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
+    """The first element of each list, then the second of each, and so on."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)
 
 
 def shapes(families: Sequence[str] = FAMILIES) -> list[Shape]:
-    """Everything that is measured of these families: of each operator its first call, then of each its second one, and so on, and
-    families take turns. So where time ends, every operator has something."""
-    operators = taken_in_turns([[(family, operator) for operator in _MEASURED[family]] for family in families])
-    return list(taken_in_turns([list(_calls_of(*each)) for each in operators]))
+    """All calls of these families. Families alternate, and operators alternate within a family: the first call of each, then
+    the second. So if time runs out, every operator has some results."""
+    operators = interleaved([[(family, operator) for operator in _MEASURED[family]] for family in families])
+    return list(interleaved([list(_calls_of(*each)) for each in operators]))

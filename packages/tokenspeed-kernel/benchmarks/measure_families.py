@@ -1,21 +1,21 @@
-"""Every family of operators at sizes of real models, beside the best peer that is there, on one GPU, in a bounded time.
+"""Every family of operators at the sizes of real models, against the best available baseline, on one GPU, within a time limit.
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --peers FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
 
-Every kernel that serves a call is measured, and every peer of ``family_peers.py`` and ``family_peers_vllm.py`` that can be
-imported; ``--peers`` names folders in which Python looks for them. Each result is held against the operator's reference first, or,
-where that takes too long, against the first kernel's: ``checked`` says which. What is off by more than its tolerance is not timed.
+Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
+``--peers`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
+kernel's result if the reference takes too long: ``checked`` tells which. A result beyond its tolerance is not timed.
 
-A time is a call's in a CUDA graph of several, which take turns on copies of the arguments, together more than twice what the L2
-cache holds: caches are cold, and nothing is written between calls, which would leave lines that calls must write back. Graphs of
-all that are measured at a call take turns; medians of all rounds are reported.
+A time is that of one call in a CUDA graph of several calls. They rotate over copies of the arguments, together more than twice
+the L2 cache's size, so caches are cold. Nothing is written between calls, because calls would then have to write back dirty
+lines. The graphs of all implementations of a call alternate; the medians over all rounds are reported.
 
-Operators take turns, so that each has something where ``--seconds`` end the run. Peers that tune themselves are given
-``--peer-seconds`` for their first call; what they find is kept in Triton's cache. ``--check`` compiles and checks, and keeps no
-choice, as other processes may be at work then; with ``--checked`` its reports spare a run on the same code what it did, so that
-families can be checked side by side, and measured one after another. What the device can do is measured last.
+Operators alternate, so that each has results if ``--seconds`` ends the run. Baselines that tune themselves get
+``--peer-seconds`` for their first call; their results stay in Triton's cache. ``--check`` compiles and checks only, and keeps
+no tuning results, because other processes may use the device meanwhile. ``--checked`` reads such a report of the same code and
+skips its checks, so that families can be checked in parallel and measured one after another. The roofline is measured last.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import family_peers
-import family_peers_vllm
+import family_baselines
+import family_baselines_vllm
 from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
-from family_peers import InForm
+from family_baselines import InForm
 
 from tokenspeed_kernel.workbench.benchmark import (
     Method,
@@ -75,28 +75,28 @@ from tokenspeed_kernel_base.storage import replace_file
 Call = Callable[[], Any]
 Arguments = dict[str, Any]
 
-# Between two calls on the same copy so many bytes are touched; an H200 caches 50 MB.
+# Bytes that are read between two calls on the same copy (an H200 caches 50 MB), most copies, and bytes of all copies.
 _TOUCHED, _COPIES, _COPIED_BYTES = 130e6, 384, 30 << 30
-# A graph takes so long at least: what starting it takes does not count then.
+# The shortest duration of a graph, which makes its launch negligible.
 _GRAPH_US = 1500.0
-# What a reference may take, in seconds.
+# The time limit of a reference, in seconds.
 _CHECK_S = 5.0
-# Results that were right before: relative errors by operator, case and kernel.
+# Earlier results that passed: relative errors by operator, case and kernel.
 Known = Mapping[tuple[str, str, str], float]
 
-# Nothing is begun when no more is left.
+# With less time left, nothing more is started.
 _LEAST_S = 1.0
 
 
 @dataclass
-class Contestant:
-    """A kernel or a peer at one call, while it is being measured.
+class Implementation:
+    """A kernel or a baseline at one call, while it is being measured.
 
     Attributes:
-        who: the kernel's declaration, or the peer.
+        who: the kernel's declaration, or the baseline.
         status: see `Row`.
         error: the largest relative error of an output, by norm.
-        checked: what its results were held against: "reference", or a kernel's name; "before": in a run with ``--check``.
+        checked: what its results were compared with: "reference", a kernel's name, or "before" if a ``--check`` run passed.
     """
 
     who: KernelSpec | Peer
@@ -109,13 +109,13 @@ class Contestant:
     calls: int = 1
 
     def guarded(self, step: Callable[[], None]) -> None:
-        """Runs a step of it, if none has failed."""
+        """Runs a step, unless an earlier one failed."""
         if self.status == "measured":
             failure = failure_of(step, {OutOfTimeError: "no time"})
             self.status, self.reason = failure or (self.status, self.reason)
 
     def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
-        """The call on these arguments."""
+        """The call, bound to these arguments."""
         if isinstance(self.who, Peer):
             refused = self.who.refusal(op, arguments)
             if refused is not None:
@@ -127,12 +127,13 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds (0: outputs are checked only), and seconds of a round of one contestant; seconds that a peer may
-    take for its first call; and when all ends, in seconds of `time.monotonic`."""
+    """How long to measure. ``rounds``: rounds of timing (0: check outputs only). ``budget_s``: seconds of a round of one
+    implementation. ``baseline_s``: seconds that a baseline may take for its first call. ``end``: when to stop, in `time.monotonic`
+    seconds."""
 
     rounds: int
     budget_s: float
-    peer_s: float
+    baseline_s: float
     end: float
 
     @property
@@ -140,13 +141,13 @@ class Effort:
         return self.end - time.monotonic()
 
 
-def contestants(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Contestant]:
-    """The kernels that serve a call, but for references, and the operator's peers; none whose name matches ``without``."""
+def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Implementation]:
+    """The eligible kernels of a call, without references, and the operator's baselines; none whose name matches ``without``."""
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
-    values = [value for module in (family_peers, family_peers_vllm) for value in vars(module).values()]
-    peers = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
-    everyone = [*map(Contestant, kernels), *map(Contestant, peers.values())]
+    values = [value for module in (family_baselines, family_baselines_vllm) for value in vars(module).values()]
+    baselines = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
+    everyone = [*map(Implementation, kernels), *map(Implementation, baselines.values())]
     return [each for each in everyone if not (without and re.search(without, each.who.name))]
 
 
@@ -155,7 +156,7 @@ def contestants(op: Operator[Any, Any], arguments: Arguments, without: str) -> l
 
 @dataclass(frozen=True)
 class Expected:
-    """What a call must give: outputs and what it writes to. ``by``: the reference, or the name of a kernel."""
+    """The expected outputs, and the expected contents of arguments that are written. ``by``: "reference", or a kernel's name."""
 
     outputs: list[Tensor]
     written: Mapping[str, Tensor]
@@ -163,7 +164,7 @@ class Expected:
 
 
 def relative_error(got: Any, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected; infinite where it is another thing, or not finite elsewhere."""
+    """The norm of the difference over the norm of the expected values. Infinite if shape, dtype or non-finite values differ."""
     if not isinstance(got, Tensor) or (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return math.inf
     if same_bits(got, expected):
@@ -179,22 +180,26 @@ def relative_error(got: Any, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, got: Any, expected: Expected) -> None:
-    """Holds a result against what is expected; of a kernel also what it wrote to, for which a peer may have other places. Where
-    there are no outputs, what was written is all that can be looked at.
+def check(op: Operator[Any, Any], implementation: Implementation, arguments: Arguments, got: Any, expected: Expected) -> None:
+    """Compares a result with the expected one. A kernel's written arguments are compared too; a baseline may write elsewhere.
+    Without outputs, the written arguments are compared in either case.
 
-    Elements are judged together: of many million some may be beyond a tolerance of single ones, and `verify` names those.
+    The error is that of all elements together: among millions, some may exceed the tolerance of a single element. `verify`
+    names those.
     """
-    contestant.checked = expected.by
+    implementation.checked = expected.by
     if len(as_list(got)) != len(expected.outputs):
-        contestant.status, contestant.reason = "failed", f"it gives {len(as_list(got))} tensors, not {len(expected.outputs)}"
+        implementation.status, implementation.reason = (
+            "failed",
+            f"it gives {len(as_list(got))} tensors, not {len(expected.outputs)}",
+        )
         return
     request = op.request(arguments)
     pairs: list[tuple[Any, Any]] = list(zip(as_list(got), expected.outputs, strict=True))
     exact = op.exact
     if op.has_hook("decoded") and not exact:
         pairs = list(zip(*(decoded_outputs(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
-    if isinstance(contestant.who, KernelSpec) or not pairs:
+    if isinstance(implementation.who, KernelSpec) or not pairs:
         written = written_to(op, arguments)
         pairs += [(written[name], wanted) for name, wanted in expected.written.items()]
     worst = 0.0
@@ -204,8 +209,8 @@ def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, 
         error, limit = relative_error(*values), tolerance_for(kind, request, exact=exact).norm
         worst = max(worst, error)
         if error > limit:
-            contestant.status, contestant.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
-    contestant.error = worst if math.isfinite(worst) else None
+            implementation.status, implementation.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
+    implementation.error = worst if math.isfinite(worst) else None
 
 
 def _synchronize(device: torch.device) -> None:
@@ -214,7 +219,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) -> Expected | None:
-    """What the reference gives; None where it takes too long, or more memory than there is."""
+    """The reference's result; None if it takes too long or does not fit into memory."""
     twin = copy.deepcopy(arguments)
     try:
         with within(seconds), torch.no_grad():
@@ -229,16 +234,16 @@ def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) ->
 
 
 def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> list[Arguments]:
-    """Arguments that calls take turns on: as many as it takes that between two calls on the same others touch enough memory."""
+    """Copies of the arguments to rotate over: enough that calls touch `_TOUCHED` bytes before one is used again."""
     held = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
     count = min(1 + math.ceil(_TOUCHED / max(touched, 1.0)), _COPIES, max(2, int(_COPIED_BYTES // max(held, 1))))
     return [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
 
 
-def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arguments], device: torch.device) -> None:
-    """Makes the graph of a contestant; on a CPU, where there are none, its first call takes the place.
+def prepare(op: Operator[Any, Any], implementation: Implementation, copies: Sequence[Arguments], device: torch.device) -> None:
+    """Captures the graph of an implementation. On a CPU there are no graphs, and its first call is used instead.
 
-    The results of as many calls as there are copies are kept, so that each of these writes to memory of its own, too.
+    The results of one rotation are kept alive, so that each call of a rotation writes to its own memory.
     """
     kept: list[Any] = [None] * len(copies)
 
@@ -248,50 +253,50 @@ def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arg
 
         return called
 
-    calls = [keeping(index, contestant.bound(op, arguments)) for index, arguments in enumerate(copies)]
+    calls = [keeping(index, implementation.bound(op, arguments)) for index, arguments in enumerate(copies)]
     if device.type != "cuda":
-        contestant.replay = calls[0]
+        implementation.replay = calls[0]
         return
     alone_us = statistics.median(sample(calls[0], device, budget_s=0.0, cache="warm", fewest=3, most=3))
-    contestant.calls = len(calls) * max(1, math.ceil(_GRAPH_US / alone_us / len(calls)))
-    contestant.replay = captured([calls[index % len(calls)] for index in range(contestant.calls)], device)
+    implementation.calls = len(calls) * max(1, math.ceil(_GRAPH_US / alone_us / len(calls)))
+    implementation.replay = captured([calls[index % len(calls)] for index in range(implementation.calls)], device)
 
 
-def add_round(contestant: Contestant, device: torch.device, budget_s: float) -> None:
-    if contestant.replay is None:
+def add_round(implementation: Implementation, device: torch.device, budget_s: float) -> None:
+    if implementation.replay is None:
         raise RuntimeError("it has not been prepared")
-    known = statistics.median(contestant.rounds[0]) * contestant.calls if contestant.rounds else None
-    times = sample(contestant.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=20, expected_us=known)
-    contestant.rounds.append([time_us / contestant.calls for time_us in times])
+    known = statistics.median(implementation.rounds[0]) * implementation.calls if implementation.rounds else None
+    times = sample(implementation.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=20, expected_us=known)
+    implementation.rounds.append([time_us / implementation.calls for time_us in times])
 
 
 def measure(
     shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
-) -> tuple[list[Contestant], Any]:
-    """All contestants at one call, and the call's cost. What is ``known`` to be right is not checked."""
+) -> tuple[list[Implementation], Any]:
+    """Measures all implementations at one call; returns them and the call's cost. Those in ``known`` are not checked again."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)
-    who = contestants(op, arguments, without)
+    who = implementations(op, arguments, without)
     expected: Expected | None = None
 
-    def first_call(contestant: Contestant) -> None:
+    def first_call(implementation: Implementation) -> None:
         nonlocal expected
         twin = copy.deepcopy(arguments)
-        with within(min(effort.peer_s, effort.left)):
-            call = contestant.bound(op, twin)
+        with within(min(effort.baseline_s, effort.left)):
+            call = implementation.bound(op, twin)
             got = call()
             _synchronize(device)
-        error = known.get((str(op), shape.case.name, contestant.who.name))
+        error = known.get((str(op), shape.case.name, implementation.who.name))
         if error is not None:
-            contestant.error, contestant.checked = error, "before"
+            implementation.error, implementation.checked = error, "before"
             return
         got = call.form(got) if isinstance(call, InForm) else got
         if expected is None:
             expected = expected_of(op, arguments, min(_CHECK_S, effort.left))
         if expected is None:
-            expected = Expected([value.clone() for value in as_list(got)], written_to(op, twin), contestant.who.name)
-        check(op, contestant, twin, got, expected)
+            expected = Expected([value.clone() for value in as_list(got)], written_to(op, twin), implementation.who.name)
+        check(op, implementation, twin, got, expected)
 
     for each in who:
         each.guarded(functools.partial(first_call, each))
@@ -312,11 +317,11 @@ def measure(
 # -- the report --------------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict[str, Any]]:
-    """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a kernel of ours."""
+def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[dict[str, Any]]:
+    """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a baseline."""
     for each in who:
-        peer, version = isinstance(each.who, Peer), ""
-        if isinstance(each.who, Peer) and each.who.package:  # one from a folder may say its version by itself
+        baseline, version = isinstance(each.who, Peer), ""
+        if isinstance(each.who, Peer) and each.who.package:  # a package in a folder may only have __version__
             version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
@@ -328,12 +333,12 @@ def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict
                 tflops=cost.flops / timing.median_us / 1e6,
                 gb_per_s=cost.bytes / timing.median_us / 1e3,
             )
-        extra = {"family": shape.family, "peer": peer, "relative_error": each.error, "checked": each.checked}
+        extra = {"family": shape.family, "peer": baseline, "relative_error": each.error, "checked": each.checked}
         yield {**dataclasses.asdict(known), **extra}
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a call: what each took, and what became of the others."""
+    """One line for a call: the time of each implementation, or its failure."""
     said = []
     for row in rows:
         name = row["solution"]
@@ -348,12 +353,13 @@ def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def document(rows: Sequence[Mapping[str, Any]], report: Report, unmeasured: Sequence[Shape]) -> dict[str, Any]:
-    """A report of the workbench's with more in it, which `load_report` reads: rows, and calls for which there was no time."""
+    """A workbench report that `load_report` reads, with additional values: more in each row, and the calls that time did not
+    allow."""
     return {**report.to_dict(), "rows": list(rows), "unmeasured": [shape.name for shape in unmeasured]}
 
 
 def write(file: Path, made: Mapping[str, Any]) -> None:
-    """A row a line; the file is whole at any moment."""
+    """Writes one row a line, and atomically, so that readers always find the whole file."""
     rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
     text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False)
     replace_file(file, text.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n")
@@ -376,7 +382,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """The command without folders of this machine, by which it is known elsewhere."""
+    """The command without this machine's folders, for the report."""
     kept, skip = [], False
     for word in words:
         private = word in ("--peers", "--output", "--commit", "--checked") and not skip
@@ -387,10 +393,10 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def known_of(files: Iterable[Path], commit: str) -> Known:
-    """What runs with ``--check`` found right.
+    """The results that passed in runs with ``--check``.
 
     Raises:
-        ValueError: a report is of other code.
+        ValueError: a report is of another commit.
     """
     known: dict[tuple[str, str, str], float] = {}
     for file in files:
@@ -403,7 +409,7 @@ def known_of(files: Iterable[Path], commit: str) -> Known:
 
 
 def lost(device: torch.device) -> str:
-    """Says why nothing more can be measured in this process, if a kernel has broken it; else nothing. Frees memory."""
+    """The reason why this process cannot measure any more, if a kernel has broken it; else empty. Frees memory."""
     try:
         _synchronize(device)
         if device.type == "cuda":
@@ -414,7 +420,7 @@ def lost(device: torch.device) -> str:
 
 
 def run(given: argparse.Namespace, device: torch.device, command: str, wanted: Sequence[Shape]) -> dict[str, Any]:
-    """Measures, prints a line a call, and writes the report after each. Returns the document."""
+    """Measures, prints a line for each call, and writes the report after each. Returns the document."""
     begun = time.monotonic()
     rounds = 0 if given.check else 3
     effort = Effort(rounds, 0.006, given.peer_seconds, begun + given.seconds)
@@ -431,7 +437,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
             break
         try:
             who, cost = measure(shape, device, effort, given.without, known)
-        except (RuntimeError, ValueError, TypeError) as error:  # its arguments do not fit into memory, say
+        except (RuntimeError, ValueError, TypeError) as error:  # for example, the arguments do not fit into memory
             print(f"{shape.name[:76]} | not measured: {type(error).__name__}: {str(error)[:90]}", flush=True)
         else:
             unmeasured.remove(shape)

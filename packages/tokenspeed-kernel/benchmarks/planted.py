@@ -1,9 +1,9 @@
-"""Does ``bench --compare`` tell a kernel from itself, and from itself made 5% slower? For a GPU.
+"""Whether ``bench --compare`` finds a kernel equal to itself, and slower after a planted 5% slowdown. Needs a GPU.
 
     python packages/tokenspeed-kernel/benchmarks/planted.py --output planted.json
 
-Two kernels, one bound by memory and timed by events, one by products and timed in a CUDA graph. Each is compared with itself, and
-with a copy that also waits on the device, so long that a call takes 5% more; the wait is calibrated first. Prints how often the
+Two kernels: a memory-bound one, timed by events, and a compute-bound one, timed in a CUDA graph. Each is compared with itself,
+and with a copy followed by a device-side wait that makes a call 5% slower. The wait is calibrated first. Prints how often the
 verdict was right.
 """
 
@@ -38,7 +38,7 @@ SUBJECTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 class Planted:
-    """A registered kernel, registered once more with a wait of some clock cycles behind it."""
+    """A registered kernel, registered again with a wait of some clock cycles after it."""
 
     def __init__(self, name: str, case: str, device: torch.device, options: dict[str, Any]) -> None:
         registry = KernelRegistry.get()
@@ -65,13 +65,13 @@ class Planted:
     def measured(self, cycles: int) -> Report:
         self.cycles = cycles
         measurement = Measurement(self.spec, self.case, self.device, self.method)
-        measurement.status = "measured"  # its results were looked at once
+        measurement.status = "measured"  # its results are verified once, above
         for _ in range(self.method.rounds):
             measurement.add_round(self.monitor)
         return Report(self.metadata, tuple(rows_of([measurement])), None, self.method)
 
     def calibrated(self) -> int:
-        """Clock cycles of a wait that makes a call SLOWDOWN slower; launching it takes something as well."""
+        """Clock cycles of the wait that makes a call SLOWDOWN slower, including the wait's own launch."""
         base = self.measured(0)
         timing = base.rows[0].timing
         assert timing is not None

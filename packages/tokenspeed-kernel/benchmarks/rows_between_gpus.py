@@ -1,11 +1,11 @@
-"""Times the operators that send rows between the GPUs of a machine, beside NCCL.
+"""Times the operators that send rows between the GPUs of one machine, against NCCL.
 
 python packages/tokenspeed-kernel/benchmarks/rows_between_gpus.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_rows_between_gpus.json
 
-Every rank has so many rows. `moe_dispatch` followed by `moe_combine`, without experts in between, stands beside two all-to-alls in
-which every rank sends as many rows to each rank. Results of operators are compared with the references' first. As in
-`all_reduce.py`, what counts is the median replay of a CUDA graph of 20 calls, and the slowest rank.
+Every rank has the given number of rows. `moe_dispatch` followed directly by `moe_combine` is compared with two all-to-alls, in
+which every rank sends that many rows to each rank. The operators' results are first compared with the references'. As in
+`all_reduce.py`, the reported time is the slowest rank's median replay of a CUDA graph of 20 calls.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each operator, contestant and size, the same on every rank."""
+    """Rows for each operator, implementation and size; the same on every rank."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    # A row's header is shorter than a unit.
+    # One `UNIT` more for a row's header, which is shorter.
     most = max(sizes) * (-(-hidden * getattr(torch, dtype).itemsize // UNIT) + 1) * UNIT
     group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=0)
     found = []
     for rows in sizes:
         inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
-        for operator, name, call, reference in contestants(inputs):
+        for operator, name, call, reference in implementations(inputs):
             found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(call, reference, calls, inputs.x)})
         between.keep(found, kept)
     return found
 
 
 class Inputs:
-    """Tokens, and the experts that they choose."""
+    """Tokens, and their expert ids."""
 
     def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
         generator = torch.Generator(device).manual_seed(rows * group.world_size + group.rank)
@@ -70,11 +70,11 @@ class Inputs:
             dist.all_to_all_single(self.made, self.every)
 
 
-Contestant = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
+Implementation = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
 
 
-def contestants(i: Inputs) -> Iterator[Contestant]:
-    """The operator, a name, the call, and the reference where the result is to be compared."""
+def implementations(i: Inputs) -> Iterator[Implementation]:
+    """Each operator, a name, the call, and the reference whose result is compared (or None)."""
     library, reference = dist.get_backend(), {"solution": "reference"}
     yield "moe_dispatch, moe_combine", f"{library}, two all-to-alls", i.two_all_to_alls, None
     yield "moe_dispatch, moe_combine", "chosen", i.there_and_back, functools.partial(i.there_and_back, **reference)
@@ -93,7 +93,7 @@ def _outcome(call: Callable[[], Any], reference: Callable[[], Tensor] | None, ca
     exact = None
     if reference is not None:
         wanted, got = reference(), call()
-        # A sum of the ranks' values, rounded once, or once for each rank.
+        # A sum of the ranks' values, rounded once or once a rank.
         slack = 2 * dist.get_world_size() * torch.finfo(x.dtype).eps * float(wanted.abs().max())
         if max(between.everywhere(float((got.float() - wanted.float()).abs().max()))) > slack:
             return {"us": None, "best_us": None, "exact": False, "skipped": False, "reason": "wrong"}

@@ -1,4 +1,4 @@
-"""The tables of the documentation's page of figures, from the reports beside this file.
+"""Generates the tables of the documentation's page of figures, from the reports beside this file.
 
 python packages/tokenspeed-kernel/benchmarks/table.py            # prints them
 python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts them into the page
@@ -18,29 +18,29 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "figures.md"
 END = "<!-- end -->"
 
-# Kernels whose time is arithmetic, or may be; the others move bytes.
+# Kernels that may be compute-bound; the others are memory-bound.
 COMPUTING = ("triton_mha_prefill", "triton_mha_extend", "triton_mla", "triton_moe_apply", "triton_mm", "triton_bmm")
-# Where another kernel is chosen: prepared MXFP4 weights have one of their own, and dense products are PyTorch's.
+# Cases for which another kernel is selected: prepared MXFP4 weights have their own kernel, and dense GEMMs are PyTorch's.
 ELSEWHERE = (
     ("triton_moe_apply", r"^gpt-oss-120b (decode|prefill)(?!.*bfloat16)"),
     ("triton_mm_dense", ""),
     ("triton_bmm_dense", ""),
 )
-# The small cases are there to be hard, not to be fast: of these only what one step of decoding runs.
+# Small cases test correctness, not speed. Those of one decode step are shown nevertheless.
 SHORTEST_US, DECODING = 20.0, r"decode (1|4|64)\b|64 rows of 2880|full layer 1 x 1024|sliding layer 64 x"
 
 
 def kernels(report: dict[str, Any]) -> str:
-    """Markdown: what was measured on and by which command, and for each family a table with one row a large case."""
+    """Markdown: device and command, and for each family a table with one row a large case."""
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
-    products = (
+    bf16_tflops = (
         roofline["bf16_tflops"] if "bf16_tflops" in roofline else roofline["tflops"]["bfloat16"]
-    )  # before format 2, and since
+    )  # reports before format 2, and since
     lines = [
         f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
-        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s. Medians, cold caches, in a "
+        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s. Medians, cold caches, in a "
         "CUDA graph; every result was checked first.",
         "",
         f"`{metadata['command']}`",
@@ -54,10 +54,10 @@ def kernels(report: dict[str, Any]) -> str:
             lines += ["", f"### {family}", "", "| kernel | case | µs | TFLOP/s | TB/s | of copy |", "|---|---|--:|--:|--:|--:|"]
         computes = row["kernel"].startswith(COMPUTING)
         tflops = f"{row['tflops']:.0f}" if computes and row["tflops"] >= 1 else ""
-        share = row["gb_per_s"] / roofline["copy_gb_per_s"]
+        of_copy = row["gb_per_s"] / roofline["copy_gb_per_s"]
         lines.append(
             f"| `{row['kernel']}` | {row['case']} | {_three_digits(row['timing']['median_us'])} | {tflops} | "
-            f"{row['gb_per_s'] / 1e3:.2f} | {share:.0%} |"
+            f"{row['gb_per_s'] / 1e3:.2f} | {of_copy:.0%} |"
         )
     return "\n".join(lines)
 
@@ -73,7 +73,7 @@ def _three_digits(value: float) -> str:
 
 
 def calls(report: dict[str, Any]) -> str:
-    """Markdown: what a public call adds to the kernel, and what importing adds."""
+    """Markdown: the overhead of a public call over the kernel, and the cost of importing the package."""
     metadata, rows = report["metadata"], report["overhead"]
     once = [row["new_description_ns"] / 1e3 for row in rows.values()]
     lines = [
@@ -92,8 +92,8 @@ def calls(report: dict[str, Any]) -> str:
 
 
 class Figures(NamedTuple):
-    """What is said of one call in a table of families: what was called, our quickest kernel's row, all others' times by name, and
-    how many times as long as ours the quickest peer takes (None without a peer)."""
+    """One call in a table of families: the operator and case, the row of our fastest kernel, and the times of all others by
+    name. ``ratio`` is the fastest baseline's time over ours, None without a baseline."""
 
     family: str
     operator: str
@@ -107,7 +107,7 @@ class Figures(NamedTuple):
         return float(self.ours["timing"]["median_us"])
 
     def rates(self) -> list[str]:
-        """TB/s, and TFLOP/s where arithmetic is what counts."""
+        """TB/s, and TFLOP/s if it is at least 10."""
         tflops = self.ours["tflops"]
         return [f"{self.ours['gb_per_s'] / 1e3:.2f}", f"{tflops:.0f}" if tflops >= 10 else ""]
 
@@ -116,7 +116,7 @@ class Figures(NamedTuple):
 
 
 def _figures(report: dict[str, Any]) -> Iterator[Figures]:
-    """Of each call that was measured, in the order of families."""
+    """One for each measured call, in the order of families."""
     order = list(dict.fromkeys(row["family"] for row in report["rows"]))
     rows = sorted(report["rows"], key=lambda row: (order.index(row["family"]), row["operator"], row["case"]))
     for (family, operator, case), found in groupby(rows, lambda row: (row["family"], row["operator"], row["case"])):
@@ -125,22 +125,22 @@ def _figures(report: dict[str, Any]) -> Iterator[Figures]:
         if not kernels:
             continue
         others = {row["solution"]: row["timing"]["median_us"] for row in timed if row is not kernels[0]}
-        peers = [row["timing"]["median_us"] for row in timed if row["peer"]]
-        ratio = peers[0] / kernels[0]["timing"]["median_us"] if peers else None
+        baselines = [row["timing"]["median_us"] for row in timed if row["peer"]]
+        ratio = baselines[0] / kernels[0]["timing"]["median_us"] if baselines else None
         yield Figures(family, operator.partition(".")[2], case, kernels[0], others, ratio)
 
 
 def _measured_on(report: dict[str, Any]) -> str:
     metadata, roofline = report["metadata"], report["roofline"]
     versions = {row["solution"]: row["version"] for row in report["rows"] if row["version"] and row["timing"]}
-    peers = "".join(f", {name} {version}" for name, version in versions.items())
+    libs = "".join(f", {name} {version}" for name, version in versions.items())
     unmeasured, can = len(report["unmeasured"]), ""
     left = f" The run ended before {unmeasured} more calls." if unmeasured else ""
     if roofline is not None:
-        copy, products = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
-        can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s."
+        copy, bf16_tflops = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
+        can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {bf16_tflops:.0f} TFLOP/s."
     return (
-        f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{peers}, commit "
+        f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{libs}, commit "
         f"{metadata['git_commit'][:12]}.{can} Medians of calls in CUDA graphs that take turns on copies of their "
         f"arguments, more than caches hold; every result was checked first.{left}"
     )
@@ -159,7 +159,7 @@ def families(report: dict[str, Any]) -> str:
 
 
 def operators(report: dict[str, Any]) -> str:
-    """Markdown: one row an operator, of the call that takes longest, and of all calls how they stand beside the best peer."""
+    """Markdown: one row an operator, with its longest call, and the range of ratios to the best baseline over all its calls."""
     lines = [_measured_on(report), ""]
     lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best peer / ours |", "|---|---|--:|--:|--:|--:|"]
     for operator, found in groupby(sorted(_figures(report), key=lambda each: each.operator), lambda each: each.operator):
@@ -172,7 +172,7 @@ def operators(report: dict[str, Any]) -> str:
 
 
 class Section(NamedTuple):
-    """What stands behind a mark: the report, and what makes a table of it."""
+    """The section after a mark of the page: its report, and the function that makes its table."""
 
     report: Path
     make: Callable[[dict[str, Any]], str]
@@ -189,7 +189,7 @@ SECTIONS = {
 
 
 def made(mark: str) -> str:
-    """A section, from its report; where there is none yet, a line that says so."""
+    """A section, made from its report; a line that says so if the report does not exist."""
     section = SECTIONS[mark]
     if not section.report.is_file():
         return f"Not measured yet; `{section.report.name}` will hold the report."
@@ -197,7 +197,7 @@ def made(mark: str) -> str:
 
 
 def shown(mark: str) -> str:
-    """A section as the page has it."""
+    """A section as it is in the page."""
     text = PAGE.read_text()
     begin = text.index(mark) + len(mark)
     return text[begin : text.index(END, begin)].strip()

@@ -1,10 +1,10 @@
-"""What tuning gains over the kernels' own choices at twelve shapes of GPT-OSS 120B. For a GPU.
+"""The gain of tuning over the kernels' own choices at twelve shapes of GPT-OSS 120B. Needs a GPU.
 
     python packages/tokenspeed-kernel/benchmarks/tuning.py --output tuning.json
 
-Every shape is tuned into an empty table. Then the tuned and the untuned choice are measured again in turns, on the same inputs and
-in CUDA graphs as in tuning: the winner of many measurements looks better than it is. Where both are the same, their ratio shows the
-noise.
+Every shape is tuned into an empty table. Then the tuned and the untuned choice are measured again, alternating, on the same
+inputs and in CUDA graphs as in tuning, because the winner of many measurements looks better than it is. If both choices are the
+same, their ratio shows the noise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import kernel_override
 from tokenspeed_kernel_base.traits import format_traits
 
-# Operator, case, and the seconds that its tuning may take, compilation included.
+# Operator, case, and seconds for its tuning, including compilation.
 SHAPES = (
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer 64 x 8192", 14),
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer 256 x 1024", 6),
@@ -63,7 +63,7 @@ def bound(operator: str, case: Case, kernel: str, config: Mapping[str, Any], dev
 
 
 def measure(operator: str, name: str, budget_s: float, device: torch.device) -> dict[str, Any] | None:
-    """Tunes one shape; None where there is nothing to choose from."""
+    """Tunes one shape; None if there is only one candidate."""
     begun = time.monotonic()
     case = next(case for case in get_operator(operator).all_cases() if case.name == name)
     outcomes = [found for found in tune_case(operator, case, device, budget_s=budget_s) if found.results and found.untuned]

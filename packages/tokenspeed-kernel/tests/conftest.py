@@ -1,4 +1,4 @@
-"""What the tests of the core share: what they set for the whole process is put back."""
+"""Restores the process-wide settings that a test of the core changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing and its reports. What a clock shows is not tested, only that what is reported follows from it."""
+"""Timing and its reports. Measured times are not tested, only the values that reports derive from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_call_is_made_and_the_first_ones_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("expected_us", "warmup"), [(1.0, 3), (20_000.0, 1)])
-def test_what_is_known_is_not_tried_again(expected_us: float, warmup: int) -> None:
+def test_a_known_duration_is_not_measured_again(expected_us: float, warmup: int) -> None:
     calls: list[int] = []
     timing.sample(lambda: calls.append(1), torch.device("cpu"), budget_s=0, fewest=2, expected_us=expected_us)
     assert len(calls) == warmup + 2
@@ -101,13 +101,13 @@ def test_several_calls_take_turns_and_each_is_warmed_up() -> None:
     assert "".join(calls[-10:]) == "abcabcabca"
 
 
-def test_a_look_at_the_machine_is_taken_once() -> None:
+def test_the_machine_is_inspected_once() -> None:
     looks: list[int] = []
     timing.sample(lambda: None, torch.device("cpu"), budget_s=1e-9, meanwhile=lambda: looks.append(1))
     assert looks == [1]
 
 
-def test_what_cannot_be_timed_is_refused() -> None:
+def test_impossible_timings_are_rejected() -> None:
     with pytest.raises(ValueError, match="nothing to time"):
         measure([], "cpu")
     with pytest.raises(ValueError, match="GPU only, got cpu"):
@@ -117,7 +117,7 @@ def test_what_cannot_be_timed_is_refused() -> None:
 
 
 class FakeEvent:
-    """An event of a device whose clock is what the log says: each entry takes the microseconds it holds."""
+    """An event of a device whose clock is the log: each entry takes the microseconds that it states."""
 
     log: list[tuple[str, float]]
 
@@ -133,7 +133,7 @@ class FakeEvent:
 
 @pytest.fixture
 def device_log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """What a GPU that is not there would be given, in order."""
+    """The operations that would be queued on a GPU, in order."""
     log: list[tuple[str, float]] = []
     monkeypatch.setattr(FakeEvent, "log", log, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -223,7 +223,7 @@ def right(x: Tensor, out: Tensor | None) -> Tensor:
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every sampling takes 40, 50 and 60 us; what was sampled, with which options."""
+    """Fakes sampling: every sample takes 40, 50 and 60 us. Records the sampled calls and their options."""
     seen: list[Any] = []
 
     def fake(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -257,12 +257,12 @@ def test_an_operator_without_a_cost_has_no_rates(declare: Callable[..., Any]) ->
     assert row.gb_per_s is None
 
 
-def test_large_cases_are_asked_for(double: Any) -> None:
+def test_large_cases_run_on_request(double: Any) -> None:
     spec = registered(double, right)
     assert [r.case for r in bench_kernel(spec, large=True, budget_s=1e-9)] == ["sixty-four", "none", "large"]
 
 
-def test_the_kernel_itself_is_timed(double: Any, clocked: list[Any]) -> None:
+def test_the_kernel_is_timed_without_dispatch(double: Any, clocked: list[Any]) -> None:
     calls: list[int] = []
 
     def kernel(x: Tensor, out: Tensor | None) -> Tensor:
@@ -312,10 +312,10 @@ def test_a_method_suits_the_device() -> None:
 
 
 @pytest.mark.parametrize(("alone_us", "count"), [(46.0, 5), (2000.0, 3), (9000.0, 1)])
-def test_in_a_graph_copies_repeat_and_launching_is_told_apart(
+def test_in_a_graph_copies_rotate_and_launch_time_is_separate(
     double: Any, monkeypatch: pytest.MonkeyPatch, alone_us: float, count: int
 ) -> None:
-    """On the CPU, with a graph and clocks that are pretended. A graph that takes long already gets no more calls."""
+    """On the CPU, with a fake graph and fake clocks. A graph that is already long gets no more calls."""
     graphs: list[Any] = []
 
     def in_graph(calls: Sequence[Callable[[], Any]], device: torch.device, **options: Any) -> list[float]:
@@ -356,7 +356,7 @@ def test_a_kernel_on_a_gpu(cache: Any) -> None:
 
 
 @pytest.mark.usefixtures("clocked")
-def test_the_monitor_is_asked_in_every_round(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_monitor_is_read_in_every_round(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def read() -> GpuState:
@@ -400,8 +400,8 @@ def test_a_kernel_that_does_not_take_a_case_is_skipped(double: Any) -> None:
 
 
 @pytest.mark.usefixtures("clocked")
-def test_rows_say_what_speaks_against_them(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that throttles, on a machine that is slow while one of the rows is measured."""
+def test_rows_report_throttling_and_slow_machines(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that throttles, and a machine that is slow while one of the rows is measured."""
     hot = GpuState(1200, 1980, 85, 700.0, ("power cap",))
     monkeypatch.setattr(run, "gpu_monitor", lambda device: lambda: hot)
     speeds = iter([100.0, 100.0, 110.0] * 2)
@@ -428,7 +428,7 @@ def test_metadata_says_what_was_measured_on_and_with() -> None:
 
 
 def test_the_commit_of_another_checkout_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment inside somebody's checkout: the file lies there, and git does not know it."""
+    """An environment inside another project's checkout: the file is there, and git does not track it."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "metadata.py").write_text("")
     monkeypatch.setattr(metadata, "__file__", str(tmp_path / "metadata.py"))
@@ -478,7 +478,7 @@ def test_a_report_is_json_or_nothing() -> None:
 
 
 def test_the_committed_report_still_loads() -> None:
-    """It is of format 1: no number, no rounds, a roofline of three rates."""
+    """It has format 1: no format number, no rounds, a roofline of three rates."""
     table = json.loads(COMMITTED.read_text())
     report = load_report(COMMITTED)
     assert [row.kernel for row in report.rows] == [row["kernel"] for row in table["rows"]]
@@ -530,7 +530,7 @@ def test_runs_of_different_things_are_not_put_together(name: str) -> None:
         ('{"rows": [7], "metadata": {}}', "is no benchmark report"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_files_that_are_not_reports_are_rejected(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     with pytest.raises(ReportError, match=said) as caught:
@@ -539,7 +539,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path, text: str, said: str) -> N
 
 
 def test_a_graph_keeps_the_tensors_that_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a peer's setup made, nobody else holds; where it was freed, a graph read memory that was not there any more."""
+    """Tensors that a baseline's setup makes have no other owner. Without the graph, they were freed, and replays read freed
+    memory."""
 
     class Graph:
         replays = 0

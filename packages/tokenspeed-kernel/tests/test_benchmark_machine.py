@@ -1,4 +1,4 @@
-"""What the machine does while kernels are timed: noise, clocks, and what it can do at most."""
+"""The state of the machine while kernels are timed: noise, clocks, and the roofline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_quiet_times_are_not_warned_of() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         assert said(*(normal(draw) for _ in range(7))) == ()
-        # The clock of a GPU ticks: a kernel of two microseconds is on either side of a tick of 0.03.
+        # A GPU's clock has discrete ticks: times of a two-microsecond kernel are on either side of a tick of 0.03 us.
         assert said(*([draw.choice([2.016, 2.048]) for _ in range(60)] for _ in range(7))) == ()
 
 
@@ -112,7 +112,7 @@ def test_old_timings_without_rounds_are_not_judged() -> None:
     assert warnings_of(Timing(1.0, 0.5, 9.0, 10)) == ()
 
 
-def test_what_holds_the_clock_back_is_said_with_the_slowest_clock() -> None:
+def test_throttle_reasons_are_reported_with_the_slowest_clock() -> None:
     states = [GpuState(1980, 1980, 50, 300.0), GpuState(1500, 1980, 80, 690.0, ("power cap", "thermal slowdown"))]
     assert said([1.0], states=states) == ("power cap and thermal slowdown: 1500 of 1980 MHz",)
     assert said([1.0], states=states[:1]) == ()
@@ -130,7 +130,7 @@ def test_a_slower_machine_is_said() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device whose identity is known, without NVML."""
+    """A device with a known UUID, without NVML."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-56"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -138,7 +138,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 class FakeNvml(types.ModuleType):
-    """NVML as ``nvidia-ml-py`` offers it."""
+    """NVML with the interface of ``nvidia-ml-py``."""
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
     reasons = 0
@@ -181,7 +181,7 @@ class FakeNvml(types.ModuleType):
         (0x88, ("hardware slowdown", "power brake")),
     ],
 )
-def test_nvml_is_asked(gpu: torch.device, monkeypatch: pytest.MonkeyPatch, bits: int, said: tuple[str, ...]) -> None:
+def test_the_monitor_reads_nvml(gpu: torch.device, monkeypatch: pytest.MonkeyPatch, bits: int, said: tuple[str, ...]) -> None:
     nvml = FakeNvml("pynvml")
     nvml.reasons = bits
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -230,7 +230,7 @@ BF16, FP8, PACKED = torch.bfloat16, torch.float8_e4m3fn, torch.uint8
         (0, 0, [BF16], Share(0.0, "memory")),
     ],
 )
-def test_the_share_is_that_of_the_nearer_limit(gflop: float, mb: float, operands: list[torch.dtype], share: Share) -> None:
+def test_the_fraction_is_that_of_the_nearer_limit(gflop: float, mb: float, operands: list[torch.dtype], share: Share) -> None:
     found = share_of(Cost(gflop * 1e9, mb * 1e6), 100.0, operands, ROOFLINE)
     assert found.bound == share.bound
     assert found.part == pytest.approx(share.part)
@@ -258,7 +258,7 @@ CPU = torch.device("cpu")
 
 
 class Counter:
-    """Measures nothing, and counts how often."""
+    """Measures nothing, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -329,7 +329,7 @@ def test_bytes_that_are_no_text_count_as_none(tmp_path: Path) -> None:
 
 
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file stands where the folder would be: root, too, is refused there."""
+    """A regular file is at the folder's path, which is an error for root as well."""
     (tmp_path / "file").write_text("")
     counter = Counter()
     for _ in range(2):
@@ -344,7 +344,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch
     assert cached_roofline(CPU, measured=counter).tflops == RATES
 
 
-def test_it_lies_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_stored_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cached_roofline(CPU, measured=Counter())
     assert len([*(tmp_path / "tokenspeed_kernel" / "roofline").glob("*.json")]) == 1

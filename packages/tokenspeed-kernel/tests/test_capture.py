@@ -1,4 +1,4 @@
-"""Captured calls: what is kept of them, and calls made like them."""
+"""Captured calls: the recorded descriptions, and the calls that are generated from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SMALL = [(op, case) for op in tk.operators() for case in op.all_cases() if not c
 def capture(op: Any, arguments: dict[str, Any]) -> Record:
     with tk.shape_capture() as found:
         op.function(**arguments)
-    # Parts of a composed operator are calls, too.
+    # Parts of a composed operator are recorded as calls, too.
     (record,) = (record for record in found.get() if record["operator"] == str(op))
     return record
 
 
 @pytest.mark.parametrize(("op", "case"), SMALL, ids=[f"{op.mode}-{case.name}" for op, case in SMALL])
 def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> None:
-    """The same request, the same description of every argument but those written to, and the same amount of work."""
+    """The same request, the same description of every argument that is not written to, and the same amount of work."""
     arguments = op.complete(case.build())
     record = capture(op, arguments)
     again = op.complete(replay(record).build())
@@ -39,7 +39,7 @@ def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> No
     pages = {"k_cache", "v_cache", "kv_cache", "states"}
     for name in set(op.names) - {*op.outs} - hints:
         told, wanted = described(again[name]), described(arguments[name])
-        if name in pages and wanted is not None:  # as many as are used
+        if name in pages and wanted is not None:  # as many as the call uses
             told["shape"], wanted["shape"] = told["shape"][1:], wanted["shape"][1:]
         assert told == wanted, name
     assert op.run_hook("work", again) == op.run_hook("work", arguments)
@@ -48,7 +48,7 @@ def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> No
     assert replayed["kernel"] == record["kernel"]
 
 
-def test_work_is_what_was_read() -> None:
+def test_work_comes_from_the_values_read() -> None:
     op = tk.get_operator("mha_extend_with_kvcache")
     arguments = paged([40, 7, 1], [9, 7, 0], is_causal=True)(Draw())
     work = capture(op, op.complete(arguments))["work"]
@@ -82,7 +82,7 @@ def test_padding_is_kept(mode: str) -> None:
 
 
 def test_every_tensor_keeps_its_dtype() -> None:
-    """Also where the operator's own cases give it another one."""
+    """This holds even if the operator's own cases use another dtype."""
     op = tk.get_operator("mha_prefill")
     arguments = op.complete(ragged([5, 3], 4, 2)(Draw()))
     again = replay(capture(op, {**arguments, "sinks": torch.ones(4)})).build()
@@ -100,7 +100,7 @@ def test_the_sample_with_most_work_is_made_again() -> None:
 
 
 def test_a_call_in_a_graph_is_made_at_full_length() -> None:
-    """There nothing was read."""
+    """Values are not read during graph capture."""
     op = tk.get_operator("mha_decode_with_kvcache")
     record = capture(op, op.complete(paged([3, 4], max_seqlen_k=32, width=3)(Draw())))
     record["work"] = {"seen": 0, "samples": [], "histograms": {}}
@@ -147,11 +147,11 @@ def test_values_are_not_read_all_the_time(monkeypatch: pytest.MonkeyPatch) -> No
     (record,) = kept.get()
     assert record["count"] == 16
     assert len(reads) == record["work"]["seen"] == 8
-    # The first and the latest stay.
+    # The first sample and the latest one stay.
     assert [sample["n"] for sample in record["work"]["samples"]] == [[1], [6], [7], [8]]
 
 
-def test_expanded_and_sliced_tensors_lie_as_they_did() -> None:
+def test_expanded_and_sliced_tensors_keep_their_strides() -> None:
     x = torch.ones(1, 8).expand(4, 8)
     with tk.shape_capture() as found:
         tk.silu_and_mul(x)
@@ -160,7 +160,7 @@ def test_expanded_and_sliced_tensors_lie_as_they_did() -> None:
     assert strides == {(0, 1), (24, 1)}
 
 
-def test_what_cannot_be_made_again() -> None:
+def test_calls_that_cannot_be_replayed() -> None:
     op = tk.get_operator("rmsnorm")
     record = capture(op, op.complete({"x": torch.ones(2, 4), "weight": torch.ones(4)}))
     with pytest.raises(ReplayError, match=r"a call of norm\.rmsnorn was captured: no operator norm\.rmsnorn; did you mean"):

@@ -1,4 +1,4 @@
-"""Captures in files: many processes, killed ones, full disks, other files."""
+"""Capture files: many processes, killed processes, full disks, and files that are not captures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenspeed_kernel.workbench.watching import Contents, ShapeCapture, Unreada
 from tokenspeed_kernel.workbench.watching.records import add_to
 from tokenspeed_kernel_base import storage
 
-# Counts calls of n rows until it is told to stop, and says how many of each it has made, in steps.
+# Counts calls of n rows until it is told to stop, and prints now and then how many it has made.
 WRITER = """
 import sys, torch, tokenspeed_kernel as tk
 tensors = [torch.ones(n, 8) for n in (1, 2, 3)]
@@ -45,7 +45,7 @@ def counts(contents: Contents) -> dict[str, int]:
 
 
 def written(path: Path) -> int:
-    """How many calls the file has, which may not be there yet."""
+    """The number of calls in the file; 0 if the file does not exist yet."""
     return sum(counts(load(path)).values()) if path.exists() else 0
 
 
@@ -78,7 +78,7 @@ def test_several_add_to_one_file(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_a_capture(tmp_path: Path) -> None:
-    """Also of one that is being written to."""
+    """Even a copy of a file that another process is writing to."""
     kept = ShapeCapture(tmp_path / "shapes")
     kept.record("f.m", "k", 1, {}, {})
     kept.write()
@@ -145,7 +145,7 @@ def test_other_databases_are_refused_and_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_a_capture_of_nothing(tmp_path: Path) -> None:
-    """A process that was killed while it began one leaves it."""
+    """A process that is killed while it creates the file leaves an empty one."""
     (tmp_path / "shapes").write_bytes(b"")
     assert load(tmp_path / "shapes") == Contents()
     add_to(tmp_path / "shapes", Contents([record(0)]))
@@ -186,7 +186,7 @@ def test_nothing_was_captured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         ShapeCapture(tmp_path / "file" / "shapes")
@@ -219,10 +219,10 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path: Path, monkeypatc
     kept.finish()
 
 
-def test_what_was_captured_is_soon_in_the_file(tmp_path: Path) -> None:
+def test_captured_calls_reach_the_file_soon(tmp_path: Path) -> None:
     process = start_writer(tmp_path / "shapes", 10**9)
     try:
-        for _ in range(2):  # while it counts on
+        for _ in range(2):  # while the writer continues to count
             before = written(tmp_path / "shapes")
             wait_until(lambda before=before: written(tmp_path / "shapes") > before)  # type: ignore[misc]
         assert process.poll() is None
@@ -233,7 +233,7 @@ def test_what_was_captured_is_soon_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_processes_leave_readable_files(tmp_path: Path, times: int) -> None:
-    """And whoever ends next takes in what they left."""
+    """The next process that ends merges the files that killed ones left."""
     path = tmp_path / "shapes"
     before = 0
     for turn in range(times):
@@ -270,7 +270,7 @@ def _child(path: Path, calls: int) -> None:
     for _ in range(calls):
         tk.silu_and_mul(torch.ones(7, 8))
     wait_until(lambda: any(found["arguments"]["x"]["shape"] == [7, 8] and found["count"] == calls for found in load(path).records))
-    os._exit(0)  # as a worker that is ended without cleaning up
+    os._exit(0)  # like a worker that exits without cleaning up
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked on POSIX")

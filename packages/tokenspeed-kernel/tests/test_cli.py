@@ -1,4 +1,4 @@
-"""The command line, as its users meet it."""
+"""The command line, tested as a user runs it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ runner = CliRunner()
 
 
 def call(*words: str, code: int = 0) -> str:
-    """What a command prints; it must end with this exit code."""
+    """The output of a command, which must end with this exit code."""
     result = runner.invoke(app, list(words))
     assert result.exit_code == code, result.output + str(result.exception)
     assert "\x1b" not in result.output, "no colours in a pipe"
@@ -52,7 +52,7 @@ def call_json(*words: str, code: int = 0) -> Any:
 
 
 def refused(*words: str) -> str:
-    """What stderr says of a command that cannot be followed."""
+    """The stderr of a command that is rejected."""
     result = runner.invoke(app, list(words))
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -66,7 +66,7 @@ def process(*command: str, cwd: Path | None = None, **environment: str) -> subpr
 
 @pytest.fixture
 def wrong() -> str:
-    """A kernel that is wrong in one element."""
+    """A kernel with one wrong element."""
 
     @register_kernel("norm", "rmsnorm", name="wrong_rmsnorm", solution="wrong", signatures=None, traits={"hidden": 8}, priority=1)
     def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
@@ -80,7 +80,7 @@ def wrong() -> str:
 # -- doctor -------------------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_what_is_there() -> None:
+def test_doctor_lists_the_installation() -> None:
     found = call_json("doctor")
     assert found["healthy"] is True
     assert found["versions"]["torch"] == torch.__version__
@@ -191,7 +191,7 @@ def test_ops_shows_one_in_full() -> None:
 # -- explain ------------------------------------------------------------------------------------------------------------------
 
 
-def test_explain_gives_every_kernel_its_verdict() -> None:
+def test_explain_lists_a_verdict_for_every_kernel() -> None:
     found = call_json("explain", "mm")
     assert found["chosen"] in {c["name"] for c in found["candidates"] if c["accepted"]}
     assert all(c["reason"] for c in found["candidates"])
@@ -207,8 +207,8 @@ def test_explain_starts_from_a_case() -> None:
 
 
 @pytest.mark.parametrize("platform", ["sm_90", "gfx950", "cpu"])
-def test_explain_of_weights_that_are_prepared_is_what_a_plan_says(platform: str) -> None:
-    """Each kernel is asked for the layout that it wants, though the case has the checkpoint's."""
+def test_explain_of_prepared_weights_agrees_with_a_plan(platform: str) -> None:
+    """Each kernel's verdict is for its own layout, although the case has weights in the checkpoint's layout."""
     found = call_json("explain", "moe_apply", "--platform", platform, "--case", "mxfp4, gpt-oss options")
     facts: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
     plan = moe_plan(8, 4, 96, 64, weight_format="mxfp4", **facts, platform=named_platform(platform))
@@ -232,7 +232,7 @@ def test_explain_changes_traits_and_formats() -> None:
 
 
 def test_explain_asks_for_calls_that_are_possible() -> None:
-    """Formats, sizes and traits are those of one call, whatever is changed."""
+    """Formats, sizes and traits stay consistent with one possible call after every change."""
     words = ["explain", "mha_decode_with_kvcache", "--platform", "gfx950", "sinks=true", "head_dim=128"]
     found = call_json(*words)
     assert set(found["formats"].values()) == {"bfloat16"}
@@ -262,7 +262,7 @@ def test_explain_follows_the_settings(settings_from: Callable[..., Any]) -> None
     assert found["platform"]["arch"] == "sm_90"
 
 
-def test_explain_of_what_nothing_serves(wrong: str) -> None:
+def test_explain_of_a_call_without_an_eligible_kernel(wrong: str) -> None:
     found = call_json("explain", "rmsnorm", "--solution", "wrong", "hidden=9", code=1)
     assert found["chosen"] is None
     text = call("explain", "rmsnorm", "--solution", "wrong", "hidden=9", code=1)
@@ -291,7 +291,7 @@ def test_explain_of_what_nothing_serves(wrong: str) -> None:
         (["rmsnorm", "--objective", "speed"], "'speed' is not one of"),
     ],
 )
-def test_explain_refuses_what_it_does_not_know(words: list[str], said: str) -> None:
+def test_explain_rejects_unknown_names(words: list[str], said: str) -> None:
     assert said in refused("explain", *words)
 
 
@@ -348,7 +348,7 @@ def test_verify_says_all_that_is_known_of_a_failure(wrong: str, tmp_path: Path) 
     assert "cannot be written" in runner.invoke(app, ["verify", wrong, "--case", "no rows", "--output", "/nowhere/x.json"]).stderr
 
 
-def test_verify_repeats_and_checks_all_where_it_is_asked() -> None:
+def test_verify_repeats_and_checks_all_on_request() -> None:
     calls = iter(range(100))
 
     @register_kernel("norm", "rmsnorm", name="drifting", solution="drifting", signatures=None, traits={"hidden": 8}, priority=1)
@@ -375,7 +375,7 @@ def test_verify_shows_the_traceback_of_an_error() -> None:
     assert "Traceback (most recent call last):" in text
 
 
-def test_verify_folds_what_many_cases_are_skipped_for(wrong: str) -> None:
+def test_verify_groups_equal_skip_reasons(wrong: str) -> None:
     assert re.search(r"^wrong_rmsnorm +\d+ cases +skipped +traits: hidden=\d+ is not 8", call("verify", "rmsnorm", code=1), re.M)
     assert not re.search(r"\d+ cases +skipped", call("verify", wrong, code=1))
 
@@ -400,7 +400,7 @@ def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None
 
 
 @pytest.mark.parametrize("name", ["gpu", "toaster", "meta", "hip", "cuda:x", "cuda:2", "cpu:1", ""])
-def test_a_device_that_is_not_there_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_absent_device_is_reported_with_the_present_ones(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
@@ -420,13 +420,13 @@ def test_names_and_devices_that_are_not_there() -> None:
         assert "there are CUDA graphs on GPUs only" in refused("bench", "rmsnorm", "--graph", "20")
 
 
-def test_several_cases_may_be_asked_for() -> None:
+def test_several_cases_may_be_requested() -> None:
     report = call_json("verify", "reference_rmsnorm", "--case", "no rows", "--case", "one row")
     assert [result["case"] for result in report["results"]] == ["one row of 8, float32", "no rows"]
     assert "no case 'no rovs'" in refused("verify", "rmsnorm", "--case", "no rows", "--case", "no rovs")
 
 
-def test_a_solution_may_be_asked_for() -> None:
+def test_a_solution_may_be_requested() -> None:
     report = call_json("verify", "rmsnorm", "--solution", "reference", "--case", "no rows")
     assert {result["kernel"] for result in report["results"]} == {"reference_rmsnorm"}
 
@@ -474,7 +474,7 @@ def test_the_command_in_a_report_makes_it_again(tmp_path: Path) -> None:
     assert printed["method"]["copies"] == 3
 
 
-def test_bench_keeps_what_was_measured_before_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_keeps_results_when_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenspeed_kernel.workbench.benchmark import run
 
     calls = 0
@@ -539,7 +539,7 @@ def test_solutions_and_peers_stand_side_by_side(tmp_path: Path, wrong: str) -> N
     assert {"aten", "reference_rmsnorm", "wrong_rmsnorm"} <= {row["kernel"] for row in plain["rows"]}
 
 
-def test_a_column_shows_the_fastest_and_what_it_is_of_the_first() -> None:
+def test_a_column_shows_the_fastest_and_its_ratio_to_the_first() -> None:
     from tokenspeed_kernel.workbench.benchmark import Row, Timing
     from tokenspeed_kernel.workbench.cli.bench_tables import side_by_side
 
@@ -565,7 +565,7 @@ def test_a_column_shows_the_fastest_and_what_it_is_of_the_first() -> None:
 
 @pytest.fixture
 def two_reports(tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Writes two reports of one kernel; the second takes ``factor`` as long, or failed."""
+    """Writes two reports of one kernel. In the second one it takes ``factor`` times as long, or has failed."""
     from tokenspeed_kernel.workbench.benchmark import Method, Report, Row, Timing, collect_metadata
 
     def make(factor: float | None) -> tuple[str, str]:
@@ -612,7 +612,7 @@ def test_captured_calls_are_measured(tmp_path: Path) -> None:
     assert f"--from {file}" in measured["metadata"]["command"]
 
 
-def test_what_cannot_be_compared_is_refused(two_reports: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+def test_incomparable_reports_are_rejected(two_reports: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
     a, b = two_reports(1.0)
     assert "there is nothing to compare" in refused("bench", "--compare", a, _without_rows(b))
     (tmp_path / "c.json").write_text("{")
@@ -629,7 +629,7 @@ def _without_rows(file: str) -> str:
 
 
 def test_without_memory_for_a_roofline_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package's attribute is the command
+    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package attribute of this name is the command
 
     def full(device: torch.device, **options: Any) -> None:
         raise torch.OutOfMemoryError("4 GiB are not free")
@@ -699,7 +699,7 @@ def test_a_table_in_a_pipe_keeps_each_row_on_a_line(capsys: pytest.CaptureFixtur
 
 
 def test_help_and_version_come_without_pytorch() -> None:
-    """At once: importing PyTorch takes seconds."""
+    """Importing PyTorch takes seconds, so help must not import it."""
     heavy = "[name for name in ('torch', 'tokenspeed_kernel') if name in sys.modules]"
     program = f"import sys, tokenspeed_kernel_command as command; command.main(); print({heavy})"
     for words in ((), ("-h",), ("--help",), ("--version",)):
@@ -721,7 +721,7 @@ def test_the_help_names_every_command_and_says_what_its_docstring_says() -> None
 
 
 def _warms_up(monkeypatch: pytest.MonkeyPatch, **functions: Callable[[list[str]], Any]) -> None:
-    """Installs plugins that warm up so."""
+    """Installs plugins with these warm-up functions."""
     entries = []
     for name, function in functions.items():
         entry = metadata.EntryPoint(name, f"sample_{name}:main", "tokenspeed_kernel.warmup")
@@ -730,7 +730,7 @@ def _warms_up(monkeypatch: pytest.MonkeyPatch, **functions: Callable[[list[str]]
     monkeypatch.setattr(metadata, "entry_points", lambda group: entries if group == "tokenspeed_kernel.warmup" else [])
 
 
-def test_warmup_tells_plugins_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_passes_its_options_to_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     _warms_up(monkeypatch, two=lambda words: told.append(("two", words)), one=lambda words: told.append(("one", words)))
     assert call("warmup", "--", "--list", "decode") == "one (sample_one:main)\ntwo (sample_two:main)\n"
@@ -797,7 +797,7 @@ def test_the_exit_code_reaches_the_shell() -> None:
 
 
 def test_plugins_by_module_shows_the_plugins_that_the_core_loaded(tmp_path: Path) -> None:
-    """Run as a program the module exists twice; the copy that runs has loaded nothing."""
+    """Run with ``-m``, the module exists twice, and the copy that runs has loaded no plugins."""
     (tmp_path / "tiny_plugin.py").write_text("def register(): pass\n")
     info = tmp_path / "tiny_kernels-0.5.dist-info"
     info.mkdir()
@@ -828,7 +828,7 @@ def test_without_the_tools_one_line_says_what_to_install(missing: str) -> None:
     assert f"pip install 'tokenspeed-kernel[tools]=={__version__}'" in done.stderr
 
 
-def test_a_missing_module_of_our_own_is_not_taken_for_a_missing_extra() -> None:
+def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_extra() -> None:
     program = """
     import sys
     sys.modules["tokenspeed_kernel.workbench.doctor"] = None
@@ -857,7 +857,7 @@ def test_a_terminal_gets_colours_and_progress() -> None:
     ) as child:
         os.close(terminal)
         seen = bytearray()
-        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        with contextlib.suppress(OSError):  # on Linux, this error means that the other end is closed
             while data := os.read(controller, 4096):
                 seen += data
     os.close(controller)

@@ -26,7 +26,7 @@ def call(*words: object, code: int = 0) -> str:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Of two processes, say."""
+    """Capture files of two processes."""
     found = [tmp_path / "a", tmp_path / "b"]
     for count, path in enumerate(found, 1):
         with tk.shape_capture(path):
@@ -51,7 +51,7 @@ def test_show_one_operator_as_json(files: list[Path]) -> None:
     assert shown["dropped"] == {}
 
 
-def test_show_says_what_was_not_recorded(tmp_path: Path) -> None:
+def test_show_reports_unrecorded_calls(tmp_path: Path) -> None:
     kept = ShapeCapture(max_records=1)
     for n in range(3):
         kept.record("f.m", "k", n, {}, {})

@@ -1,4 +1,4 @@
-"""Comparing two reports: intervals by their definition, verdicts under noise of known kinds, and what is said of the rest."""
+"""Comparing two reports: intervals against their definition, verdicts under known noise, and the messages about unpaired rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HERE = Metadata("a device", "sm_90", "1.0", "3.12", "2.11", "3.6", "0.2", "abc",
 
 
 def row(rounds: Sequence[float] | None, name: str = "kernel", **values: Any) -> Row:
-    """A row with these round medians; None: it failed."""
+    """A row with these medians of rounds; None for a failed row."""
     known: dict[str, Any] = {"kernel": name, "operator": "f.m", "case": "c", "status": "measured" if rounds else "failed"}
     return Row(**{**known, "timing": Timing.of([[time] for time in rounds]) if rounds else None, **values})
 
@@ -58,7 +58,7 @@ def report(*rows: Row, **metadata: str) -> Report:
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 3), (4, 4), (5, 3), (5, 5)])
-def test_u_is_counted_as_all_orders_give_it(n: int, m: int) -> None:
+def test_u_agrees_with_enumerating_all_orders(n: int, m: int) -> None:
     counted = [0] * (n * m + 1)
     for places in itertools.combinations(range(n + m), n):
         others = [place for place in range(n + m) if place not in places]
@@ -70,7 +70,7 @@ def test_u_is_counted_as_all_orders_give_it(n: int, m: int) -> None:
     ("n", "confidence", "cut"),
     [(3, 0.95, None), (4, 0.95, 0), (5, 0.95, 2), (6, 0.95, 5), (7, 0.95, 8), (7, 0.99, 4), (10, 0.95, 23)],
 )
-def test_the_cut_is_that_of_published_tables(n: int, confidence: float, cut: int | None) -> None:
+def test_the_critical_value_is_that_of_published_tables(n: int, confidence: float, cut: int | None) -> None:
     """Critical values of Mann and Whitney's U, two-sided."""
     assert _cut(n, n, confidence) == cut
 
@@ -159,16 +159,17 @@ def measured(
     spikes: float = 0.03,
     spoilt: float = 0.0,
 ) -> Row:
-    """A row of 100 us, 60 calls a round, with noise on it; all numbers are parts of the time.
+    """A row of 100 us with 60 calls a round, and noise. All parameters are relative to the time.
 
     Args:
         draw: the source of randomness.
-        slower: how much is planted.
-        wander, memory: standard deviation within a round, and how much of a call's deviation the next one keeps.
-        between: standard deviation from round to round.
-        drift: amplitude of a wave that takes two thirds of a run and begins anywhere.
-        spikes: how many calls take 1.2 to 3 times as long.
-        spoilt: how many rounds take 1.05 to 1.5 times as long.
+        slower: the factor of the planted slowdown.
+        wander, memory: the standard deviation within a round, and the part of a call's deviation that carries over to the next
+            call.
+        between: the standard deviation between rounds.
+        drift: the amplitude of a sine wave with a period of two thirds of a run and a random phase.
+        spikes: the part of calls that take 1.2 to 3 times as long.
+        spoilt: the part of rounds that take 1.05 to 1.5 times as long.
     """
     phase, samples = draw.uniform(0, 2 * math.pi), []
     for index in range(rounds):
@@ -196,7 +197,7 @@ NOISES: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_equal_kernels_are_equal_and_a_planted_slow_down_is_seen(noise: str) -> None:
-    """Of 100 repeats 95 and 90 at least: the 19 and 18 of 20 that are asked of the real thing."""
+    """At least 95 and 90 of 100 repeats, which correspond to the 19 and 18 of 20 in `test_a_real_kernel_here`."""
     draw = random.Random(noise)
     equal = slower = 0
     for _ in range(100):
@@ -208,7 +209,7 @@ def test_equal_kernels_are_equal_and_a_planted_slow_down_is_seen(noise: str) -> 
 
 
 def test_an_interval_of_single_calls_would_be_wrong() -> None:
-    """Why rounds are compared: with autocorrelated calls the same interval over calls leaves the truth out far too often."""
+    """Shows why rounds are compared: calls are autocorrelated, and an interval over calls misses the truth far too often."""
     draw = random.Random(0)
     held = {"calls": 0, "rounds": 0}
     for _ in range(60):
@@ -243,8 +244,8 @@ def test_t_is_that_of_published_tables(t: float, freedom: int, p: float) -> None
     assert _beyond_t(t, freedom) == pytest.approx(p, rel=2e-3)
 
 
-def test_p_values_are_those_of_all_orders() -> None:
-    """Where the sides mix, the p-value is exact: as many of all orders lie as far out."""
+def test_p_values_agree_with_enumerating_all_orders() -> None:
+    """For overlapping samples the p-value is exact: the part of all orders that are at least as extreme."""
     places = [*range(1, 8)]
     for mine in itertools.combinations(places, 3):
         others = [place for place in places if place not in mine]
@@ -267,7 +268,8 @@ def test_holm_by_hand() -> None:
 
 
 def _many(draw: random.Random, rows: int, noise: float, *, spoilt: float = 0.0, slower: dict[int, float] | None = None) -> Report:
-    """Rows of seven rounds. ``noise``: standard deviation of a round; ``spoilt``: how many rounds take 1.1 to 1.5 times as long."""
+    """Rows of seven rounds. ``noise``: standard deviation of a round; ``spoilt``: the part of rounds that take 1.1 to 1.5 times
+    as long."""
 
     def rounds(factor: float) -> list[float]:
         levels = [draw.gauss(0, noise) + (draw.uniform(0.1, 0.4) if draw.random() < spoilt else 0) for _ in range(7)]
@@ -280,7 +282,7 @@ def _many(draw: random.Random, rows: int, noise: float, *, spoilt: float = 0.0, 
     ("rows", "noise", "spoilt"), [(58, 0.04, 0.0), (58, 0.1, 0.0), (58, 0.02, 0.1), (200, 0.04, 0.05), (4, 0.04, 0.0)]
 )
 def test_the_same_program_twice_is_almost_never_slower(rows: int, noise: float, spoilt: float) -> None:
-    """On a noisy machine, where single intervals leave out 1 all the time. 97.5% of comparisons must call nothing slower."""
+    """On a noisy machine, where single intervals often exclude 1. At least 97.5% of comparisons must call nothing slower."""
     draw = random.Random(f"{rows} {noise} {spoilt}")
     worse = alone = 0
     for _ in range(100):
@@ -368,7 +370,7 @@ def test_too_few_rounds_and_old_files_are_left_open() -> None:
     assert not same.worse
 
 
-def test_what_noise_may_hide_is_said() -> None:
+def test_differences_within_noise_are_reported() -> None:
     noisy = [100.0, 130.0, 90.0, 101.0, 99.0, 120.0, 98.0]
     difference = compare(report(row(noisy)), report(row(noisy[::-1]))).differences[0]
     assert difference.verdict is Verdict.SAME
@@ -385,14 +387,14 @@ def test_a_difference_of_the_machine_is_left_open() -> None:
     assert found.differences[0].note == "slower by 10.0%, but so was the machine, by 9.0%"
     assert found.notes == ("the machine itself was 9.0% slower in B",)
     assert not found.worse
-    # It explains neither what is beyond its own change nor a change the other way.
+    # It explains neither a larger change nor one in the other direction.
     assert compare(a, report(row([1.2 * time for time in STEADY], reference_us=slower_machine))).worse
     assert compare(report(row(STEADY, reference_us=slower_machine)), report(row(SLOW, reference_us=reference))).worse
     assert compare(a, report(row(SLOW, reference_us=reference))).worse
 
 
-def test_a_mean_knows_what_moves_all_rows_alike() -> None:
-    """Ten rows that each drift the same way are no ten witnesses."""
+def test_a_mean_accounts_for_drift_common_to_all_rows() -> None:
+    """Ten rows that drift together are not ten independent measurements."""
     shared = [1.0, 1.04, 0.97, 1.02, 0.99, 1.05, 0.96]
     a = report(*(row([100 * level for level in shared], f"k{i}") for i in range(10)))
     b = report(*(row([101 * level for level in shared[::-1]], f"k{i}") for i in range(10)))
@@ -415,13 +417,13 @@ def test_other_circumstances_are_named() -> None:
 # -- the real thing -----------------------------------------------------------------------------------------------------------
 
 
-def _product_body(x: Tensor, out: Tensor | None = None) -> Tensor:
+def _gemm_body(x: Tensor, out: Tensor | None = None) -> Tensor:
     return x @ x
 
 
 @pytest.fixture
 def own_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One thread, and its own time in place of the wall's: other programs take turns with this one."""
+    """Uses one thread, and that thread's CPU time instead of wall-clock time, because other processes share the machine."""
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter_ns=time.thread_time_ns))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -432,14 +434,14 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_time")
 def test_a_real_kernel_here(declare: Callable[..., Any]) -> None:
-    """The same kernel twice, and again with every twentieth product made twice; left out where the machine is too noisy."""
-    function = declare(_product_body, formats=("x",))
+    """Compares a kernel with itself, and with a copy that repeats every twentieth GEMM. Skipped if the machine is too noisy."""
+    function = declare(_gemm_body, formats=("x",))
     function.fake(lambda x: torch.empty_like(x))
     case = Case("one", lambda draw: {"x": draw.normal(160, 160)})
-    products = 20
+    gemms = 20
 
     def kernel(x: Tensor, out: Tensor | None) -> Tensor:
-        for _ in range(products):
+        for _ in range(gemms):
             made = torch.mm(x, x, out=out) if out is not None else torch.mm(x, x)
         return made
 
@@ -448,12 +450,12 @@ def test_a_real_kernel_here(declare: Callable[..., Any]) -> None:
     KernelRegistry.get().register(spec, kernel)
 
     def in_turn(*planted: int) -> list[Report]:
-        """A report for each, of three runs that alternate: this machine's neighbours come and go within seconds."""
-        nonlocal products
+        """One report for each, from three alternating runs: load from other processes changes within seconds."""
+        nonlocal gemms
         turns = []
         for _ in range(3):
             turns.append([])
-            for products in planted:  # noqa: B007 - the kernel reads it
+            for gemms in planted:  # noqa: B007 - the kernel reads it
                 turns[-1].append(report(bench_case(spec, case, "cpu", budget_s=0.1, rounds=4)))
         return [functools.reduce(appended, side) for side in zip(*turns, strict=True)]
 

@@ -36,18 +36,18 @@ def _small_cases(op: Operator[Any, Any]) -> list[Case]:
 
 
 def _first_case(op: Operator[Any, Any]) -> Case:
-    """The first small case that has something to do."""
+    """The first small case with nonempty outputs."""
     small = _small_cases(op)
     return next((c for c in small if all(t.numel() for _, t in tensor_arguments(op.parameters, op.complete(c.build())))), small[0])
 
 
 def _copied(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with copies of the tensors that a call writes to."""
+    """The arguments, with tensors that the call writes to cloned."""
     return {n: v.clone() if n in (*op.outs, *op.mutates) and v is not None else v for n, v in arguments.items()}
 
 
 def _same(op: Operator[Any, Any], arguments: dict[str, Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """How results of two runs are compared: by their bits where the kernel gives the same ones in every run."""
+    """A comparison of two runs' results: bit by bit if the kernel is deterministic."""
     chosen = op.function.explain(**arguments).chosen
     if "determinism" not in chosen.tags and ON_GPU:
         return lambda one, other: torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
@@ -71,7 +71,7 @@ def _check(op: Operator[Any, Any], case: Case, options: dict[str, Any], opcheck:
 
     torch._dynamo.reset()
     compiled = torch.compile(lambda one, two: (op.function(**one), op.function(**two)), fullgraph=True, **options)
-    for _ in range(3 if "mode" in options else 1):  # a graph is recorded in the second call, and replayed in the third
+    for _ in range(3 if "mode" in options else 1):  # the second call records a graph, and the third one replays it
         traced = _copied(op, arguments), _copied(op, provided)
         for given, results in zip(traced, compiled(*traced), strict=True):
             for one, other in zip(lowering.as_list(results), wanted, strict=True):
@@ -135,5 +135,5 @@ def test_a_model_is_compiled_in_one_graph(options: dict[str, Any]) -> None:
     for tokens in (9, 9, 9, 17, 30):
         x = torch.randn(tokens, 128, device=device).to(torch.bfloat16)
         cu_seqlens = torch.tensor([0, 4, tokens], dtype=torch.int32, device=device)
-        # Inductor keeps float32 where PyTorch's operations round to bfloat16 one by one.
+        # Inductor keeps float32 between operations, while eager PyTorch rounds to bfloat16 after each.
         torch.testing.assert_close(compiled(x, cu_seqlens), layer(x, cu_seqlens), rtol=3e-2, atol=3e-2)

@@ -1,5 +1,5 @@
-"""The conformance kit: `wrong_kernels` holds ten kernels, each wrong in one way, and three that are right. It has to tell them
-apart, and to say of each wrong one what is wrong with it.
+"""The conformance kit on `wrong_kernels`: eleven kernels with one fault each, and three correct ones. The kit must tell them
+apart, and name the fault of each wrong one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from tokenspeed_kernel_base.spec import KernelSpec
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")
 
-# Small ones; what else is to be seen is found from them.
+# Small cases; the kit derives the rest from them.
 CASES = (
     "one key head, lengths 0 to 33, float32, lse", "window of the token alone", "window, cap, sinks and lse together",
     "lengths about a page's end, float32, lse", "float64, pages of 1", "four new tokens in a window of three",
     "one row of 8, float32", "odd hidden 1001, float16", "gpt-oss-120b decode 64 with residual",
 )  # fmt: skip
 
-# By kernel: the check that has to find it, what has to be said, and which further checks may see the same.
+# By kernel: the check that must find the fault, the expected message, and further checks that may find it, too.
 WRONG: dict[str, tuple[str, str, set[str]]] = {
     "wrong_mask_edge": (
         "values",
@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[str, str, set[str]]] = {
 
 @dataclass
 class Outcome:
-    """Both plugins, verified by the command."""
+    """The results of the command for both plugins."""
 
     code: int
     printed: str
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def _load(name: str, register: str) -> PluginInfo:
-    """What discovery does with an installed package."""
+    """Loads the kernels as plugin discovery would."""
     from wrong_kernels import plugin
 
     before = {spec.name for spec in KernelRegistry.get().list_kernels()}
@@ -150,7 +150,7 @@ def right(samples: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("kernel", WRONG)
-def test_a_wrong_kernel_is_caught_and_told_what_is_wrong(wrong: Outcome, kernel: str) -> None:
+def test_a_wrong_kernel_is_caught_and_its_fault_is_named(wrong: Outcome, kernel: str) -> None:
     check, said, others = WRONG[kernel]
     findings = wrong.findings(kernel)
     assert findings[check]["status"] == "failed"
@@ -227,7 +227,7 @@ def test_a_plugin_that_is_not_there(monkeypatch: pytest.MonkeyPatch, samples: No
         conformance(plugin="bad")
 
 
-def test_what_cannot_run_here_is_skipped_with_the_reason() -> None:
+def test_kernels_that_cannot_run_here_are_skipped_with_the_reason() -> None:
     wants = CapabilityRequirement(vendors=frozenset({"nvidia"}))
     needy = KernelSpec("needy", "norm", "rmsnorm", solution="x", format_signatures=None, capability=wants)
     findings = conform(needy, CPU, Options())

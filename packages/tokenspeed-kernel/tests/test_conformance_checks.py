@@ -1,4 +1,4 @@
-"""The checks of conformance, one by one: each on a kernel that keeps its declaration, and on one that does not."""
+"""Each conformance check, on a kernel that satisfies its declaration, and on one that violates it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _rows(
 
 
 def _body(x: Tensor, padding: Tensor, shift: Tensor | None = None, negate: bool = False, out: Tensor | None = None) -> Tensor:
-    """Doubles rows; those that are padding become 0."""
+    """Doubles rows; padding rows become 0."""
     doubled = torch.where(padding.unsqueeze(1), 0, x * 2)
     doubled = doubled if shift is None else doubled + shift
     return -doubled if negate else doubled
@@ -152,7 +152,7 @@ def test_nothing_to_do(op: Operator[Any, Any]) -> None:
     results = list(checks.empties(space(op)))
     assert "_rows(0, 6)" in [r.case for r in results]
     assert {r.status for r in results} == {Status.PASSED}
-    # The operator launches nothing where every output is empty, so a kernel may rely on that.
+    # The operator launches nothing if every output is empty, so a kernel may rely on nonempty inputs.
     assert failures(checks.empties(space_again(op, none))) == []
 
 
@@ -162,7 +162,7 @@ def space_again(op: Operator[Any, Any], impl: Impl, **declared: Any) -> CaseSpac
 
 
 @pytest.mark.parametrize("op", operators(), ids=str)
-def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
+def test_every_operator_accepts_empty_tensors(op: Operator[Any, Any]) -> None:
     reference = KernelRegistry.get().get_by_name(f"reference_{op.mode}")
     cases = [case for case in op.all_cases() if not case.large][:2]
     found = list(empty_cases(CaseSpace.of(op, reference, CPU, cases), 4))
@@ -171,8 +171,8 @@ def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
         assert verify_case(reference, case, CPU).status is Status.PASSED
 
 
-def test_values_on_a_device_decide_what_is_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call reads no offsets from a device. A reference that follows wrong ones there loses the whole process."""
+def test_device_values_decide_whether_a_case_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls do not read offsets from a device. With wrong ones there, a reference could crash the whole process."""
     op = get_operator("kvcache.positions_to_slots")
     spec = KernelRegistry.get().get_by_name("reference_positions_to_slots")
     space = CaseSpace(op, spec, torch.device("cpu"))
@@ -186,7 +186,7 @@ def test_values_on_a_device_decide_what_is_a_case(monkeypatch: pytest.MonkeyPatc
     assert space.look(Case("offsets end early", lambda draw: wrong)) is None
 
 
-# -- what surrounds the values ------------------------------------------------------------------------------------------------
+# -- unused values, layouts and guards ----------------------------------------------------------------------------------------
 
 
 def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
@@ -255,7 +255,7 @@ def test_unused_values_change_no_result(op: Operator[Any, Any]) -> None:
 
 @pytest.mark.parametrize("op", VARIED, ids=str)
 def test_other_values_are_legal_in_the_same_tensors(op: Operator[Any, Any]) -> None:
-    """A captured graph is replayed on them, so neither shapes nor what lies on the host may change."""
+    """A captured graph is replayed with these values, so neither shapes nor values on the host may change."""
     for case in op.all_cases():
         if case.large:
             continue
@@ -363,7 +363,7 @@ def test_a_kernel_that_takes_tensors_to_be_contiguous(op: Operator[Any, Any]) ->
     assert any("is wrong for tensors that are not contiguous (rows apart)" in text for text in said)
 
 
-# -- waiting ------------------------------------------------------------------------------------------------------------------
+# -- host synchronisation -----------------------------------------------------------------------------------------------------
 
 X, MASK = torch.arange(6.0), torch.tensor([True, False, True, False, True, False])
 
@@ -388,7 +388,7 @@ X, MASK = torch.arange(6.0), torch.tensor([True, False, True, False, True, False
         (lambda: X.repeat_interleave(torch.tensor([1, 2, 0, 1, 1, 1])), "torch.repeat_interleave without output_size"),
     ],
 )
-def test_what_waits_is_seen(reads: Callable[[], Any], what: str) -> None:
+def test_host_synchronisation_is_found(reads: Callable[[], Any], what: str) -> None:
     with waiting.watching() as seen:
         reads()
     assert [wait.what for wait in seen.found] == [what]
@@ -407,7 +407,7 @@ def test_what_waits_is_seen(reads: Callable[[], Any], what: str) -> None:
         lambda: (X.shape, X.numel(), X.stride(), len(X), X.dtype),
     ],
 )
-def test_what_does_not_wait_is_not(computes: Callable[[], Any]) -> None:
+def test_asynchronous_operations_are_not_reported(computes: Callable[[], Any]) -> None:
     with waiting.watching() as seen:
         computes()
     assert seen.found == []
@@ -437,8 +437,8 @@ def test_who_may_wait(op: Operator[Any, Any]) -> None:
     assert list(checks.graphs(space_again(op, right))) == [], "graphs are for a GPU"
 
 
-def test_on_a_gpu_pytorch_is_asked(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the calls that need a GPU replaced: the mode is set around the second call only, and put back."""
+def test_on_a_gpu_pytorchs_sync_debug_mode_is_used(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that need a GPU are replaced. PyTorch's sync debug mode must be set around the second call only, and restored."""
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
@@ -475,7 +475,7 @@ def test_a_sample_has_each_combination_of_flags(op: Operator[Any, Any]) -> None:
 
 
 def test_sequences_are_items_too() -> None:
-    """A kernel of a ragged operator that looks at other sequences' tokens."""
+    """A kernel of a ragged operator that reads other sequences' tokens."""
     op = get_operator("mha_prefill")
 
     def leaks(*args: Any) -> Any:

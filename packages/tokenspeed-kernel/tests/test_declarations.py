@@ -1,6 +1,6 @@
 """Every operator declares everything, its parts agree, and so do the kernels with their operator.
 
-All that is wrong with one operator or kernel comes in one message, each fault with what mends it.
+All faults of one operator or kernel are reported in one message, each with its remedy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ each_operator = pytest.mark.parametrize("op", OPERATORS, ids=str)
 
 
 class Faults:
-    """What is wrong with one declaration, gathered; leaving the block raises AssertionError if anything is."""
+    """Collects the faults of one declaration. Leaving the block raises AssertionError if there are any."""
 
     def __init__(self, declaration: str) -> None:
         self.declaration, self.found = declaration, list[str]()
@@ -52,17 +52,17 @@ class Faults:
             pytest.fail(f"{self.declaration}: {len(self.found)} faults\n{listed}", pytrace=False)
 
     def unless(self, holds: object, fault: str, mend: str) -> None:
-        """Notes a fault, and what mends it, unless ``holds``."""
+        """Records a fault and its remedy, unless ``holds``."""
         if not holds:
             self.found.append(f"{fault}: {mend}")
 
     def attempt(self, check: Callable[[Operator[Any, Any], Case], None], op: Operator[Any, Any], cases: Sequence[Case]) -> None:
-        """Runs a check that asserts on each case. What it raises is one fault, that of the first case."""
+        """Runs a check that asserts on each case. Only the first failing case is recorded as a fault."""
         failed = {}
         for case in cases:
             try:
                 check(op, case)
-            except Exception as error:  # whatever a declaration does wrong is reported beside its other faults
+            except Exception as error:  # any error is reported together with the other faults
                 failed[case.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
         for name, said in [*failed.items()][:1]:
             others = f" and {len(failed) - 1} others" * (len(failed) > 1)
@@ -94,7 +94,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _declared_in_the_tree() -> set[tuple[str, str, str]]:
-    """Folder, family and mode of every operator, as the source files of the operators say."""
+    """The folder, family and mode of every operator, from the source files."""
     found = set()
     folder = Path(str(ops.__file__)).parent
     for path in folder.rglob("*.py"):
@@ -107,7 +107,7 @@ def _declared_in_the_tree() -> set[tuple[str, str, str]]:
 
 
 def test_every_operator_of_the_tree_is_declared() -> None:
-    """If an import failed quietly, everything below would pass on nothing."""
+    """If an operator's import failed silently, all tests below would skip it."""
     found = _declared_in_the_tree()
     assert found
     assert {(family, mode) for _, family, mode in found} == {(op.family, op.mode) for op in OPERATORS}
@@ -137,7 +137,7 @@ def sections(docstring: str) -> dict[str, list[str]]:
 
 
 def documented(docstring: str) -> dict[str, str]:
-    """The Args section: parameter to what is said of it."""
+    """The Args section: the description of each parameter."""
     entries: dict[str, str] = {}
     names: list[str] = []
     for line in sections(docstring).get("Args", []):
@@ -205,10 +205,10 @@ def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
         faults.unless(anywhere, f"its reference does not run everywhere ({gap})", "the body must be plain PyTorch")
         specs = registry.get_for_operator(op.family, op.mode)
         portable = [spec for spec in specs if spec.solution == "triton" and spec.capability == TRITON]
-        # How processes reach one another depends on the platform, so an operator between processes needs no portable kernel.
+        # Communication depends on the platform, so an operator between processes needs no portable kernel.
         between_processes = any(case.world_size > 1 for case in op.all_cases())
         wanted = f"add triton/{op.family}/{op.mode}.py with capability=TRITON"
-        # Its parts have theirs.
+        # The parts of a composition have cases of their own.
         composed = op.composed and all(part in OPERATORS for part in op.composition.parts)
         faults.unless(portable or between_processes or composed, "no portable kernel", wanted)
         _check_docstring(op, faults)
@@ -246,12 +246,12 @@ def _check_cases(op: Operator[Any, Any], faults: Faults) -> None:
         odd = [f"{name}={value!r}" for name, value in traits.items() if impossible_values(one_of(value), op.trait_kinds[name])]
         faults.unless(not odd, f"{case.name}: {', '.join(odd)} are not what traits= states", "state what values they have")
         flags[case.name] = {name for name, value in traits.items() if isinstance(value, bool)}
-    # A request with any other trait raises, so what is left are traits that no small case gives.
+    # A request with an undeclared trait raises. So the remaining traits are those that no small case sets.
     idle = sorted(op.trait_kinds.keys() - given)
     faults.unless(not idle, f"no small case gives the traits {', '.join(idle)}", "add a case, or leave them out of traits=")
     first = next(iter(flags.values()), set())
     for name, stated in flags.items():
-        # A kernel that exists for a flag refuses requests that do not state it, so a flag that is clear has to be stated too.
+        # A kernel for a flag rejects requests that do not state the flag. So requests must state clear flags, too.
         faults.unless(stated == first, f"{name}: flags {sorted(stated ^ first)} are not always stated", "state them as False")
 
 
@@ -285,7 +285,7 @@ def _cost_is_sensible(op: Operator[Any, Any], case: Case) -> None:
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    # The stride of an axis of one element is of no consequence.
+    # The stride of an axis of one element does not matter.
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return tensor.shape, tensor.dtype, tensor.device, strides
 
@@ -311,7 +311,7 @@ def _runs_as_declared(op: Operator[Any, Any], case: Case) -> None:
 def _outputs_can_be_provided(op: Operator[Any, Any], case: Case) -> None:
     arguments = complete(op, case)
     if op.mutates and any(arguments[name] is not None for name in op.mutates):
-        return  # it writes to its arguments, so a second run is another one
+        return  # the operator writes to its arguments, so a second run has other inputs
     wanted = lowering.as_list(op.function(**arguments))
     outputs = {name: torch.empty_like(result) for name, result in zip(op.outs, wanted, strict=False)}
     results = lowering.as_list(op.function(**{**arguments, **outputs}))
@@ -333,7 +333,7 @@ def test_its_small_cases_work(op: Operator[Any, Any]) -> None:
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_a_kernel_goes_with_its_operator(spec: KernelSpec) -> None:
-    """Operands that no request names together keep every request out. Names that no request has were refused at registration."""
+    """A kernel whose operands no request names together would reject all requests. Unknown names were rejected at registration."""
     op = get_operator(spec.operator)
     requests = [op.request(complete(op, case)) for case in small_cases(op)]
     roles = [{name for name, _ in request.signature.roles} for request in requests]
@@ -392,7 +392,7 @@ def test_examples_run(name: str) -> None:
 
 @each_operator
 def test_its_example_is_found(op: Operator[Any, Any]) -> None:
-    """A public function is generated; doctest must still find the example where the operator is declared."""
+    """A public function is generated; doctest must nevertheless find the example in the operator's module."""
     module = importlib.import_module(op.body.__module__)
     found = [test for test in doctest.DocTestFinder().find(module) if test.name.endswith(f".{op.mode}")]
     assert [test for test in found if test.examples], op.mode

@@ -1,4 +1,4 @@
-"""The documentation does what it says: Python blocks run, commands work, tables are what was measured, links lead somewhere."""
+"""Tests of the documentation: Python blocks run, commands work, tables match the reports, and links resolve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documentation is 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page. ``needs`` is the comment above it, empty where there is none."""
+    """A fenced block of a page. ``needs`` is the comment above it, or empty."""
 
     language: str
     text: str
@@ -43,7 +43,7 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The path that its first line names, for blocks that are files."""
+        """The path in the block's first line, for blocks that are files."""
         named = re.match(r"# (\S+\.(?:py|toml))\n", self.text)
         return named[1] if named and self.language in ("py", "toml") else ""
 
@@ -61,7 +61,7 @@ def write_files(blocks: list[Block], folder: Path) -> None:
 
 
 def left_out(block: Block) -> bool:
-    """Whether this machine lacks what the block needs."""
+    """Whether the machine lacks a requirement of the block."""
     lacks = {
         "": False,
         "slow": False,
@@ -84,7 +84,7 @@ def operators_are_put_back() -> Iterator[None]:
 
 
 def run(page: Path, blocks: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the Python blocks in order, as one module, beside the files that other blocks are."""
+    """Runs the Python blocks in order, as one module, beside the files that other blocks define."""
     write_files(blocks, tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = ModuleType("page_of_the_documentation")
@@ -127,7 +127,7 @@ def test_the_triton_kernel_of_the_page_is_right(tmp_path: Path, monkeypatch: pyt
 
 
 def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
-    """The files and commands of that page, in an environment of their own."""
+    """Runs the files and commands of that page in an environment of its own."""
     for package in ("hatchling", "typer", "jinja2", "matplotlib"):
         pytest.importorskip(package)
     blocks = blocks_of(DOCS / "workbench" / "ten-commands.md")
@@ -135,10 +135,10 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
     (commands,) = [block.text for block in blocks if block.language == "sh"]
     assert len(commands.splitlines()) == 10
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENSPEED_KERNEL_")} | {
-        # The package goes into a folder beside, and nothing is downloaded.
+        # The package is installed into a separate folder, and nothing is downloaded.
         "PIP_TARGET": str(tmp_path / "site"),
         "PIP_NO_DEPS": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say yes
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip inverts this variable: 0 disables build isolation
         "PIP_NO_INDEX": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")])),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -162,7 +162,7 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
     assert "mine_rmsnorm" in (tmp_path / "report.html").read_text()
 
 
-# -- what pages say of the code ----------------------------------------------------------------------------------------------------
+# -- statements of pages about the code --------------------------------------------------------------------------------------------
 
 
 def tables() -> ModuleType:
@@ -181,7 +181,7 @@ def test_the_figures_are_those_of_the_reports() -> None:
 
 
 def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
-    """The file on the page is accepted, and holds each key that there is."""
+    """The configuration file on the page is valid, and has every key."""
     (example,) = [block.text for block in blocks_of(DOCS / "configuration.md") if block.language == "toml"]
     path = tmp_path / "settings.toml"
     path.write_text(example)
@@ -216,7 +216,7 @@ def test_the_page_names_every_hook() -> None:
 
 
 def test_commands_and_options_exist() -> None:
-    """Every `tokenspeed-kernel` command that a page or README shows, with its options."""
+    """Every `tokenspeed-kernel` command in a page or README exists, with its options."""
     pytest.importorskip("typer")
     import typer.main
 

@@ -1,4 +1,4 @@
-"""The benchmark of families, run on a CPU: what it measures, whom it believes, when it ends, and the tables of its report."""
+"""The benchmark of families on a CPU: measured calls, checks of baselines, time limits, and the report's tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.operator import get_operator
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
-# Peers that are PyTorch's own functions, each with a small case of the operator that it serves.
+# Baselines that are PyTorch functions, each with a small case of its operator.
 OF_TORCH = [
     ("gemm.mm", "nvfp4 weight only in tiles of 128x4", "cuBLAS, bfloat16"),
     ("attention.top_k_indices", "equal scores, no lengths", "torch.topk"),
@@ -31,7 +31,7 @@ OF_TORCH = [
 ]
 
 
-# Longer than any test may take.
+# Longer than any test takes.
 AGES_S = 1e5
 AGES = ["--seconds", "100000", "--peer-seconds", "100000"]
 
@@ -45,13 +45,13 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def small(program: ModuleType, operator: str, case: str = "") -> Any:
-    """A small case of an operator, the first without a name, as the program has its large ones."""
+    """A small case of an operator (by default the first), as a shape of the benchmark."""
     cases = get_operator(operator).all_cases()
     return program.Shape("a family", operator, next(each for each in cases if case in (each.name, "") and not each.large))
 
 
 def effort(program: ModuleType, rounds: int = 1) -> Any:
-    """So few seconds of a round, and none that could run out."""
+    """Short rounds, and time limits that are never reached."""
     return program.Effort(rounds, 0.001, AGES_S, time.monotonic() + AGES_S)
 
 
@@ -66,11 +66,11 @@ def test_it_measures_every_family(program: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("operator", "case", "name"), OF_TORCH, ids=[operator for operator, _, _ in OF_TORCH])
-def test_what_peers_give_is_held_against_the_reference(program: ModuleType, operator: str, case: str, name: str) -> None:
+def test_baselines_are_checked_against_the_reference(program: ModuleType, operator: str, case: str, name: str) -> None:
     who, cost = program.measure(small(program, operator, case), CPU, effort(program))
-    (peer,) = [each for each in who if each.who.name == name]
-    assert (peer.status, peer.reason, peer.checked) == ("measured", "", "reference")
-    assert len(peer.rounds) == 1
+    (baseline,) = [each for each in who if each.who.name == name]
+    assert (baseline.status, baseline.reason, baseline.checked) == ("measured", "", "reference")
+    assert len(baseline.rounds) == 1
     assert cost.bytes > 0
     left_out, _ = program.measure(small(program, operator, case), CPU, effort(program, 0), name)
     assert name not in [each.who.name for each in left_out]
@@ -84,7 +84,7 @@ def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.Mo
         return call
 
     false = Peer("torch", "kvcache.zero_kv_pages", wrong, frozenset({"cache", "pages"}), False, True, "")
-    monkeypatch.setattr(program.family_peers, "torch_zero_pages", false)
+    monkeypatch.setattr(program.family_baselines, "torch_zero_pages", false)
     who, _ = program.measure(small(program, "kvcache.zero_kv_pages"), CPU, effort(program))
     assert [(each.who.name, each.status, each.rounds) for each in who if each.who is false] == [("torch", "failed", [])]
 
@@ -102,7 +102,7 @@ def test_the_error_of_a_result(program: ModuleType, got: list[float], expected: 
 
 
 def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with something in place of graphs and clocks: each call takes 100 us, and touches little memory."""
+    """On the CPU, with fake graphs and clocks: each call takes 100 us, and touches little memory."""
     graphs: list[Any] = []
     monkeypatch.setattr(program, "captured", lambda calls, device: graphs.append(calls))
     monkeypatch.setattr(program, "sample", lambda calls, device, **options: [100.0])
@@ -110,9 +110,9 @@ def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch:
     arguments = op.complete(small(program, str(op)).case.build(CPU))
     copies = program.copies_of(op, arguments, touched=60e6)
     assert len(copies) == 4
-    (contestant,) = [each for each in program.contestants(op, arguments, "") if each.who.name == "torch.max"]
-    program.prepare(op, contestant, copies, torch.device("cuda"))
-    assert contestant.calls == len(graphs[0]) == 16
+    (implementation,) = [each for each in program.implementations(op, arguments, "") if each.who.name == "torch.max"]
+    program.prepare(op, implementation, copies, torch.device("cuda"))
+    assert implementation.calls == len(graphs[0]) == 16
     seen = [each["logits"].data_ptr() for each in copies]
     assert len({*seen}) == len(copies)
     assert len({id(call) for call in graphs[0]}) == len(copies)
@@ -120,12 +120,12 @@ def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch:
         call()
 
 
-def test_what_takes_too_long_is_left(program: ModuleType) -> None:
+def test_steps_beyond_their_time_limit_are_stopped(program: ModuleType) -> None:
     with pytest.raises(program.OutOfTimeError, match="more than 0 s"), program.within(0.05):
         time.sleep(60.0)
 
 
-def test_an_error_that_is_made_of_the_end_of_time_is_that(program: ModuleType) -> None:
+def test_an_error_caused_by_the_timeout_is_a_timeout(program: ModuleType) -> None:
     def compile_slowly() -> None:
         try:
             time.sleep(60.0)
@@ -160,7 +160,7 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
     assert f"| `rmsnorm_quantize_fp8` | {wanted[1].case.name} | " in table.operators(made)
 
 
-def test_what_was_checked_before_is_not_checked_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checked_results_are_not_checked_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report, shape = tmp_path / "checked.json", small(program, "zero_kv_pages")
     program.run(program.options_of([*AGES, "--check", "--commit", "abc", "--output", str(report)]), CPU, "", [shape])
     monkeypatch.setattr(program, "expected_of", None)
@@ -170,7 +170,7 @@ def test_what_was_checked_before_is_not_checked_again(program: ModuleType, monke
         program.run(program.options_of(["--commit", "def", "--checked", str(report)]), CPU, "", [shape])
 
 
-def test_time_ends(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_stops_when_time_is_over(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", without="", output=None, checked=[])
     shape = small(program, "zero_kv_pages")
     made = program.run(given, CPU, "command", [shape])

@@ -1,6 +1,6 @@
-"""Every Triton kernel in a captured graph, on every small case of its operator. Nothing here names a kernel or an operator.
+"""Every Triton kernel in a captured graph, on every small case of its operator. The test names no kernel and no operator.
 
-Runs on a machine with a GPU only; `tokenspeed_kernel.workbench.numerics.conformance.graphs` says what is replayed.
+Needs a GPU. `tokenspeed_kernel.workbench.numerics.conformance.graphs` documents the replays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
 
 
 def _runs() -> Iterator[Any]:
-    """Kernels with the small cases that they take."""
+    """Kernels with the small cases that they support."""
     for op in operators() if ON_GPU else []:
         drawn = [(case, op.complete(case.build(default_device()))) for case in op.all_cases() if not case.large]
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):

@@ -1,6 +1,6 @@
-"""Ids that name nothing, from the whole range of their dtype: every kernel must treat them as its operator's reference treats -1.
+"""Invalid ids from the whole range of their dtype: every kernel must treat them as its operator's reference treats -1.
 
-Kernels that truncate an int64 id to 32 bits before they test its range fail here: -2^32 + 1 would name token, slot or page 1.
+A kernel that truncates an int64 id to 32 bits before its range check fails here: -2^32 + 1 would become token, slot or page 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Arguments = dict[str, Any]
 
 
 def _negative(_: Arguments) -> int | None:
-    """Negative ids alone name nothing. Ids that are too large are a mistake of the caller."""
+    """Only negative ids are invalid. An id that is too large is a caller's error."""
     return None
 
 
@@ -43,7 +43,7 @@ def _nodes(arguments: Arguments) -> int:
     return int(arguments.get("path", arguments.get("draft_tokens")).shape[1])
 
 
-# By operator and argument: the id from which on ids name nothing, either.
+# By operator and argument: the smallest id that is too large and must be ignored (None: only negative ids are ignored).
 IDS: dict[str, dict[str, Callable[[Arguments], int | None]]] = {
     "adjust_logits": {"tokens": _vocab},
     "apply_rope": {"slot_mapping": _negative},
@@ -74,7 +74,7 @@ IDS: dict[str, dict[str, Callable[[Arguments], int | None]]] = {
     "verify_draft_tokens": {"draft_tokens": _negative, "parents": _nodes},
     "zero_kv_pages": {"pages": _negative},
 }
-# Integers that are no ids, ids that are only handed on, and ids that must be in range: docstrings say so.
+# Integers that are not ids, ids that are only copied, and ids that must be in range, as docstrings state.
 OTHERS = {
     "a_scale", "b_scale", "cache_seqlens", "counts", "cu_seqlens", "cu_seqlens_kv", "cu_seqlens_q", "lengths", "offset",
     "page_table", "positions", "root_tokens", "scale", "seed", "target_tokens", "tokens", "top_k", "top_tokens", "topk_length",
@@ -92,7 +92,7 @@ def test_every_integer_argument_is_listed() -> None:
 
 
 def _outside(dtype: torch.dtype, bound: int | None) -> list[int]:
-    """Ids other than -1 that name nothing. Those that 32 bits do not hold come first."""
+    """Invalid ids other than -1. Those that do not fit into 32 bits come first."""
     wide = dtype == torch.int64
     largest = torch.iinfo(dtype).max
     values = [*([-(2**32) + 1, -(2**63), -(2**31) - 1] if wide else []), -(2**31)]
@@ -100,7 +100,7 @@ def _outside(dtype: torch.dtype, bound: int | None) -> list[int]:
 
 
 def _wide(op: Operator[Any, Any], arguments: Arguments, name: str) -> Arguments:
-    """The arguments with int64 ids, where the operator takes these."""
+    """The arguments with int64 ids, if the operator accepts these."""
     own = arguments[name].dtype
     wide = {n: x.long() if n in (name, "target_tokens") and x.dtype == own else x for n, x in arguments.items()}
     try:
@@ -116,7 +116,7 @@ def _build(op: Operator[Any, Any], case: Case, name: str) -> Arguments:
 
 
 def _absent(given: Tensor) -> Tensor:
-    """Every second id."""
+    """A mask of every second id."""
     return torch.arange(given.numel(), device=given.device).view(given.shape) % 2 == 1
 
 
@@ -126,7 +126,7 @@ def _results(op: Operator[Any, Any], arguments: Arguments) -> list[Tensor]:
 
 
 def _call(op: Operator[Any, Any], specs: list[KernelSpec], name: str) -> tuple[KernelSpec, Case] | None:
-    """One of the kernels and a small case that it takes, with many ids, in which it matters that some name nothing."""
+    """A kernel and a small case that it supports, with many ids, whose result depends on which ids are invalid."""
     costs = {}
     for case in op.all_cases():
         if case.large or case.world_size > 1:
@@ -134,7 +134,7 @@ def _call(op: Operator[Any, Any], specs: list[KernelSpec], name: str) -> tuple[K
         arguments = _build(op, case, name)
         if arguments[name] is None or arguments[name].numel() < 2:
             continue
-        # Fewer ids need more calls, and an interpreted call takes its time however small it is.
+        # Fewer ids need more calls, and an interpreted call has a large fixed cost.
         elements = sum(tensor.numel() for _, tensor in tensor_arguments(op.parameters, arguments))
         cost = (10_000 + elements) / min(arguments[name].numel(), 20)
         costs.update({(spec, case): cost for spec in specs if refusal(op, spec, arguments) is None})
@@ -166,7 +166,7 @@ def _faults(op: Operator[Any, Any], spec: KernelSpec, case: Case, name: str) -> 
 
 
 def _kernels() -> Iterator[Any]:
-    """Kernels that run here, those of one module together, with the arguments of their operator."""
+    """Kernels that can run here, grouped by module, with the arguments of their operator."""
     marks = [getattr(pytest.mark, PLATFORM.vendor)] if ON_GPU else []
     registry = KernelRegistry.get()
     for mode, names in IDS.items():

@@ -1,5 +1,5 @@
-"""Who may import whom, in every package of the repository, and what importing pulls in. The rules go by where a module lies: a new
-module needs no edit here."""
+"""The import rules of every package in the repository, and what importing each one loads. Rules depend on a module's location,
+so a new module needs no edit here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAVY = sorted(
 
 @cache
 def modules(folder: Path = PACKAGES) -> dict[str, Path]:
-    """Every module of every package of a folder, by name."""
+    """Every module of every package in a folder, by name."""
     named = {}
     for root in sorted(init.parent for init in folder.glob("*/src/*/__init__.py")):
         for path in sorted(root.rglob("*.py")):
@@ -43,13 +43,13 @@ def modules(folder: Path = PACKAGES) -> dict[str, Path]:
 
 @cache
 def with_tools() -> dict[str, Path]:
-    """Every module of the repository, those of tools too."""
+    """Every module of the repository, including tools."""
     return {**modules(), **modules(TOOLS)}
 
 
 @cache
 def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
-    """What a module imports: all, also inside functions, or only what is imported together with it."""
+    """The modules that a module imports: all, including inside functions, or only those imported with it."""
     path = with_tools()[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
@@ -59,7 +59,7 @@ def imports(name: str, *, at_import: bool = False) -> frozenset[str]:
             if at_import and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 continue
             if isinstance(child, ast.If) and re.search("TYPE_CHECKING|__name__", ast.unparse(child.test)):
-                continue  # for type checkers, or when the module is run as a program
+                continue  # for type checkers, or when the module runs as a program
             if isinstance(child, ast.Import):
                 found.update(alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
@@ -83,7 +83,7 @@ def third_parties(name: str, *, at_import: bool = False) -> set[str]:
 
 # -- arrows -----------------------------------------------------------------------------------------------------------------------
 
-# Areas of the repository, and what each may import besides itself. Any package that is not named here brings kernels.
+# Areas of the repository, and what each may import besides itself. Any other package is a package of kernels.
 ALLOWED = {
     "framework": set[str](),
     "operators": {"framework"},
@@ -98,7 +98,7 @@ def area(name: str) -> str:
     wheel, _, rest = name.partition(".")
     part = rest.partition(".")[0]
     if modules().get(name, Path()).parent.name == "src":
-        return "entry"  # a command that lies beside its package
+        return "entry"  # a command in the folder of its package
     if wheel == BASE:
         return "operators" if part == "ops" else "framework"
     if wheel != CORE:
@@ -108,9 +108,9 @@ def area(name: str) -> str:
     return "workbench" if part == "workbench" else "core"
 
 
-def test_arrows_run_one_way() -> None:
-    """The framework imports no operator, operators and the base package no core, kernels no workbench, packages of kernels none but
-    the base package; and the workbench is imported by what the user starts alone."""
+def test_imports_follow_the_layers() -> None:
+    """The framework imports no operators. Operators and the base import no core, and kernels no workbench. Packages of kernels
+    import the base only. Only code that the user starts imports the workbench."""
     wrong = []
     for name in modules():
         mine = area(name)
@@ -124,7 +124,7 @@ def test_arrows_run_one_way() -> None:
 
 
 def _cycles() -> Iterator[str]:
-    """One cycle through each module that is in any."""
+    """One cycle for each module that is part of any."""
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> Iterator[str]:
@@ -140,13 +140,13 @@ def _cycles() -> Iterator[str]:
 
 
 def test_there_are_no_import_cycles() -> None:
-    """Those of tools have none either. Imports inside functions count: a cycle that is put off is a cycle."""
+    """This includes tools. Imports inside functions count: a deferred cycle is still a cycle."""
     cycles = [*_cycles()]
     assert not cycles, "import cycles; what both sides need belongs into a module that imports neither:\n" + "\n".join(cycles)
 
 
 def test_only_device_code_imports_a_compiler() -> None:
-    """Scanning imports every other module. Device code is reached through `DeviceModule`, at the first launch."""
+    """Scanning imports every other module. Device code is imported through `DeviceModule`, at the first launch."""
     wrong = {
         name: sorted(found)
         for name in modules()
@@ -160,13 +160,13 @@ def test_only_device_code_imports_a_compiler() -> None:
 
 
 def _required(distribution: str, *, extras: bool) -> set[str]:
-    """Names of the distributions that one requires."""
+    """The distributions that a distribution requires."""
     listed = metadata.requires(distribution) or []
     return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in listed if extras or "extra ==" not in line}
 
 
 def test_torch_is_the_only_dependency_at_run_time() -> None:
-    """What an extra brings is imported by the workbench alone, TOML before Python 3.11 aside; compilers by device code."""
+    """Only the workbench imports packages of an extra (except TOML before Python 3.11), and only device code imports compilers."""
     assert _required("tokenspeed-kernel-base", extras=False) == {"torch"}
     assert _required("tokenspeed-kernel", extras=False) == {"torch", BASE}
     tools = _required("tokenspeed-kernel", extras=True)

@@ -1,7 +1,7 @@
-"""Every registered kernel on every case of its operator, against the reference. Nothing here names a kernel or an operator.
+"""Every registered kernel on every case of its operator, against the reference. The test names no kernel and no operator.
 
-On a machine with a GPU everything runs there, the large cases too, under that vendor's marker. Without one the kernels that a CPU
-can run are run, and those that want a device are listed as skipped, with what they want.
+On a machine with a GPU everything runs there, including large cases, under that vendor's marker. Otherwise the kernels that a
+CPU can run are run, and the others are skipped with the missing requirement.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
 
 
 def _runs() -> Iterator[Any]:
-    """Kernels with the cases that they take. A kernel that cannot run here stands once, to say why."""
+    """Kernels with the cases that they support. A kernel that cannot run here appears once, with the reason."""
     for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
-        # Large ones are drawn when it is their turn.
+        # Large cases are drawn when their test runs.
         drawn = {case.name: None if case.large else op.complete(case.build(default_device())) for case in cases}
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             runs_here = spec.capability.gap(PLATFORM) is None
             for case in cases if runs_here else cases[:1]:
                 arguments = drawn[case.name]
-                # Only the processes of a case for several can tell whether a kernel refuses it.
+                # For a case of several processes, only these can tell whether a kernel rejects it.
                 unknown = arguments is None or case.world_size > 1
                 if not runs_here or unknown or refusal(op, spec, arguments) is None:
                     yield pytest.param(spec, case, marks=_marks(spec), id=f"{spec.name}-{case.name}")
@@ -56,7 +56,7 @@ def _runs() -> Iterator[Any]:
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
     result = verify_case(spec, case, default_device())
     if case.large and ON_GPU:
-        torch.cuda.empty_cache()  # others may share the device
+        torch.cuda.empty_cache()  # other processes may use the device
     if result.status is Status.SKIPPED:
         pytest.skip(result.reason)
     assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
@@ -65,16 +65,16 @@ def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> Non
 
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=_marks(spec), id=spec.name) for spec in KERNELS])
 def test_some_case_reaches_a_kernel(spec: KernelSpec) -> None:
-    """A kernel that no case reaches is a kernel that nothing tests."""
+    """A kernel that no case reaches is untested."""
     gap = spec.capability.gap(PLATFORM)
     if gap is not None:
         pytest.skip(gap)
     op = get_operator(spec.operator)
     refusals = Counter[str]()
     for case in sorted(op.all_cases(), key=lambda c: c.large):
-        # A refusal depends on no value, so large cases are not drawn.
+        # Eligibility depends on no value, so large cases are not drawn.
         device = torch.device("meta") if case.large else default_device()
-        with as_rank_of(case.world_size), use_platform(PLATFORM):  # which meta tensors do not tell
+        with as_rank_of(case.world_size), use_platform(PLATFORM):  # which meta tensors cannot tell
             refused = refusal(op, spec, op.complete(case.build(device)))
         if refused is None:
             return

@@ -1,4 +1,4 @@
-"""Comparison, tolerances, and verification: kernels that are wrong in one way each have to be caught, and told what is wrong."""
+"""Comparison, tolerances, and verification: kernels with one fault each must be caught, with a message that names the fault."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_nan_in_the_result_is_counted() -> None:
     assert "2 of 3 elements beyond tolerance (2 NaN where the reference has none)" in one([NAN, NAN, 1.0], [1.0, 1.0, 1.0]).fault
 
 
-def test_what_surrounds_an_expected_nan_is_still_compared() -> None:
+def test_elements_around_an_expected_nan_are_compared() -> None:
     assert one([NAN, 2.0], [NAN, 1.0]).worst.index == (1,)
 
 
@@ -208,7 +208,7 @@ def test_comparison_agrees_with_one_element_at_a_time(pairs: list[tuple[float, f
         assert outcome.worst.index[0] in misfits
 
 
-def test_a_comparison_as_json_has_no_numbers_that_json_lacks() -> None:
+def test_a_comparison_as_json_has_only_finite_numbers() -> None:
     text = json.dumps(one([NAN], [1.0]).to_dict(), allow_nan=False)
     assert json.loads(text)["worst"] == {"index": [0], "got": "nan", "expected": 1.0}
 
@@ -228,7 +228,7 @@ def test_differences_are_counted_in_units_in_the_last_place(dtype: torch.dtype) 
     expected = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.5, 3.0, -0.0, 1.0, NAN, INF, 1.0]).to(dtype)
     got = expected.clone()
     bits = got.view(integers)
-    for place, steps in ((1, 1), (2, -1), (3, 2), (4, 3), (5, 4), (7, 5)):  # a step below 2 is a smaller one
+    for place, steps in ((1, 1), (2, -1), (3, 2), (4, 3), (5, 4), (7, 5)):  # below 2, the step is half as large
         bits[place] += steps
     got[6], got[10] = 0.0, NAN
     outcome = compare_tensors("output", got, expected, Tolerance(1, 1, 1, ""))
@@ -284,7 +284,7 @@ def test_where_the_faults_lie(shape: tuple[int, ...], index: Any, said: str) -> 
     assert compare_tensors("output", expected + faulty.float(), expected, LOOSE).places == said
 
 
-def test_places_of_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_positions_in_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.compare"], "_CHUNK", 16)
     expected = torch.ones(32, 8)
     got = expected.clone()
@@ -312,11 +312,11 @@ VALUES = torch.linspace(-3, 5, 64)
         (torch.full((64,), NAN), "got is NaN throughout"),
     ],
 )
-def test_what_a_wrong_result_is_to_the_right_one(got: Tensor, said: str) -> None:
+def test_relations_between_a_wrong_result_and_the_right_one(got: Tensor, said: str) -> None:
     assert said in compare_tensors("output", got, VALUES, LOOSE).relation
 
 
-def test_what_is_wrong_in_no_plain_way() -> None:
+def test_faults_without_a_simple_relation() -> None:
     torch.manual_seed(0)
     assert compare_tensors("output", torch.randn(64), VALUES, LOOSE).relation == ""
     one = VALUES.clone()
@@ -361,7 +361,7 @@ def test_narrow_formats_loosen_it() -> None:
 
 
 def test_rounded_activations_loosen_it() -> None:
-    """The operator says what it rounds values to on the way; neither the operands nor the traits' names do."""
+    """The tolerance follows from the intermediate formats that the operator declares, not from operands or trait names."""
     op = get_operator("moe_apply")
     cases = {case.name: op.request(op.complete(case.build())) for case in op.all_cases() if not case.large}
     plain, fp8, fp4 = (
@@ -373,14 +373,15 @@ def test_rounded_activations_loosen_it() -> None:
 
 
 def test_roundings_on_the_way_add_up_as_noise_does() -> None:
-    """A chain of products whose operands are rounded each time is off by the root of their number, and so much is granted."""
+    """The error of a chain of GEMMs with rounded operands grows with the square root of their number, and so does the
+    tolerance."""
     half = dense_tensor_format(torch.bfloat16)
     one, four = (tolerance_for(torch.bfloat16, replace(request_with(a=half), intermediates=(half,) * n)) for n in (1, 4))
     assert one == tolerance_for(torch.bfloat16)
     assert four.relative == one.relative
     assert four.absolute / one.absolute == four.norm / one.norm == pytest.approx(2.5**0.5)
     assert "4 intermediates" in four.reason
-    # Results in float32 are widened by them as much.
+    # The tolerance of float32 results is widened equally.
     assert tolerance_for(torch.float32, replace(request_with(a=half), intermediates=(half,) * 4)) == four
     torch.manual_seed(0)
     exact = rounded = torch.randn(256, 128, dtype=torch.float64).bfloat16().double()
@@ -392,8 +393,8 @@ def test_roundings_on_the_way_add_up_as_noise_does() -> None:
     assert float((rounded - exact).norm() / exact.norm()) > four.norm / 8
 
 
-def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
-    """What is quantised may differ in its last bit, which may change codes and scales; those of other values are wrong."""
+def test_quantised_results_are_compared_after_dequantisation() -> None:
+    """A last-bit difference before quantisation may change quantised values and scales, and passes. Those of other values fail."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
@@ -410,7 +411,7 @@ def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
         assert not compared((codes.roll(1, 1), scale))[0].passed
         assert not compared((codes, scale.roll(1, 0)))[0].passed
         assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
-    # The largest of a block saturates in one of the two, and has the next scale in the other.
+    # The block's amax saturates in one of the two, and has the next larger scale in the other.
     op = get_operator("rmsnorm_quantize_mxfp8")
     below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
     assert not torch.equal(below[1], at[1])
@@ -420,7 +421,7 @@ def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
 
 
 def test_rounding_that_is_granted_passes_and_a_wrong_scale_does_not() -> None:
-    """A product whose intermediate is rounded to bfloat16 passes; one block of 32 with the next scale does not."""
+    """A GEMM whose partial sums are rounded to bfloat16 passes. One block of 32 whose scale is twice too large fails."""
     torch.manual_seed(0)
     a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 64).bfloat16()
     exact = a.float() @ b.float()
@@ -607,7 +608,7 @@ def test_a_kernel_that_says_it_is_deterministic_must_be(scale: Any) -> None:
     assert result.reason.startswith("is tagged determinism, but gives other bits the second time: ")
 
 
-def test_any_kernel_can_be_asked_to_give_the_same_bits_again(scale: Any) -> None:
+def test_determinism_can_be_checked_for_any_kernel(scale: Any) -> None:
     calls = iter(range(100))
 
     def drifts_later(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
@@ -660,7 +661,7 @@ def test_a_kernel_that_cannot_be_imported_is_an_error_in_every_case(scale: Any) 
     assert "no_such_package_at_all" in results[0].traceback
 
 
-def test_what_a_kernel_does_not_take_is_skipped_with_the_gates_reason(scale: Any) -> None:
+def test_ineligible_cases_are_skipped_with_the_gates_reason(scale: Any) -> None:
     needy = verify(scale, right, name="needy", capability=CapabilityRequirement(vendors=frozenset({"nvidia"})))
     assert {r.status for r in needy} == {Status.SKIPPED}
     assert needy[0].reason == "platform: needs a device by nvidia, this is cpu (cpu)"
@@ -675,7 +676,7 @@ def test_nothing_launches_on_a_pretended_platform(scale: Any) -> None:
     assert {(r.status, r.reason) for r in results} == {(Status.SKIPPED, "platform: gfx950 is pretended, nothing launches")}
 
 
-def test_large_cases_are_asked_for(scale: Any) -> None:
+def test_large_cases_run_on_request(scale: Any) -> None:
     op = scale.operator
     spec = KernelSpec("tried", op.family, op.mode, solution="tried", format_signatures=None)
     KernelRegistry.get().register(spec, right)
@@ -814,7 +815,7 @@ class Plan:
 
 
 def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare) -> None:
-    """The kernel wants its operand transposed; the reference does not."""
+    """The kernel needs its operand transposed; the reference does not."""
 
     def body(x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
         return x.sum(1)
@@ -823,21 +824,21 @@ def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare)
     function = declare(body, formats={}, traits={"layout": str}, **options)
     function.traits(lambda plan: {"layout": plan.layout})
     function.formats(lambda plan: format_signature())
-    function.fake(lambda x, plan: x.new_empty(x.shape[1 if plan.layout == "turned" else 0]))
+    function.fake(lambda x, plan: x.new_empty(x.shape[1 if plan.layout == "transposed" else 0]))
     function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(2, 3), "plan": Plan("undecided", "canonical")})])
     function.plan(lambda check: Plan("undecided", "canonical"))
     function.prepare(lambda preparation, x, plan: preparation.preprocess("x", x, plan, plan.layout))
 
-    def turned(x: Tensor, plan: Plan, out: Tensor | None) -> Tensor:
+    def transposed(x: Tensor, plan: Plan, out: Tensor | None) -> Tensor:
         made = x.sum(0)
         return made if out is None else out.copy_(made)
 
-    layout = {"traits": {"layout": "turned"}, "weight_preprocessor": lambda x, plan: x.t().contiguous()}
-    assert verify(function, turned, **layout)[0].status is Status.PASSED
+    layout = {"traits": {"layout": "transposed"}, "weight_preprocessor": lambda x, plan: x.t().contiguous()}
+    assert verify(function, transposed, **layout)[0].status is Status.PASSED
 
 
-def test_an_element_may_be_off_by_what_is_small_in_its_row() -> None:
-    """Rows of an output may differ in size by orders of magnitude, and roundings with them."""
+def test_absolute_tolerance_depends_on_the_row() -> None:
+    """Rows of an output may differ in magnitude, and their rounding errors with them."""
     expected = torch.full((1000, 64), 0.01)
     expected[3] = 1.0
     expected[3, 5] = 0.0

@@ -1,4 +1,4 @@
-"""Kernels of others beside ours, declared in a file."""
+"""Third-party kernels, declared in a file, that are measured beside ours."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_peer_may_refuse_or_break(scale: Any) -> None:
     assert "no such library" in broken.traceback
 
 
-def test_what_a_peer_is_silent_about_it_does_not_have(scale: Any) -> None:
+def test_a_peer_does_not_support_parameters_it_does_not_name(scale: Any) -> None:
     declared = peer(scale.mode, name="theirs")(right)
     bias = torch.ones(8)
     assert verify_peer(declared, case(factor=2.0), CPU).status is Status.PASSED, "the default says nothing"
@@ -139,7 +139,7 @@ def test_a_report_says_of_which_version_a_peer_is(scale: Any) -> None:
         (KeyError("x"), ("error", "KeyError: 'x'")),
     ],
 )
-def test_why_a_step_failed_is_told(raised: Exception | None, told: tuple[str, str] | None) -> None:
+def test_the_reason_of_a_failed_step_is_reported(raised: Exception | None, told: tuple[str, str] | None) -> None:
     def step() -> None:
         assert not torch.is_grad_enabled()
         if raised is not None:
@@ -165,7 +165,7 @@ def test_hints_may_be_left_out() -> None:
     assert "does not take window_left" in verify_peer(sdpa, cases["window of the token alone"], CPU).reason
 
 
-def test_declarations_that_cannot_be_taken_are_refused(scale: Any) -> None:
+def test_wrong_declarations_are_rejected(scale: Any) -> None:
     with pytest.raises(TypeError, match=r"peer theirs wants queries, z; .* has x, y, factor, bias, out"):
         peer(scale.mode, name="theirs")(lambda x, queries, z: x)
     with pytest.raises(KeyError, match="did you mean mha_prefill"):

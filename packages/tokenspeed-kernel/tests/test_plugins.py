@@ -1,6 +1,6 @@
-"""Plugins as users meet them: built, installed with pip, and found by a fresh process that imports the core.
+"""Plugins as users install them: built, installed with pip, and discovered by a fresh process that imports the core.
 
-`sample_plugins/good` is a plugin as it should be, `sample_plugins/broken` one package with a plugin for each mistake.
+`sample_plugins/good` is a correct plugin. `sample_plugins/broken` is a package with one plugin for each mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BROKEN = {
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both sample packages, each built and installed into a folder of its own. Needs no network."""
+    """Both sample packages, each built and installed into its own folder, without network access."""
     targets = {}
     for package in ("good", "broken"):
         targets[package] = tmp_path_factory.mktemp(package)
@@ -61,7 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return targets
 
 
-# Plugins of the machine that the tests run on are no matter of theirs.
+# Plugins that are installed on the machine must not affect the tests.
 OTHERS = sorted(entry.name for entry in metadata.entry_points(group=plugins.GROUP))
 
 Run = Callable[..., tuple[Any, str]]
@@ -82,11 +82,11 @@ def served(): return "sample" if tokenspeed_kernel.rmsnorm(x, weight)[0, 0] == 4
 
 @pytest.fixture(scope="session")
 def run(installed: dict[str, Path]) -> Run:
-    """Runs a program in a fresh process that has the named packages installed; gives what it assigns to ``result``, and stderr."""
+    """Runs a program in a fresh process that has the named packages installed. Returns its ``result`` variable and its stderr."""
 
     def execute(program: str, *packages: str, **environment: str) -> tuple[Any, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
-        if "CONFIG" not in environment:  # the environment would hide what the file says
+        if "CONFIG" not in environment:  # the environment would override the file
             environment["DISABLE_PLUGINS"] = ",".join([environment.get("DISABLE_PLUGINS", ""), *OTHERS])
         env.update({PREFIX + name: value for name, value in environment.items()})
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*(str(installed[p]) for p in packages), env.get("PYTHONPATH")]))
@@ -100,7 +100,7 @@ def run(installed: dict[str, Path]) -> Run:
 
 @pytest.fixture(scope="session")
 def all_together(run: Run) -> tuple[dict[str, Any], str]:
-    """One process with the good and all broken plugins."""
+    """One process with the good plugin and all broken ones."""
     return run(
         """
         result = {
@@ -260,7 +260,7 @@ def test_disabling_one_while_running(run: Run) -> None:
 
 
 def test_force_looks_again(run: Run, installed: dict[str, Path]) -> None:
-    """A package that was installed, or repaired, while the process runs."""
+    """A package that is installed or repaired while the process runs."""
     result, _ = run(
         f"""
         result = [ours(p.name for p in plugins.discover_plugins())]
@@ -331,7 +331,7 @@ def test_verbose_shows_each_decision_once(run: Run) -> None:
 
 
 class Entry:
-    """As much of an entry point as discovery reads."""
+    """The attributes of an entry point that discovery uses."""
 
     def __init__(self, name: str, register: Callable[[], None], package: str = "made-up") -> None:
         self.name, self.value, self._register = name, f"{package}:register", register
@@ -343,7 +343,7 @@ class Entry:
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch, registry: Any) -> list[Entry]:
-    """Plugins to be found, and a registry that holds nothing else."""
+    """Entry points for discovery to find, and an otherwise empty registry."""
     found: list[Entry] = []
     monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: list(found))
     plugins._loaded, plugins._failed, plugins._disabled, plugins._declared = {}, {}, set(), {}
@@ -375,7 +375,7 @@ def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
 
 
 def test_kernels_declared_on_import_come_back(entries: list[Entry]) -> None:
-    """A plugin's function that runs once, as a module does that declares kernels when it is imported."""
+    """A plugin function that runs once, like a module that declares kernels when it is imported."""
     ran = []
 
     def register() -> None:
@@ -396,7 +396,7 @@ def test_kernels_declared_on_import_come_back(entries: list[Entry]) -> None:
     assert not KernelRegistry.get().is_public("once"), "what is disabled stays so"
 
 
-def test_a_name_that_was_taken_since_a_reset(entries: list[Entry]) -> None:
+def test_a_name_in_use_since_a_reset(entries: list[Entry]) -> None:
     entries.append(Entry("mine", lambda: declared_by_plugin(lambda *arguments: None)))
     declared_by_plugin = register_kernel("norm", "rmsnorm", name="taken", solution="mine", signatures=None)
     discover_plugins(force=True)
@@ -412,8 +412,8 @@ _packages = itertools.count()
 
 @pytest.fixture
 def two_plugins(entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A package that works alone and offers two plugins, one for each of its two kernels."""
-    package = f"twofold_kernels_{next(_packages)}"  # a module's declarations are kept for as long as the process runs
+    """A package that works alone and provides two plugins, one for each of its two kernels."""
+    package = f"twofold_kernels_{next(_packages)}"  # a module's declarations are kept for the life of the process
     folder = tmp_path / package
     (folder / "cpu").mkdir(parents=True)
     (folder / "cpu" / "__init__.py").touch()

@@ -194,7 +194,7 @@ def test_no_times_have_no_median() -> None:
 
 
 class Clock:
-    """Stands in for the host's clock, so that a machine that is slow changes no time. In seconds."""
+    """A stand-in for the host's clock, in seconds, so that a slow machine does not affect times."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -218,7 +218,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CallTimes]:
-    """Written when a test says so."""
+    """A recording that is written when the test requests it."""
     monkeypatch.setattr(times, "_SECONDS_BETWEEN_WRITES", threading.TIMEOUT_MAX)
     found = CallTimes(tmp_path)
     yield found
@@ -288,7 +288,7 @@ def test_a_foreign_file_is_named(tmp_path: Path) -> None:
 
 
 class Device:
-    """Stands in for a GPU: what is queued on it takes time on its own clock, in microseconds; events are done when it says so."""
+    """A stand-in for a GPU. Queued work advances its own clock, in microseconds; events complete when the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, host: Clock) -> None:
         self.host = host
@@ -338,10 +338,10 @@ def on_device(kept: CallTimes, call: Callable[[], Any], times: int = 1, kind: Ca
         kept.timed(kind, torch.device("cuda"), call)()
 
 
-def test_what_a_call_takes_on_the_device(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_time_of_a_call(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_SPIN_US", "_LONGEST_SPIN_US"):
         monkeypatch.setattr(times, name, 1e5)
-    on_device(kept, gpu.kernel(0.0, host_s=0.3))  # as one that is compiled first
+    on_device(kept, gpu.kernel(0.0, host_s=0.3))  # like the first call of a compiled function
     on_device(kept, gpu.kernel(40.0, host_s=0.02), times=9)
     kept.finish()
     (found,) = read_times(tmp_path)[1]
@@ -405,7 +405,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(*words: str) -> Any:
-    """The same in this process, which is quicker; what the program itself prints is not caught."""
+    """Runs the command in this process, which is faster. The program's own output is not captured."""
     testing = pytest.importorskip("typer.testing")
     from tokenspeed_kernel.workbench.cli import app
 
@@ -470,7 +470,7 @@ def test_all_processes_of_a_program_count(tmp_path: Path) -> None:
     assert len({process["pid"] for process in found["processes"]}) >= 3
 
 
-# Waits until all calls of the program above are in the file of its process.
+# Waits until the process's file has all calls of the program above.
 UNTIL_WRITTEN = """
 import os, signal, time
 from tokenspeed_kernel.workbench.watching import read_times
@@ -479,7 +479,7 @@ while sum(found.host.count for found in read_times(tk.settings().profile_folder)
 """
 
 
-def test_what_was_counted_before_a_kill_is_there(tmp_path: Path) -> None:
+def test_counts_before_a_kill_are_kept(tmp_path: Path) -> None:
     program = PROGRAM + UNTIL_WRITTEN + "os.kill(os.getpid(), signal.SIGKILL)"
     done = run("--", sys.executable, "-c", program)
     assert done.exit_code == 128 + signal.SIGKILL
@@ -505,9 +505,7 @@ def test_an_interrupted_program_is_shown(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # tests in the background of a shell inherit that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background tests inherit an ignored SIGINT
     )
     assert process.stdout is not None
     while process.stdout.readline() != "ready\n":
@@ -532,7 +530,7 @@ def test_nothing_to_show_is_said(tmp_path: Path) -> None:
         ([], "Missing argument"),
     ],
 )
-def test_what_cannot_be_done_is_refused(words: list[str], said: str) -> None:
+def test_impossible_options_are_rejected(words: list[str], said: str) -> None:
     done = run(*words)
     assert done.exit_code == 2
     assert said in done.stderr
@@ -542,7 +540,7 @@ def test_rows_of_a_gpu_are_ordered_by_it(
     kept: CallTimes, clock: Clock, gpu: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("typer")
-    profile = importlib.import_module("tokenspeed_kernel.workbench.cli.profile")  # the package has the command under this name
+    profile = importlib.import_module("tokenspeed_kernel.workbench.cli.profile")  # the attribute of this name is the command
     on_device(kept, gpu.kernel(40.0), times=3)
     on_device(kept, gpu.kernel(500.0), times=2, kind=CallKind("gemm.mm", "slow", "bfloat16", "8x8"))
     for _ in range(10):

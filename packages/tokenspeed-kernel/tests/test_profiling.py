@@ -61,7 +61,7 @@ def test_capture_is_written_when_the_block_raises(tmp_path: Path) -> None:
     assert found(tmp_path / "shapes.jsonl") == [("norm.rmsnorm", 1)]
 
 
-def test_what_is_in_a_file_is_added_to(tmp_path: Path) -> None:
+def test_a_capture_extends_an_existing_file(tmp_path: Path) -> None:
     for _ in range(2):
         with shape_capture(tmp_path / "shapes.jsonl"):
             rmsnorm(X, W)
@@ -69,7 +69,7 @@ def test_what_is_in_a_file_is_added_to(tmp_path: Path) -> None:
 
 
 def test_captures_nest(tmp_path: Path) -> None:
-    """A block inside another, or inside the capture of the whole process, ends only itself."""
+    """A nested block ends only itself, also inside a capture of the whole process."""
     with shape_capture(tmp_path / "outer.jsonl") as outer:
         rmsnorm(X, W)
         with shape_capture(tmp_path / "inner.jsonl") as inner:

@@ -1,4 +1,5 @@
-"""Lookups that no length reaches, in a process of its own: `tokenspeed_kernel.workbench.numerics.conformance.reach`."""
+"""Lookups that no sequence length bounds, run in a process of its own:
+`tokenspeed_kernel.workbench.numerics.conformance.reach`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ DECODE = "attention.mha_decode_with_kvcache"
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The sample plugin, as another process finds it."""
+    """The sample plugin, installed where another process finds it."""
     about = tmp_path / "wrong_kernels-0.1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-kernels\nVersion: 0.1\n")
@@ -40,14 +41,14 @@ def look(kernel: str, operator: str = DECODE, names: int = 2) -> list[CaseResult
     return list(reach(spec, cases, torch.device("cpu"), 0))
 
 
-def test_what_looks_up_too_much_ends_the_other_process(installed: Path) -> None:
+def test_unbounded_lookups_crash_the_other_process(installed: Path) -> None:
     (found,) = look("reads_past_page_table")
     assert found.status is Status.FAILED
     assert found.reason.startswith("IndexError: index 2147483647")
     assert [fault.text for fault in found.faults] == [found.reason]
 
 
-def test_what_does_not_passes(installed: Path) -> None:
+def test_bounded_lookups_pass(installed: Path) -> None:
     assert [found.status for found in look("nan_on_empty")] == [Status.PASSED] * 2
 
 

@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel report``: what the page says, and how it looks in a browser."""
+"""``tokenspeed-kernel report``: the content of the page, and its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def row(operator: str, case: str, solution: str, time_us: float, **more: Any) ->
 def report(
     commit: str = "aaaaaaa", date: str = "2026-11-01T10:00:00", faster: float = 1.0, device: str = "NVIDIA H200", **more: Any
 ) -> Report:
-    """Three solutions on two cases of two operators; Triton's are ``faster`` by this factor, and one of CuteDSL's fails."""
+    """Three solutions on two cases of two operators. Triton's are faster by ``faster``, and one of CuteDSL's fails."""
     rows = []
     for operator, cases in OPERATORS.items():
         for place, case in enumerate(cases):
@@ -64,7 +64,7 @@ def report(
 
 
 def history() -> list[tuple[str, Report]]:
-    """Out of order, as files on a command line may be."""
+    """Reports out of order, as on a command line."""
     return [
         ("b.json", report("bbbbbbbbb", "2026-11-08T10:00:00", 1.25)),
         ("c.json", report("ccccccccc+", "2026-11-15T10:00:00", 1.5)),
@@ -138,7 +138,7 @@ def test_changes_are_in_terms_of_the_first_run() -> None:
     assert devices_of(history())[1].changes() == {}, "one run has no history"
 
 
-def test_what_else_differs_between_runs_is_said() -> None:
+def test_other_differences_between_runs_are_reported() -> None:
     (device,) = devices_of([("old", load_report(H200)), ("new", report(date="2026-12-01"))])
     assert device.notes() == [
         "driver: 580.159.04, then 580",
@@ -154,7 +154,7 @@ def test_what_else_differs_between_runs_is_said() -> None:
 
 
 class Page(html.parser.HTMLParser):
-    """What a page consists of."""
+    """The elements of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ def test_the_command_writes_a_page_and_plots(files: list[str], tmp_path: Path) -
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_what_cannot_be_shown_is_refused(files: list[str], tmp_path: Path) -> None:
+def test_unreadable_reports_are_rejected(files: list[str], tmp_path: Path) -> None:
     page = ["-o", str(tmp_path / "report.html")]
     (tmp_path / "other.json").write_text("{}")
     Report(report().metadata, report().rows[-1:]).write(tmp_path / "skipped.json")
@@ -373,7 +373,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory, page_text: str) -> Path:
 class TestInABrowser:
     @pytest.fixture
     def page(self, browser: Any, page_file: Path, width: int, scheme: str) -> Iterator[Any]:
-        """The page, which must load without a word of complaint and without asking for anything else."""
+        """The page, which must load without console messages and without requests to other addresses."""
         said: list[str] = []
         page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.on("console", lambda message: said.append(message.text))
@@ -387,7 +387,7 @@ class TestInABrowser:
     def test_nothing_overflows(self, page: Any, width: int, tmp_path: Path, scheme: str) -> None:
         page.screenshot(path=tmp_path / f"{width}-{scheme}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        # Only the table scrolls, within a frame of its own.
+        # Only the table may scroll, within its own frame.
         beyond = page.evaluate(
             """() => [...document.querySelectorAll("body *")].filter((e) => !e.closest(".scroll") && !e.matches(".skip"))
                 .filter((e) => e.getBoundingClientRect().width && (e.getBoundingClientRect().right > innerWidth + 0.5
@@ -395,8 +395,8 @@ class TestInABrowser:
         )
         assert beyond == []
 
-    def test_texts_of_plots_lie_beside_each_other(self, page: Any) -> None:
-        """And within their plots, and large enough to be read."""
+    def test_texts_of_plots_do_not_overlap(self, page: Any) -> None:
+        """Texts must be inside their plots, and large enough to read."""
         found = page.evaluate(
             """() => [...document.querySelectorAll("svg")].filter((svg) => svg.getBoundingClientRect().width).flatMap((svg) => {
                 const frame = svg.getBoundingClientRect(), problems = [];

@@ -1,4 +1,4 @@
-"""Cases as data, and the smallest call that fails alike."""
+"""Cases as data, and the smallest call with the same failure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_recipe_is_varied() -> None:
     assert str(nested.vary(factor=2, make=made.vary(shape=(2,)))) == "doubled(rows_of(2, dtype=torch.float64, scale=2.0))"
 
 
-def test_a_recipe_refuses_what_its_maker_does() -> None:
+def test_a_recipe_rejects_what_its_function_rejects() -> None:
     with pytest.raises(TypeError, match=r"unexpected|too many|got"):
         doubled(rows_of(1), 2, 3)  # type: ignore[call-arg]
 
@@ -110,7 +110,7 @@ def test_a_size_is_narrowed_wherever_it_stands() -> None:
 @pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache",
                                   "mla_prefill", "mm", "rmsnorm", "moe_topk", "apply_rope", "sample_top_k_top_p"])  # fmt: skip
 def test_the_first_items_of_a_batch_give_the_first_rows(mode: str) -> None:
-    """What is computed of them does not depend on the others."""
+    """The results of these items do not depend on the others."""
     op = get_operator(mode)
     checked = 0
     for case in op.all_cases():
@@ -137,7 +137,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _register(mode: str, bad: Impl, name: str = "tried", **declared: Any) -> KernelSpec:
-    """The reference, with something done to its result."""
+    """Registers a kernel: the reference with a modified result."""
     op = get_operator(mode)
 
     def impl(*args: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_case_that_is_a_plain_function_is_narrowed() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_another_fault_is_not_mistaken_for_the_same() -> None:
-    """Smaller calls raise; the fault that is looked for is a wrong value."""
+    """Smaller calls raise, but the fault to keep is a wrong value."""
 
     def bad(op: Operator[Any, Any], arguments: dict[str, Any]) -> Any:
         if arguments["x"].shape[0] < 5:
@@ -264,7 +264,7 @@ def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("op", operators(), ids=str)
 def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were every call of a kernel wrong, what is left is the least that the operator takes: next to nothing."""
+    """If every call of a kernel is wrong, shrinking ends at the smallest call that the operator accepts."""
     failed = CaseResult("k", str(op), "c", Status.FAILED, faults=(Fault("values output", ""),))
     monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.shrink"], "verify_case", lambda *args, **options: failed)
     spec = KernelSpec("tried", op.family, op.mode, solution="tried", format_signatures=None)
@@ -282,7 +282,7 @@ def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkey
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_captured_call_is_narrowed() -> None:
-    """Its recipe holds descriptions, not numbers to vary."""
+    """Its recipe holds descriptions, not sizes to vary."""
     op, spec = get_operator("silu_and_mul"), _register("silu_and_mul", _doubled)
     with tk.shape_capture() as found:
         op.function(torch.ones(9, 8))

@@ -74,7 +74,7 @@ def test_each_gate_is_counted(op: Any) -> None:
     assert f"no case of {op} reaches it: {op} has none." in first.detail
 
 
-def test_what_only_large_cases_reach_is_not_passed_without_them(op: Any) -> None:
+def test_a_kernel_that_only_large_cases_reach_fails_without_them(op: Any) -> None:
     spec = registered(op, traits={"width": 64})
     findings = conformance([spec], "cpu", options=QUICK)
     assert {finding.status for finding in findings} == {Status.SKIPPED}
@@ -83,7 +83,7 @@ def test_what_only_large_cases_reach_is_not_passed_without_them(op: Any) -> None
     assert (first.check, first.status) == ("values", Status.PASSED)
 
 
-def test_what_the_machine_keeps_from_a_kernel_is_no_fault_of_it(op: Any) -> None:
+def test_a_kernel_that_the_machine_cannot_run_is_not_at_fault(op: Any) -> None:
     elsewhere = registered(op, traits={"width": 3}, capability=CapabilityRequirement(vendors=frozenset({"nvidia"})))
     named = registered(op, "named", only_by_name="its caller must be sure of something", priority=1)
     for spec in (elsewhere, named):

@@ -1,4 +1,4 @@
-"""What the tests of the operators share."""
+"""Shared by the tests of the operators."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _same(got: Any, wanted: Any) -> None:
 
 @pytest.fixture
 def check_custom_op(opcheck: Check) -> Check:
-    """The operator works under torch.compile, with these arguments: as PyTorch's own checks see it, and by its results."""
+    """Checks that an operator works under torch.compile with these arguments: PyTorch's own checks, and equal results."""
 
     def check(function: Any, arguments: dict[str, Any]) -> None:
         complete = function.operator.complete(arguments)

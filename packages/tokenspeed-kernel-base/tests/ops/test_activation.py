@@ -29,7 +29,7 @@ def formula(
 
 
 def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """Within half a unit in the last place of the exact result, and a little for the float32 before the rounding."""
+    """Within half a unit in the last place of the exact result, plus a margin for the float32 computation before the rounding."""
     unit = torch.finfo(got.dtype).eps
     slack = 0.501 * unit if got.dtype in (torch.float16, torch.bfloat16) else 16 * unit
     torch.testing.assert_close(got.double(), exact, rtol=slack, atol=1e-7 if got.dtype == torch.float16 else 1e-30)
@@ -68,7 +68,7 @@ def test_swiglu_is_the_formula_rounded_once(
     assert got.dtype == dtype
     assert got.is_contiguous()
     exact = formula(gate, up, alpha, limit, beta)
-    if dtype == torch.float32:  # up + beta cancels where up is near -beta: an error relative to up, not to the sum
+    if dtype == torch.float32:  # up + beta cancels if up is near -beta, so the error is relative to up, not to the sum
         torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=1e-5)
     else:
         unit = torch.finfo(dtype).eps
@@ -90,7 +90,7 @@ def test_swiglu_clamps_the_gate_above_only_and_up_on_both_sides() -> None:
     torch.testing.assert_close(got, torch.tensor([at_limit, 0.0, 8 * at_limit, -6 * at_limit], dtype=torch.float64))
 
 
-def test_swiglu_defaults_are_halves_without_a_clamp() -> None:
+def test_swiglu_defaults_are_concatenated_and_unclamped() -> None:
     x = torch.tensor([[9.0, 2.0]], dtype=torch.float64)
     torch.testing.assert_close(swiglu(x), formula(x[:, :1], x[:, 1:], 1.702, None, 1.0))
     x = torch.tensor([[-3.0, 20.0]], dtype=torch.float64)

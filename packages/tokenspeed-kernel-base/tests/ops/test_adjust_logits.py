@@ -1,4 +1,4 @@
-"""adjust_logits against the definition with Python's floats, and what sampling makes of it."""
+"""adjust_logits against its definition in Python floats, and the tokens that sampling draws from adjusted logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def int32(*rows: list[int]) -> torch.Tensor:
 
 
 def adjusted(x: float, count: int, bias: float, repetition: float, frequency: float, presence: float) -> float:
-    """The definition, of one logit; Python's floats are float64."""
+    """The definition for one logit; Python floats are float64."""
     x += bias
     if count >= 0:
         x = x / repetition if x > 0 else x * repetition
@@ -60,7 +60,7 @@ def test_each_listed_logit_is_the_defined_one(data: st.DataObject, vocab: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_is_left_out_changes_nothing(dtype: torch.dtype) -> None:
+def test_omitted_or_neutral_arguments_change_nothing(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     tokens = torch.arange(20, dtype=torch.int32).expand(3, -1).contiguous()
     counts = torch.full_like(tokens, 3)
@@ -142,7 +142,7 @@ def test_min_p_keeps_the_softmax_of_those_above_its_share() -> None:
         assert counts.nonzero().flatten().tolist() == kept
         expected = probabilities[kept] / probabilities[kept].sum() * draws
         assert float(((counts[kept] - expected) ** 2 / expected).sum()) < 23.6  # at most 4 degrees, p = 1e-4
-    # top_p counts the probability that min_p leaves: of 0.4, 0.25, 0.2, half is reached by the second.
+    # top_p applies to the probability that min_p keeps: of 0.4, 0.25 and 0.2, the second one reaches half.
     got = sample_top_k_top_p(logits, **{**request, "top_p": torch.full((draws,), 0.5)}, min_p=torch.full((draws,), 0.3))
     assert set(got.tolist()) == {0, 4}
 

@@ -1,4 +1,4 @@
-"""The attention operators against loops over single numbers, against a dense formula in float64, and against each other."""
+"""The attention operators against scalar loops, against a dense formula in float64, and against each other."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def assert_close(got: Tensor, wanted: Tensor, **tolerance: float) -> None:
 
 
 def into_pages(tokens: Tensor, lengths: list[int], page_size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Lays ragged tokens out in a cache whose pages are in no order. Other slots hold NaN, other page-table entries -7."""
+    """Stores ragged tokens in a cache with pages in arbitrary order. Other slots hold NaN, other page-table entries -7."""
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     cache = torch.full((len(order), page_size, *tokens.shape[1:]), torch.nan).to(tokens.dtype)
@@ -81,7 +81,7 @@ def into_pages(tokens: Tensor, lengths: list[int], page_size: int, seed: int = 0
     return cache, table
 
 
-# -- by hand, one number at a time -----------------------------------------------------------------------------------------------
+# -- scalar loops ----------------------------------------------------------------------------------------------------------------
 
 
 def by_hand(
@@ -117,7 +117,7 @@ def by_hand(
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """A few short sequences with a cached past and new tokens, and all options."""
+    """A few short sequences with cached and new tokens, and all options."""
     kv_heads = draw(st.integers(1, 2))
     kv_lens = draw(st.lists(st.integers(0, 6), max_size=3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -144,7 +144,7 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def expected(problem: dict[str, Any], q_lens: list[int], causal: bool) -> tuple[Tensor, Tensor]:
-    """The newest ``q_lens`` tokens of each sequence by hand, one sequence after another."""
+    """The newest ``q_lens`` tokens of each sequence by scalar loops, concatenated."""
     q, k, v = problem["q"], problem["k"], problem["v"]
     scale = problem["softmax_scale"] or 1 / math.sqrt(q.shape[-1])
     parts, end = [(q.new_empty(0, q.shape[1], v.shape[2]), q.new_empty(0, q.shape[1]))], 0
@@ -210,7 +210,7 @@ def test_decode_by_hand(problem: dict[str, Any], new: int) -> None:
     kv_lens = problem["kv_lens"]
     k_cache, page_table = into_pages(problem["k"], kv_lens, problem["page_size"])
     v_cache, _ = into_pages(problem["v"], kv_lens, problem["page_size"])
-    # Sequences shorter than the new tokens are padded with queries in front, which see nothing but the sink.
+    # Sequences shorter than the new tokens are padded with queries in front, which attend to the sink only.
     held = [min(new, length) for length in kv_lens]
     queries = newest(problem, held).split(held) if held else []
     q = torch.cat([problem["q"][:0], *(torch.cat([s.new_ones(new - len(s), *s.shape[1:]), s]) for s in queries)])
@@ -240,7 +240,7 @@ def test_decode_by_hand(problem: dict[str, Any], new: int) -> None:
 
 
 def hide_by_tree(hidden: Tensor, masks: list[int], window_left: int) -> None:
-    """Replaces the rows of what is hidden, ``[queries, keys]``, that belong to nodes of draft trees."""
+    """Replaces the rows of the ``[queries, keys]`` mask of hidden keys that belong to nodes of draft trees."""
     first = hidden.shape[1] - len(masks)
     for row, mask in zip(hidden, masks, strict=True):
         seen = [bool(mask >> i & 1) for i in range(len(masks))]
@@ -252,7 +252,8 @@ def hide_by_tree(hidden: Tensor, masks: list[int], window_left: int) -> None:
 def dense(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any], tree_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One sequence in float64: keys repeated for their group, all scores at once, the sink as one more column."""
+    """One sequence in float64: KV heads are repeated for their group, all scores are computed at once, and the sink is one more
+    column."""
     (q_len, heads, dim), kv_len = q.shape, len(k)
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -282,7 +283,7 @@ def scaled(x: Tensor, scale: Tensor | None, per_head: int = 1) -> Tensor:
 
 
 def latents_of(a: dict[str, Any]) -> Tensor:
-    """The cache as one tensor of latents and rotary parts, with scales applied where there are any."""
+    """The cache as one tensor of latents and rotary parts, dequantised if it has scales."""
     scales = a.get("kv_scale_cache")
     if scales is None:
         return a["kv_cache"]
@@ -290,7 +291,7 @@ def latents_of(a: dict[str, Any]) -> Tensor:
 
 
 def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What a call should give, whichever operator with sequences it is of."""
+    """The expected result of a call, for any operator with sequences."""
     a = function.operator.complete(arguments)
     q_all = a["q"]
     if "k" in a:
@@ -310,13 +311,13 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         for row, length in zip(a["page_table"].tolist(), a["cache_seqlens"].tolist(), strict=True):
             slots = [(row[j // k_cache.shape[1]], j % k_cache.shape[1]) for j in range(length)]
             pages, inside = (torch.tensor([s[axis] for s in slots], dtype=torch.int64) for axis in (0, 1))
-            # A window hides what was on freed pages; NaN would show through a weight of zero.
+            # The window hides freed pages; NaN there would still spread through a weight of zero.
             freed = (pages < 0).view(-1, 1, 1)
             keys.append(scaled(k_cache[pages, inside], k_scale).masked_fill(freed, 0.0))
             values.append(scaled(v_cache[pages, inside], v_scale).masked_fill(freed, 0.0))
         new = a["cu_seqlens_q"].diff().tolist() if "cu_seqlens_q" in a else [a["max_seqlen_q"]] * len(keys)
         causal = a.get("is_causal", True)
-    queries = q_all[: sum(new)].split(new)  # rows behind them are padding
+    queries = q_all[: sum(new)].split(new)  # later rows are padding
     masks = [None] * len(new) if a.get("tree_mask") is None else a["tree_mask"][: sum(new)].split(new)
     heads, width = q_all.shape[1], (values[0] if len(values) else a.get("v", q_all)).shape[-1]
     parts = [(torch.zeros(0, heads, width), torch.zeros(0, heads))]
@@ -337,7 +338,7 @@ def test_cases_against_a_dense_formula(function: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("function", "case"), SMALL, ids=[name_of(*x) for x in SMALL])
-def test_cases_give_what_fake_says_and_fill_out(function: Any, case: Case) -> None:
+def test_cases_match_the_fake_hook_and_fill_out(function: Any, case: Case) -> None:
     arguments = case.build()
     results = function(**arguments)
     fakes = function.operator.fake_outputs(function.operator.complete(arguments))
@@ -414,7 +415,7 @@ def test_prefill_against_sdpa(heads: int, kv_heads: int, window_left: int, dtype
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
-def test_fp8_prefill_is_that_of_the_dequantised_numbers(shape: tuple[int, ...]) -> None:
+def test_fp8_prefill_agrees_with_dequantised_operands(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, heads, 8).to(torch.float8_e4m3fn) for heads in (6, 2, 2))
     scales = [torch.rand(shape) + 0.5 for _ in range(3)]
@@ -426,7 +427,7 @@ def test_fp8_prefill_is_that_of_the_dequantised_numbers(shape: tuple[int, ...]) 
     out, lse = pair(mha_prefill(q, k, v, offsets(4, 5), **options, **named))
     assert torch.equal(out, wanted.bfloat16())
     assert torch.equal(lse, wanted_lse)
-    # It is what the operators with a cache give, of the same numbers in pages.
+    # The operators with a cache give the same result for the same values in pages.
     (k_cache, table), (v_cache, _) = into_pages(k, [4, 5], 4), into_pages(v, [4, 5], 4)
     paged_call = (k_cache, v_cache, table, ints(4, 5), 5, 8)
     extended, _ = pair(mha_extend_with_kvcache(q, offsets(4, 5), None, *paged_call, is_causal=True, **options, **named))
@@ -522,7 +523,7 @@ def test_queries_that_see_nothing() -> None:
 
 
 def test_sinks_take_weight_and_add_no_value() -> None:
-    """A sink of s is a key of score s whose value is 0."""
+    """A sink of s acts like a key with score s and value 0."""
     torch.manual_seed(0)
     q, k, v, sinks = torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.randn(5, 2, 4), torch.randn(2)
     plain, plain_lse = pair(mha_prefill(q, k, v, offsets(5), return_lse=True))
@@ -551,7 +552,7 @@ def test_strided_inputs_and_outputs() -> None:
     out = torch.empty(9, 16, 4).transpose(1, 2)
     assert mha_prefill(q, k, v, offsets(4, 5), out=out) is out
     assert torch.equal(out, wanted)
-    cache = torch.randn(3, 2, 4, 2, 16)  # keys and values of a page side by side
+    cache = torch.randn(3, 2, 4, 2, 16)  # keys and values of a page are adjacent
     call = (q[:1], cache[:, 0], cache[:, 1], ints(2, 0).view(1, 2), ints(7), 8)
     assert torch.equal(
         mha_decode_with_kvcache(*call), mha_decode_with_kvcache(*(x.contiguous() if isinstance(x, Tensor) else x for x in call))
@@ -580,7 +581,7 @@ def test_fp8_is_dequantised_by_its_scales(dtype: torch.dtype, shape: tuple[int, 
     assert isinstance(wanted, Tensor)
     assert isinstance(got, Tensor)
     torch.testing.assert_close(got, wanted.bfloat16())
-    # An fp8 cache serves queries of every dtype.
+    # An fp8 cache supports queries of every dtype.
     for q_dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         some = mha_decode_with_kvcache(wide[0].to(q_dtype), k_cache, v_cache, *rest, k_scale=k_scale, v_scale=v_scale)
         assert isinstance(some, Tensor)
@@ -592,7 +593,7 @@ def test_fp8_is_dequantised_by_its_scales(dtype: torch.dtype, shape: tuple[int, 
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention of q to all of these keys."""
+    """The output and LSE of q's attention to all of these keys."""
     room = max(len(k), 1)
     k_cache, v_cache = k.new_zeros(1, room, *k.shape[1:]), v.new_zeros(1, room, *v.shape[1:])
     k_cache[0, : len(k)], v_cache[0, : len(v)] = k, v
@@ -627,7 +628,7 @@ def test_merged_parts_are_the_whole_in_any_order(lengths: list[int], sinks_in: i
 )
 def test_merging_is_associative_at_every_magnitude(lses: list[float], seed: int) -> None:
     torch.manual_seed(seed)
-    # At 300, neighbouring float32 log-sum-exps are 3e-5 apart, and so are the weights that they stand for.
+    # At 300, adjacent float32 LSEs are 3e-5 apart, and so are the merge weights that they give.
     parts = [(torch.randn(1, 1, 4), torch.tensor([[lse]])) for lse in lses]
     a, b, c = parts
     left = attn_merge_state(*attn_merge_state(*a, *b), *c)
@@ -666,7 +667,7 @@ def test_merging_in_place() -> None:
     assert torch.equal(lse_b, wanted[1])
 
 
-# -- what is asked of kernels ----------------------------------------------------------------------------------------------------
+# -- requests, formats and costs -------------------------------------------------------------------------------------------------
 
 
 def request(function: Any, name: str) -> tuple[dict[str, object], FormatSignature]:

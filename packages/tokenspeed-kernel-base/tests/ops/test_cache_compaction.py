@@ -19,7 +19,7 @@ def ints(*values: int) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 7), st.integers(1, 6), st.integers(0, 3))
-def test_the_path_lies_behind_what_was_there_before(data: st.DataObject, nodes: int, page_size: int, batch: int) -> None:
+def test_the_accepted_path_follows_the_earlier_tokens(data: st.DataObject, nodes: int, page_size: int, batch: int) -> None:
     lengths = [data.draw(st.integers(0, 20)) for _ in range(batch)]
     width = -(-max(lengths, default=0) // page_size) + 1
     table = torch.randperm(batch * width).view(batch, width).int()
@@ -43,7 +43,7 @@ def test_the_path_lies_behind_what_was_there_before(data: st.DataObject, nodes: 
 def test_latents_of_any_dtype(dtype: torch.dtype) -> None:
     cache = torch.arange(8.0).view(2, 4, 1).expand(-1, -1, 3).contiguous().to(dtype)
     compact_kv_cache(cache, None, ints(1, 0).view(1, 2), ints(6), ints(1, 3, -1, -1).view(1, 4), ints(2))
-    # Positions 2 to 5 held 6, 7, 0, 1; positions 2 and 3 now hold the second and the fourth of them.
+    # Positions 2 to 5 held tokens 6, 7, 0, 1; positions 2 and 3 now hold the second and the fourth of these.
     assert cache[..., 0].float().tolist() == [[0, 1, 2, 3], [4, 5, 7, 1]]
 
 

@@ -1,4 +1,4 @@
-"""Pages that are copied, cleared and cut: against loops over pages."""
+"""Copying, clearing and splitting pages, against loops over pages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_attention_to_small_pages_is_attention_to_large_ones(factor: int) -> Non
 
 
 def test_pages_by_way_of_a_staging_tensor() -> None:
-    """Out of one cache and into another, at other places: what a transfer to the host and back does at both ends."""
+    """From one cache to other pages of another one, as both ends of a transfer to the host and back do."""
     cache, other, staging = torch.randn(6, 2, 4), torch.zeros(9, 2, 4), torch.empty(3, 2, 4)
     pages, places, row = torch.tensor([4, 0, 5]), torch.tensor([8, 2, 3]), torch.arange(3)
     copy_kv_pages(staging, pages, row, cache)

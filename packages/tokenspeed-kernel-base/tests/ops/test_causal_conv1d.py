@@ -1,4 +1,4 @@
-"""Causal convolutions: against sums written out, prefill against decode, drafts against the accepted tokens alone."""
+"""Causal convolutions: against scalar loops, prefill against decode, and rejected drafts against accepted tokens only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def sums(lengths: Sequence[int]) -> torch.Tensor:
 def written_out(
     x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> tuple[list[float], torch.Tensor]:
-    """One sequence, channel by channel and sum by sum, and what comes before the next token."""
+    """One sequence, with scalar loops over tokens, channels and taps. Returns the results, and the inputs that precede the next
+    token."""
     width = weight.shape[1]
     inputs = torch.cat((before, x))
     results = []
@@ -73,7 +74,7 @@ def test_prefill_is_the_sum_written_out(lengths: list[int], width: int, silu: bo
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(0, 9), cut=st.integers(0, 9), width=st.integers(2, 4), step=st.integers(1, 3))
 def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, width: int, step: int) -> None:
-    """In two prefills, and in decodes of a few tokens each."""
+    """As two prefills, and as decodes of a few tokens each."""
     cut = min(cut, length)
     x, weight = normal(length, CHANNELS), normal(CHANNELS, width)
     whole = torch.zeros(1, width - 1, CHANNELS, dtype=torch.float64)
@@ -91,7 +92,7 @@ def test_parts_of_a_sequence_are_the_whole(length: int, cut: int, width: int, st
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_rejected_drafts_leave_nothing(accepted: int) -> None:
-    """Four drafts of two requests are kept; the next step starts from the slot of the last one that was accepted."""
+    """The states after four drafts of two requests are kept. The next step starts from the slot of the last accepted one."""
     width, x, after = 4, normal(2, 4, CHANNELS), normal(2, 1, CHANNELS, seed=5)
     weight, start = normal(CHANNELS, width), normal(2, width - 1, CHANNELS)
     kept = torch.cat((start, torch.full((8, width - 1, CHANNELS), torch.nan, dtype=torch.float64)))

@@ -1,4 +1,4 @@
-"""Composed operators against the formulas that they stand for, written out."""
+"""Composed operators against the formulas that they implement."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_rmsnorm_moe_topk(with_residual: bool, solution: str) -> None:
 
 
 def rotated(x: Tensor, angle: Tensor) -> Tensor:
-    """Pairs of elements as complex numbers, turned."""
+    """Rotates pairs of elements, as complex numbers."""
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     return torch.cat((turned.real, turned.imag), -1)

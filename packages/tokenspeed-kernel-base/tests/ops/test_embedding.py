@@ -1,4 +1,4 @@
-"""apply_rope against transformers, complex numbers, and what rotations are known to do."""
+"""apply_rope against transformers, complex numbers, and known properties of rotations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dty
     return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
 
 
-def test_halves_agree_with_llama() -> None:
+def test_half_rotation_agrees_with_llama() -> None:
     q, k, _ = draw(9, 6, 2, 32)
     positions = torch.tensor([5, 0, 1, 99, 99, 7, 3, 2, 50])
     angles = angles_of(100, 32)
@@ -49,7 +49,7 @@ def test_halves_agree_with_llama() -> None:
         torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=1e-6, atol=1e-6)
 
 
-def test_halves_with_an_attention_factor_agree_with_gpt_oss() -> None:
+def test_half_rotation_with_an_attention_factor_agrees_with_gpt_oss() -> None:
     q, k, _ = draw(5, 8, 2, 64)
     positions = torch.tensor([0, 10, 4095, 7, 300])
     angles = angles_of(4096, 64, base=150000.0)
@@ -124,13 +124,13 @@ def test_lengths_stay(seed: int, pairs: int, interleaved: bool, position: int) -
     seed=st.integers(0, 2**31), pairs=st.integers(1, 20), interleaved=st.booleans(),
     positions=st.tuples(st.integers(0, 199), st.integers(0, 199)), shift=st.integers(0, 300),
 )  # fmt: skip
-def test_products_depend_on_the_distance_only(
+def test_dot_products_depend_on_the_distance_only(
     seed: int, pairs: int, interleaved: bool, positions: tuple[int, int], shift: int
 ) -> None:
     q, k, _ = draw(1, 1, 1, 2 * pairs, torch.float64, seed)
     table = table_of(angles_of(500, 2 * pairs))
 
-    def product(q_position: int, k_position: int) -> torch.Tensor:
+    def dot_product(q_position: int, k_position: int) -> torch.Tensor:
         turned_q, _ = apply_rope(q, k, torch.tensor([q_position]), table, interleaved)
         _, turned_k = apply_rope(q, k, torch.tensor([k_position]), table, interleaved)
         return (turned_q * turned_k).sum()
@@ -138,7 +138,7 @@ def test_products_depend_on_the_distance_only(
     first, second = positions
     # The table is float32.
     bound = 1e-6 * float(q.norm() * k.norm())
-    torch.testing.assert_close(product(first, second), product(first + shift, second + shift), rtol=0, atol=bound)
+    torch.testing.assert_close(dot_product(first, second), dot_product(first + shift, second + shift), rtol=0, atol=bound)
 
 
 def test_position_0_changes_nothing() -> None:
@@ -193,16 +193,16 @@ def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], 
     table = table_of(angles_of(100, 128))
     got = apply_rope(q, k, positions, table, mrope_section=section, mrope_interleaved=in_turn)
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # their angles are float32
-    # The same position thrice is one position.
+        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # transformers' angles are float32
+    # Three equal positions act like one position.
     same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
     assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
-    # Sections of any number by a row of the table for each token, as the page "Calling operators" shows it.
+    # Any number of sections, through one table row for each token, as the page "Calling operators" shows.
     if not in_turn:
         section_of_pair = torch.arange(3).repeat_interleave(torch.tensor(section))
         rows = table[positions].view(3, 7, 2, 64).gather(0, section_of_pair.expand(1, 7, 2, 64)).view(7, 128)
         assert all(map(torch.equal, got, apply_rope(q, k, torch.arange(7), rows)))
-    # Without heads of k, q alone.
+    # Without KV heads, only q is rotated.
     alone, nothing = apply_rope(q, q[:, :0], positions, table, mrope_section=section, mrope_interleaved=in_turn)
     assert torch.equal(alone, got[0])
     assert nothing.shape == (7, 0, 128)

@@ -1,4 +1,4 @@
-"""Pages that go to host memory and come back: against copies of whole caches, in any order."""
+"""Pages that move to host memory and back, in any order, against copies of whole caches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_any_moves(data: st.DataObject, dtype: torch.dtype, staging_pages: int) 
         ({"staging_pages": 0}, "staging_pages must be at least 1, got 0"),
     ],
 )
-def test_what_is_not_made(arguments: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_of_host_pages(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match="HostPages: ") as raised:
         HostPages(**{"caches": [torch.zeros(2, 3, 4)], "pages": 4, **arguments})
     assert said in str(raised.value)
@@ -96,7 +96,7 @@ def test_pages_that_are_refused(store: bool, pages: list[int], host_pages: list[
 @pytest.mark.amd
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_moves_are_ordered_by_the_current_stream() -> None:
-    """Caches are filled late and overwritten at once; streams change between calls."""
+    """Caches are filled late and overwritten immediately; streams change between calls."""
     caches = caches_of(torch.bfloat16, "cuda")
     kept = [cache.clone() for cache in caches]
     host = HostPages(caches, HOST_PAGES, staging_pages=2)

@@ -17,7 +17,7 @@ FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """To compare 8-bit floats, NaN included."""
+    """The bits, so that fp8 values and NaN can be compared."""
     return x.contiguous().view(torch.uint8)
 
 
@@ -72,7 +72,7 @@ def test_slices_of_a_fused_qkv_and_a_strided_cache() -> None:
     torch.manual_seed(0)
     qkv = torch.randn(5, 4 + 2 + 2, 8)
     k, v = qkv[:, 4:6], qkv[:, 6:]
-    cache = torch.randn(3, 2, 4, 2, 8)  # keys and values of a page side by side
+    cache = torch.randn(3, 2, 4, 2, 8)  # keys and values of a page are adjacent
     before = cache.clone()
     slots = [11, 2, -1, 0, 6]
     store_kv_cache(k, v, cache[:, 0], cache[:, 1], torch.tensor(slots))
@@ -105,7 +105,7 @@ def test_an_fp8_cache_gets_the_nearest_value_of_the_quotient(
 
 
 def test_an_fp8_cache_rounds_ties_to_even_and_keeps_nan() -> None:
-    # Between 16 and 32, e4m3fn has every second integer: 17 and 19 lie half-way.
+    # Between 16 and 32, e4m3fn has every second integer: 17 and 19 are midpoints.
     k = torch.tensor([17.0, 19.0, -17.0, 1e9, float("-inf"), float("nan")]).reshape(6, 1, 1)
     k_cache, v_cache = (torch.zeros(6, 1, 1, 1).to(torch.float8_e4m3fn) for _ in range(2))
     store_kv_cache(k, k, k_cache, v_cache, torch.arange(6))

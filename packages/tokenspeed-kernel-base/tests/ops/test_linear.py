@@ -1,4 +1,4 @@
-"""A linear layer against formulas written out, and from plan to processed weights to the kernel that they were made for."""
+"""Linear layers against explicit formulas; plans, processed weights, and kernels with their own weight layouts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def decoded(weights: LinearWeights, weight_format: str) -> Tensor:
 
 
 def rounded(x: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
-    """Values of tokens as products see them."""
+    """The values of tokens after quantisation to the activation dtype, as the GEMM uses them."""
     wide = x.float()
     if activation_dtype == "fp8":
         largest = (wide.abs().amax(-1, keepdim=True) / 448).clamp(min=torch.finfo(torch.float32).tiny)
@@ -74,7 +74,7 @@ def rounded(x: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 @pytest.mark.parametrize("solution", ["composed", "reference"])
-def test_it_is_the_product(case: Any, solution: str) -> None:
+def test_linear_agrees_with_the_formula(case: Any, solution: str) -> None:
     arguments = case.build()
     x, weights, plan = (arguments[name] for name in ("x", "weights", "plan"))
     wanted = rounded(x, plan.activation_dtype, weights.input_scale) @ decoded(weights, plan.weight_format).t()
@@ -82,7 +82,7 @@ def test_it_is_the_product(case: Any, solution: str) -> None:
         wanted += weights.bias.double()
     found = linear(x, weights, plan, solution=solution)
     assert found.dtype == x.dtype == plan.dtype
-    near = 2e-5 * wanted.abs().max().item() + 1e-6 if wanted.numel() else 0.0  # what sums in float32 may miss
+    near = 2e-5 * wanted.abs().max().item() + 1e-6 if wanted.numel() else 0.0  # the error of float32 accumulation
     torch.testing.assert_close(found.double(), wanted, rtol=2 * torch.finfo(x.dtype).eps, atol=near)
 
 
@@ -193,7 +193,7 @@ def test_calls_have_no_more_tokens_than_their_plan(solution: str) -> None:
     assert linear(torch.randn(5, K), weights, plan_of(), solution=solution).shape == (5, N)
 
 
-def test_plans_are_told_apart() -> None:
+def test_plans_are_distinguished() -> None:
     with pytest.raises(TypeError, match="plan must be a LinearPlan, as linear_plan makes it, got dict"):
         linear_process_weights(weights_of(), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"linear: plan.in_features must be at least 1, got 0"):
@@ -204,7 +204,7 @@ def test_plans_are_told_apart() -> None:
 
 
 def reverse(weights: LinearWeights, plan: LinearPlan) -> Any:
-    """A layout of no use: the out-features from the last to the first."""
+    """A layout for tests: the out-features in reverse order."""
     assert plan.weight_layout == LAYOUT
     return SimpleNamespace(weight=weights.weight.flip(0), bias=weights.bias)
 

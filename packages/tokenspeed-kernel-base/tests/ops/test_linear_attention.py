@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition, step by step in float64, and against its chunked form; and states in slots."""
+"""The gated delta rule against its definition, step by step in float64, and against its chunked form; states in slots."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stepped(arguments: dict[str, Any], state: Tensor, scale: float) -> tuple[Ten
 
 
 def chunked(arguments: dict[str, Any], state: Tensor, scale: float, size: int) -> tuple[Tensor, Tensor]:
-    """The same by chunks of ``size`` tokens, whose writes solve a unit triangular system (arXiv:2412.06464, arXiv:2510.26692)."""
+    """The same in chunks of ``size`` tokens, whose writes solve a unit triangular system (arXiv:2412.06464, arXiv:2510.26692)."""
     q, k, v, g, beta = (arguments[name] for name in ("q", "k", "v", "g", "beta"))
     out, final = torch.empty_like(v), state.clone()
     for head in range(V_HEADS):
@@ -88,7 +88,7 @@ def test_prefill_is_the_published_recurrence(lengths: tuple[int, ...], gate: str
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 16, 17])
-def test_chunks_give_what_steps_give(length: int, gate: str) -> None:
+def test_chunked_and_stepwise_results_agree(length: int, gate: str) -> None:
     arguments, first = tokens_of(length, gate, seed=length), initial_states()[0]
     for wanted, found in zip(stepped(arguments, first, 0.3), chunked(arguments, first, 0.3, 8), strict=True):
         torch.testing.assert_close(found, wanted)
@@ -128,7 +128,7 @@ def test_a_prompt_in_parts_is_the_prompt() -> None:
 
 
 def test_accepting_part_of_a_draft_is_choosing_a_slot() -> None:
-    """Of four tokens two are accepted: the next call reads the slot behind the second, as if only two had been decoded."""
+    """Two of four tokens are accepted: the next call reads the slot after the second one, as if only two had been decoded."""
     draft = {name: x.unsqueeze(0) for name, x in tokens_of(4).items()}
     following = {name: x.unsqueeze(0) for name, x in tokens_of(1, seed=1).items()}
     states = initial_states(6).float().double()

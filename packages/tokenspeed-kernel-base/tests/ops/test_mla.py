@@ -1,4 +1,4 @@
-"""Latent attention: absorbed and plain are one thing, against PyTorch's own attention and against the operators for plain heads."""
+"""MLA: the absorbed and the plain form agree, also with PyTorch's attention and with the operators for MHA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ints(*values: int) -> Tensor:
 
 
 class Layer:
-    """Projections of one layer around its attention, in float64, and the tokens of one sequence."""
+    """One layer's projections around its attention, in float64, and the tokens of one sequence."""
 
     def __init__(self, tokens: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -42,24 +42,24 @@ class Layer:
         self.expand_k, self.expand_v = normal(HEADS, RANK, NOPE) / 4, normal(HEADS, RANK, V) / 4
 
     def plain(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of every head."""
+        """q, k, v of every head, without absorption."""
         k_nope = torch.einsum("tr,hrd->thd", self.latent, self.expand_k)
         k_rope = self.k_rope.unsqueeze(1).expand(-1, HEADS, -1)
         v = torch.einsum("tr,hrd->thd", self.latent, self.expand_v)
         return torch.cat([self.q_nope, self.q_rope], -1), torch.cat([k_nope, k_rope], -1), v
 
     def absorbed(self) -> tuple[Tensor, Tensor]:
-        """q that meets latents, and the latents with their rotary part."""
+        """The absorbed q, and the latents with their rotary part."""
         q = torch.einsum("thd,hrd->thr", self.q_nope, self.expand_k)
         return torch.cat([q, self.q_rope], -1), torch.cat([self.latent, self.k_rope], -1)
 
     def project(self, out: Tensor) -> Tensor:
-        """Values from the latents that attention over latents gives."""
+        """Projects attention outputs from latents to values."""
         return torch.einsum("thr,hrd->thd", out, self.expand_v)
 
 
 def into_pages(tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """One sequence in a cache whose pages run backwards; NaN elsewhere."""
+    """One sequence in a cache with pages in reverse order; NaN elsewhere."""
     pages = -(-len(tokens) // page_size)
     cache = torch.full((pages + 1, page_size, tokens.shape[1]), math.nan, dtype=tokens.dtype)
     for position, token in enumerate(tokens):
@@ -74,7 +74,7 @@ def tensors(result: Any) -> tuple[Tensor, Tensor]:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 25), st.integers(1, 8), st.integers(0, 99), st.data())
-def test_plain_is_absorbed_is_decoded_one_by_one(tokens: int, page_size: int, seed: int, data: st.DataObject) -> None:
+def test_plain_absorbed_and_tokenwise_decode_agree(tokens: int, page_size: int, seed: int, data: st.DataObject) -> None:
     layer = Layer(tokens, seed)
     whole, whole_lse = tensors(mla_prefill(*layer.plain(), ints(0, tokens), return_lse=True, softmax_scale=SCALE))
     q, latents = layer.absorbed()
@@ -187,7 +187,7 @@ def test_no_sequences() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 30), st.integers(1, 30), st.integers(0, 99), st.data())
 def test_chunks_merged_by_their_log_sum_exps_are_the_whole(tokens: int, chunk: int, seed: int, data: st.DataObject) -> None:
-    """A prompt in chunks, each of which attends to itself and to the parts of what came before it."""
+    """A prompt in chunks, each of which attends to itself and to chunks of the preceding tokens; the results are merged."""
     q, k, v = Layer(tokens, seed).plain()
     whole, whole_lse = tensors(mla_prefill(q, k, v, ints(0, tokens), return_lse=True, softmax_scale=SCALE))
     options: dict[str, Any] = {"return_lse": True, "softmax_scale": SCALE}
@@ -201,10 +201,10 @@ def test_chunks_merged_by_their_log_sum_exps_are_the_whole(tokens: int, chunk: i
             arguments = (q[rows], k[part], v[part], ints(0, count))
             earlier = mla_prefill(*arguments, cu_seqlens_kv=ints(0, length), is_causal=False, **options)
             out, lse = attn_merge_state(out, lse, *tensors(earlier))
-        # Each log-sum-exp that is merged has been rounded to float32.
+        # Each LSE was rounded to float32 before the merge.
         torch.testing.assert_close(out, whole[rows], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, whole_lse[rows], rtol=1e-5, atol=1e-6)
-        # With all keys at once, the queries are the last of them.
+        # Against all keys at once, the queries are the last tokens.
         keys = slice(0, rows.stop)
         at_once = mla_prefill(q[rows], k[keys], v[keys], ints(0, count), cu_seqlens_kv=ints(0, rows.stop), **options)
         torch.testing.assert_close(tensors(at_once)[0], whole[rows])

@@ -1,4 +1,4 @@
-"""What latent attention reads from its cache is what was written there: by a loop over tokens, and end to end."""
+"""Writing the MLA cache, against a loop over tokens, and together with attention that reads the cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_token_goes_to_its_slot_and_nothing_else_changes(
 
 
 def made(tokens: int = 7, heads: int = 3, rank: int = 8, rope: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Arguments of `apply_rope_mla` but the cache; tokens at positions of their own."""
+    """Arguments of `apply_rope_mla` except the cache; each token has its own position."""
     generator = torch.Generator().manual_seed(tokens * heads)
     angles = torch.arange(20.0).unsqueeze(1) * torch.tensor([1.0, 0.1])[: rope // 2]
 
@@ -85,7 +85,7 @@ def test_it_is_rope_then_quantise_then_store(out_dtype: torch.dtype | None, cach
 
 
 def test_decoding_from_what_was_written_is_attention_with_rotated_keys() -> None:
-    """One sequence: the last token attends to all, as written down without any operator."""
+    """One sequence: the last token attends to all, computed without any operator."""
     arguments = made(tokens=7)
     kv_cache = torch.full((3, 4, 12), math.nan)
     slots = torch.tensor([8, 9, 10, 11, 0, 1, 2])  # page 2, then page 0
@@ -94,11 +94,11 @@ def test_decoding_from_what_was_written_is_attention_with_rotated_keys() -> None
     got = mla_decode_with_kvcache(q[-1:], kv_cache, table, lengths, 8, kv_lora_rank=8, softmax_scale=0.3)
     phases = torch.complex(*arguments["cos_sin_cache"].chunk(2, -1))[arguments["positions"]]
 
-    def turned(x: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
         return torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * phase
 
-    keys = turned(arguments["k_rope"], phases)
-    queries = turned(arguments["q_rope"][-1], phases[-1])
+    keys = rotated(arguments["k_rope"], phases)
+    queries = rotated(arguments["q_rope"][-1], phases[-1])
     scores = torch.einsum("hr,tr->ht", arguments["q_latent"][-1], arguments["latent"])
     scores = scores + torch.einsum("hp,tp->ht", queries, keys.conj()).real
     wanted = torch.softmax(scores * 0.3, -1) @ arguments["latent"]

@@ -1,4 +1,4 @@
-"""Latent caches with a scale for each 128 elements: their layout in bytes, storing to them and attention to them."""
+"""MLA caches with one scale for each 128 elements: their byte layout, storing to them, and attention to them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def test_a_token_is_latents_then_scales_then_rotary_numbers() -> None:
-    """Byte for byte, of the sizes of DeepSeek-V3.2."""
+def test_a_token_is_latents_then_scales_then_rotary_elements() -> None:
+    """Byte by byte, with the sizes of DeepSeek-V3.2."""
     packed = torch.zeros(2, 3, 656, dtype=U8)
     views = mla_cache_views(packed)
     latent, k_rope = normal(1, 512), normal(1, 64)
@@ -73,7 +73,7 @@ def filled(pages: int = 4, page_size: int = 6) -> tuple[dict[str, Any], torch.Te
     return views._asdict(), torch.cat((latents, views.rope_cache.float().reshape(-1, ROPE)), 1)
 
 
-def test_attention_is_that_to_what_the_cache_stands_for() -> None:
+def test_attention_agrees_with_the_dequantised_cache() -> None:
     cache, tokens = filled()
     assert (tokens[:, :RANK] - normal(24, RANK + ROPE)[:, :RANK].float()).abs().max() < 0.3
     q = normal(2, 3, RANK + ROPE)
@@ -94,7 +94,7 @@ def test_attention_is_that_to_what_the_cache_stands_for() -> None:
 
 
 def test_views_of_pages_that_are_apart() -> None:
-    """And of tokens that are: in a buffer of several layers, say."""
+    """Tokens may be strided, too, for example in a buffer of several layers."""
     layers = torch.zeros(3, 2, 5, WIDTH + 8, dtype=U8)
     packed = layers[:, 1, :, 4 : 4 + WIDTH]
     views = mla_cache_views(packed, RANK, ROPE)

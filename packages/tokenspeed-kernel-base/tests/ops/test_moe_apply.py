@@ -26,12 +26,12 @@ Arguments = dict[str, Any]
 
 
 def build(name: str, **changes: Any) -> Arguments:
-    """A case's arguments, with fields of its plan changed."""
+    """A case's arguments, with changed fields of its plan."""
     arguments = CASES[name].build()
     return {**arguments, "plan": dataclasses.replace(arguments["plan"], **changes)}
 
 
-# -- an independent implementation: numpy, float64, a token and a slot at a time -------------------------------------------------
+# -- an independent implementation: NumPy, float64, one token and slot at a time -------------------------------------------------
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -66,7 +66,7 @@ def rounded(row: np.ndarray, activation_dtype: str, static: torch.Tensor | None)
     if activation_dtype == "mxfp4":
         blocks = row.reshape(-1, 32)
         scale = np.exp2(np.floor(np.log2(np.maximum(np.abs(blocks).max(1, keepdims=True), 2.0**-120))) - 2)
-        even_first = np.concatenate([E2M1[0::2], E2M1[1::2]])  # argmin takes the first of equals, and a tie goes to even
+        even_first = np.concatenate([E2M1[0::2], E2M1[1::2]])  # argmin returns the first minimum, and a tie rounds to even
         distance = np.abs(np.clip(blocks / scale, -6, 6)[..., None] - even_first)
         return (even_first[distance.argmin(-1)] * scale).reshape(-1)
     return row
@@ -97,7 +97,7 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
 
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest expected magnitude."""
+    """The largest difference, relative to the largest expected magnitude."""
     if not got.numel():
         return 0.0
     return float((got.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
@@ -113,7 +113,7 @@ def test_cases_against_a_loop_in_float64(name: str) -> None:
     if arguments["plan"].activation_dtype == "none":
         assert error(got, expected) <= (1e-5 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps)
         return
-    # The intermediate is float32 here and float64 there, so that now and then a value falls to the neighbouring code.
+    # The intermediate is float32 here and float64 there, so some elements round to the neighbouring quantised value.
     assert error(got, expected) < 0.02
     exact = dataclasses.replace(arguments["plan"], activation_dtype="none")
     assert error(got, independent(**{**arguments, "plan": exact})) > 2 * error(got, expected)
@@ -181,7 +181,7 @@ def test_gpt_oss_experts_of_transformers() -> None:
     config._experts_implementation = "eager"
     experts, router = modeling.GptOssExperts(config), modeling.GptOssTopKRouter(config)
     for parameter in (*experts.parameters(), *router.parameters()):
-        torch.nn.init.normal_(parameter, std=0.7)  # enough to reach the limit
+        torch.nn.init.normal_(parameter, std=0.7)  # large enough to reach the limit
     x = torch.randn(11, 48)
     with torch.no_grad():
         _, scores, indices = router(x)
@@ -327,7 +327,7 @@ def test_calls_with_foreign_weights_are_remembered(monkeypatch: pytest.MonkeyPat
     arguments = build("dense float32, 4 experts, odd sizes")
     arguments["weights"] = foreign(arguments["weights"])
     moe_apply(**arguments)
-    monkeypatch.setattr(OPERATOR, "check_call", None)  # the slow path cannot be taken again
+    monkeypatch.setattr(OPERATOR, "check_call", None)  # the slow path cannot be used again
     assert timeit.timeit(lambda: moe_apply(**arguments), number=3) > 0
 
 

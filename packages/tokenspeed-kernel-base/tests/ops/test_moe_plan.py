@@ -1,4 +1,4 @@
-"""From plan to processed weights to the kernel that they were made for."""
+"""MoE from a plan through processed weights to the kernel for which they were processed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def call_with(weights: Any, plan: MoEPlan) -> dict[str, Any]:
 
 
 def reverse(weights: MoEWeights, plan: MoEPlan) -> Any:
-    """A layout of no use: hidden rows of w2 from the last to the first. Comes back without a ``layout``."""
+    """A layout for tests: hidden rows of w2 in reverse order. The returned object has no ``layout``."""
     assert plan.weight_layout == LAYOUT
     changed = dataclasses.replace(weights, w2_weight=weights.w2_weight.flip(1))
     return SimpleNamespace(**{name: getattr(changed, name) for name in ATTRIBUTES})
@@ -141,7 +141,7 @@ def test_device_and_platform(register: Register) -> None:
         ({"exact_activations": True}, "exact_activations"),
     ],
 )
-def test_what_a_kernel_does_not_mention_it_does_not_get(register: Register, options: dict[str, Any], flag: str) -> None:
+def test_an_unmentioned_feature_makes_a_kernel_ineligible(register: Register, options: dict[str, Any], flag: str) -> None:
     register()
     assert plan_of().kernel == "reversing"
     assert plan_of(**options).kernel == "reference_moe_apply"
@@ -159,8 +159,8 @@ def test_what_a_kernel_does_not_mention_it_does_not_get(register: Register, opti
         ({"limit": 255.0}, False),
         ({"limit": 256.0}, True),
         ({"limit": 7.0, "beta": -1e4}, True),
-        ({"limit": 7.0, "alpha": 1e-6}, True),  # gate * sigmoid(alpha * gate) falls to -278,500
-        ({"limit": 7.0, "alpha": -1.0}, True),  # and here with -gate
+        ({"limit": 7.0, "alpha": 1e-6}, True),  # gate * sigmoid(alpha * gate) reaches -278,500
+        ({"limit": 7.0, "alpha": -1.0}, True),  # unbounded for negative gates
         ({}, True),
     ],
     ids=str,
@@ -175,7 +175,7 @@ def test_plans_whose_activations_may_exceed_float16(options: dict[str, Any], wid
     assert bool((act.abs() > 65504).any()) is wide or plan.dtype != torch.float16
 
 
-def test_exactness_is_asked_only_of_activations_that_are_not_rounded(register: Register) -> None:
+def test_exactness_is_required_only_of_unrounded_activations(register: Register) -> None:
     register(traits={**OWN_LAYOUT, "fp8_activations": any}, accuracy="numbers within 2^-21 of their row's largest")
     assert plan_of(exact_activations=True).kernel == "reference_moe_apply"
     assert plan_of(exact_activations=True, activation_dtype="fp8").kernel == "reversing"
@@ -214,7 +214,7 @@ def test_override_and_solution(register: Register) -> None:
     assert plan_of().kernel == "reversing"
     assert plan_of(override="reference_moe_apply").kernel == "reference_moe_apply"
     assert plan_of(solution="reference").kernel == "reference_moe_apply"
-    # An override skips the traits, as everywhere; the layout is the kernel's all the same.
+    # An override skips trait gates, as everywhere; the plan still has the kernel's layout.
     forced = plan_of(bias=True, override="reversing")
     assert (forced.kernel, forced.weight_layout) == ("reversing", LAYOUT)
     with kernel_override("moe", "moe_apply", "reference_moe_apply"):
@@ -297,7 +297,7 @@ def test_wrong_plans(error: type[Exception], message: str, options: dict[str, An
 
 
 def test_zeros_may_be_appended_to_sizes() -> None:
-    """As the message of a plan says: to tokens, weights and biases; results get features that are zero."""
+    """As the plan's message says: tokens, weights and biases are zero-padded, and the results' extra features are zero."""
     hidden, intermediate, call = 40, 24, call_with(None, plan_of())
     torch.manual_seed(0)
     w13, w2 = torch.randn(E, 2 * intermediate, hidden), torch.randn(E, hidden, intermediate)
@@ -346,7 +346,7 @@ def test_scales_may_have_the_dtype_of_e8m0() -> None:
     assert processed.w13_weight_scale is not None
     assert torch.equal(processed.w13_weight_scale, given.w13_weight_scale)
     call = call_with(given, plan)
-    for weights in (processed, other):  # nothing has to prepare canonical weights
+    for weights in (processed, other):  # canonical weights need no preprocessing
         assert torch.equal(moe_apply(**{**call, "weights": weights}), moe_apply(**call))
 
 
@@ -559,7 +559,7 @@ def test_processed_weights_never_reach_a_kernel_for_others(register: Register) -
     register()
     plan = plan_of()
     own = call_with(moe_process_weights(weights_of(), plan), plan)
-    # One that says nothing of layouts, one with another layout, one that forgot the flag: all of higher priority.
+    # Three kernels of higher priority: one that states no layout, one with another layout, and one that forgot the flag.
     register("silent", traits={}, priority=16)
     register("other", traits={"weight_layout": "other", "processed_weights": True}, priority=15)
     register("forgot", traits={"weight_layout": LAYOUT}, priority=14)
@@ -597,7 +597,7 @@ def test_preprocessor_by_name(register: Register, monkeypatch: pytest.MonkeyPatc
 
 
 def test_preprocessors_that_do_not_deliver(register: Register) -> None:
-    register(priority=7)  # makes the layout that others want
+    register(priority=7)  # makes the layout of other kernels
     register("none", weight_preprocessor=None, priority=9)
     with pytest.raises(
         ValueError, match=r"'rows-reversed' already, because kernel none \(.*\) wants that and has no weight_prepro"

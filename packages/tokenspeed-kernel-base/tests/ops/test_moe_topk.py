@@ -26,7 +26,7 @@ def brute_force(
     top_groups: int = 1,
     scaling_factor: float = 1.0,
 ) -> tuple[list[list[float]], list[list[int]]]:
-    """A token at a time, with lists, in float64. What is ranked is float32 where the contract says so."""
+    """One token at a time, with lists, in float64. Values are ranked in float32 where the contract says so."""
 
     def best_first(values: list[float], which: Iterable[int]) -> list[int]:
         return sorted(which, key=lambda i: (0.0, i) if math.isnan(values[i]) else (1.0, -values[i], i))
@@ -87,7 +87,7 @@ def test_random_routing_against_brute_force(data: st.DataObject) -> None:
     scores = ("softmax", "sigmoid", "sqrtsoftplus")
     compare(
         {
-            # float64 logits: both sides round the same scores to float32 before they rank them.
+            # float64 logits: both sides round the same scores to float32 before ranking them.
             "logits": logits.double() if bias is not None else logits,
             "top_k": data.draw(st.integers(1, experts // num_groups * top_groups)),
             "scoring": data.draw(st.sampled_from(scores)),
@@ -139,7 +139,7 @@ def test_bias_bears_on_the_choice_only() -> None:
 
 
 def test_ranks_by_logits_even_where_scores_round_to_the_same() -> None:
-    # sigmoid is 1.0 in float32 for all three, softmax is 0 for the first two.
+    # sigmoid is 1.0 in float32 for all three; softmax is 0 for the first two.
     logits = torch.tensor([[40.0, 41.0, 300.0]])
     assert moe_topk(logits, 3, "sigmoid")[1].tolist() == [[2, 1, 0]]
     assert moe_topk(logits, 3)[1].tolist() == [[2, 1, 0]]
@@ -152,7 +152,7 @@ def test_square_root_of_softplus() -> None:
     expected = [math.inf, 5.0, math.sqrt(math.log(2.0)), math.exp(-20.0), 0.0]
     torch.testing.assert_close(weights, torch.tensor([expected]), rtol=1e-6, atol=0)
     weights, _ = moe_topk(torch.tensor([[9.0, 4.0, -800.0]]), 2, "sqrtsoftplus", scaling_factor=2.5)
-    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.0]]), rtol=2e-3, atol=0)  # as sqrt does, almost
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.0]]), rtol=2e-3, atol=0)  # softplus is almost the logit here
     weights, _ = moe_topk(torch.full((1, 3), -800.0), 2, "sqrtsoftplus")
     assert weights.tolist() == [[0.0, 0.0]]
 
@@ -160,14 +160,15 @@ def test_square_root_of_softplus() -> None:
 def test_chosen_experts_without_any_score_have_finite_weights() -> None:
     weights, _ = moe_topk(torch.tensor([[-200.0, -300.0]]), 2, "sigmoid")
     assert weights.tolist() == [[0.0, 0.0]]
-    bias = torch.tensor([0.0, 1e3, 1e3])  # what is chosen has probability 0
+    bias = torch.tensor([0.0, 1e3, 1e3])  # the selected experts have probability 0
     weights, ids = moe_topk(torch.tensor([[500.0, 0.0, 0.0]]), 2, correction_bias=bias)
     assert ids.tolist() == [[1, 2]]
     assert weights.tolist() == [[0.5, 0.5]]
 
 
 def test_closed_groups_are_closed_even_to_great_experts() -> None:
-    # Group 0 has the best expert, group 1 the best pair. Without a bias the best expert counts, with one the best pair.
+    # Group 0 has the best expert, group 1 the best pair. Groups are ranked by their best expert, or with a bias by their best
+    # pair.
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
     assert moe_topk(logits, 2, "sigmoid", num_groups=2, top_groups=1)[1].tolist() == [[0, 1]]
     assert moe_topk(logits, 2, "sigmoid", True, torch.zeros(4), num_groups=2, top_groups=1)[1].tolist() == [[2, 3]]

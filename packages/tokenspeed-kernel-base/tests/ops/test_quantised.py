@@ -1,4 +1,4 @@
-"""Operators that quantise what another operator makes: they are the two, one after the other, bit for bit."""
+"""Fused operators that quantise another operator's result: they equal the two operators in sequence, bit for bit."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _bytes(t: torch.Tensor) -> list[int]:
 
 
 def _groups(shape: tuple[int, int], granularity: str, block: int) -> list[tuple[tuple[int, ...], tuple[slice, slice]]]:
-    """Index into the scales, and the elements that share it."""
+    """The index of each scale, and the elements that share it."""
     m, k = shape
     rows = {"tensor": m, "block2d": block}.get(granularity, 1)
     columns = block if granularity.startswith("block") else k
@@ -69,7 +69,7 @@ def test_quantize_fp8_is_its_formula_in_every_bit(dtype: torch.dtype, granularit
 @settings(deadline=None, max_examples=30)
 @given(x=_matrix(max_rows=5, columns=21))
 def test_fp8_scales_that_are_powers_of_two(dtype: torch.dtype, granularity: str, x: np.ndarray[Any, Any]) -> None:
-    """The least at which nothing saturates, told in exact arithmetic; packed, they are the same bytes with zeros behind."""
+    """The smallest power of two at which nothing saturates, in exact arithmetic. Packed scales are the same bytes, zero-padded."""
     values = torch.from_numpy(x)
     q, scale = quantize_fp8(values, granularity, 4, dtype, torch.uint8)
     for index, group in _groups(x.shape, granularity, 4):  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def test_fp8_round_trip_is_within_half_a_step(x: np.ndarray[Any, Any]) -> None:
         each = {"tensor": 1, "token": 1, "block": 16, "block2d": 16}[granularity]
         wide = scale.expand(len(x), 1) if granularity in ("tensor", "token") else scale.repeat_interleave(each, 1)[:, :48]
         wide = wide.repeat_interleave(16, 0)[: len(x)] if granularity == "block2d" else wide
-        # Half of a relative step of 2^-3, or of the smallest number 2^-9; and a little for the float32 operations.
+        # Half a relative step of 2^-3, or half the smallest value 2^-9, and a margin for the float32 operations.
         assert ((back - values).abs() <= values.abs() * (2**-4 + 2**-20) + wide * 2**-10 * (1 + 2**-20)).all()
 
 
@@ -114,7 +114,7 @@ def test_fp8_round_trip_is_within_half_a_step(x: np.ndarray[Any, Any]) -> None:
 @given(x=_matrix(), power=st.integers(-40, 40))
 def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], power: int) -> None:
     values = torch.from_numpy(x)
-    values = torch.where(values.abs() < 1e-12, 0.0, values)  # so that no scale meets its lower bound, and nothing is subnormal
+    values = torch.where(values.abs() < 1e-12, 0.0, values)  # so that no scale reaches its lower bound, and nothing is subnormal
     (q, scale), (same, scaled) = quantize_fp8(values), quantize_fp8(values * 2.0**power)
     assert _bytes(q) == _bytes(same)
     filled = values.abs().amax(-1) > 0
@@ -123,15 +123,15 @@ def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], po
 
 @settings(deadline=None)
 @given(codes=arrays(np.uint8, (2, 32), elements=st.integers(0, 255).filter(lambda c: c & 0x7F != 0x7F)), power=st.integers(-60, 60))
-def test_fp8_values_that_are_representable_come_back(codes: np.ndarray[Any, Any], power: int) -> None:
-    codes[:, 0] = 0x7E  # 448, so that the scale is the power of two
+def test_representable_fp8_values_round_trip(codes: np.ndarray[Any, Any], power: int) -> None:
+    codes[:, 0] = 0x7E  # with 448, so that the scale is the power of two
     q = torch.from_numpy(codes).view(E4M3)
     again, scale = quantize_fp8(q.float() * 2.0**power)
     assert scale.flatten().tolist() == [2.0**power] * 2
     assert _bytes(again) == _bytes(q)
 
 
-def test_quantize_fp8_of_zeros_tiny_and_strange_rows() -> None:
+def test_quantize_fp8_of_zero_tiny_and_nonfinite_rows() -> None:
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([[0.0, -0.0, 0.0], [1e-45, -1e-39, 2.0**-127], [nan, 1.0, 2.0], [inf, 1.0, -inf], [inf, nan, 1.0]])
     q, scale = quantize_fp8(x)
@@ -236,11 +236,12 @@ def test_nvfp4_round_trip_is_within_its_steps(x: np.ndarray[Any, Any]) -> None:
     packed, scale = quantize_nvfp4(values, global_scale)
     back = dequantize_nvfp4(packed, scale, global_scale, torch.float32)
     amax = values.abs().reshape(len(x), 3, 16).amax(-1).repeat_interleave(16, -1)
-    # Half of e2m1's widest step (1/6 of the block's range), its scale being off by 2^-4 at most, or by half of e4m3's smallest.
+    # Half of e2m1's widest step (1/6 of the block's range). The scale's error is at most 2^-4, or half of e4m3's smallest
+    # value.
     assert ((back - values).abs() <= amax * (1 / 6 + 2**-4 + 0.02) + 6 * global_scale * 2**-10).all()
 
 
-def test_nvfp4_blocks_that_are_strange_zero_or_tiny() -> None:
+def test_nvfp4_blocks_that_are_nonfinite_zero_or_tiny() -> None:
     x = torch.ones(5, 16)
     x[0, 3], x[1, 5], x[2], x[3] = float("nan"), float("inf"), -0.0, 1e-9
     packed, scale = quantize_nvfp4(x, torch.ones(1))
@@ -262,7 +263,7 @@ def test_nvfp4_of_all_zeros_by_the_recipe_is_zeros(shape: tuple[int, ...]) -> No
 
 
 def test_nvfp4_with_a_global_scale_of_zero_decodes_to_zeros() -> None:
-    x = torch.tensor([[0.0] * 16, [1e-45] * 16, [3.0] * 16])  # the second is so small that the recipe's scale rounds to 0
+    x = torch.tensor([[0.0] * 16, [1e-45] * 16, [3.0] * 16])  # the second row's scale would round to 0
     packed, scale = quantize_nvfp4(x, torch.zeros(1))
     assert not dequantize_nvfp4(packed, scale, torch.zeros(1)).any()
 
@@ -298,7 +299,7 @@ def test_operators_take_tensors_that_are_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
-def test_outputs_are_as_declared_and_written_where_asked(op: Any, case: Any) -> None:
+def test_outputs_are_as_declared_and_written_to_out(op: Any, case: Any) -> None:
     arguments = case.build()
     before = {name: v.clone() for name, v in arguments.items() if isinstance(v, torch.Tensor)}
     results = op.function(**arguments)
@@ -420,7 +421,7 @@ def test_malformed_calls(call: Callable[[], Any], error: type[Exception], messag
 
 @pytest.mark.parametrize("granularity", ["block", "block2d"])
 def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
-    """It holds the whole row then; memory for a whole block is never taken."""
+    """A block that is longer than the row holds the whole row. No memory of a whole block is needed."""
     x = torch.randn(3, 40)
     codes, scale = quantize_fp8(x, granularity, 2**31)
     wanted_codes, wanted_scale = quantize_fp8(x, granularity, 40)
@@ -430,7 +431,7 @@ def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 5), (128, 4), (300, 9), (2, 3, 130, 6)], ids=str)
-def test_scales_lie_where_the_formula_says(shape: tuple[int, ...]) -> None:
+def test_scales_are_stored_at_the_documented_offsets(shape: tuple[int, ...]) -> None:
     scale = torch.randint(1, 255, shape, dtype=torch.uint8)
     swizzled = swizzle_scales(scale)
     *lead, rows, columns = shape

@@ -1,4 +1,4 @@
-"""The narrow formats against tables of every code, computed here from the formats' definitions."""
+"""The narrow formats against tables of all their values, computed here from the formats' definitions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAN, INF = math.nan, math.inf
 
 
 def _value(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """sign, exponent, mantissa; the lowest exponent is subnormal."""
+    """The value of a sign, an exponent and a mantissa; the lowest exponent is subnormal."""
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     sign = -1.0 if code >> (mantissa_bits + exponent_bits) else 1.0
@@ -55,7 +55,7 @@ def _decoded(fmt: torch.dtype | str, code: int) -> float:
 
 
 def _positive(fmt: torch.dtype | str) -> list[tuple[Fraction, int]]:
-    """Every finite value that is not negative, ascending, with its code."""
+    """Every finite nonnegative value, ascending, with its bit pattern."""
     codes = range(8 if fmt == E2M1 else 128)
     return sorted((Fraction(v), c) for c in codes if math.isfinite(v := _decoded(fmt, c)))
 
@@ -64,7 +64,7 @@ _TABLES = {fmt: _positive(fmt) for fmt in (E2M1, E4M3, E5M2, FNUZ)}
 
 
 def _nearest(fmt: torch.dtype | str, x: float) -> float:
-    """By trying all: the nearest value, of two equally near ones that with the even code; beyond the largest, the largest."""
+    """Exhaustive search for the nearest value. Ties go to the even bit pattern; larger values saturate."""
     if math.isnan(x):
         return 0.0 if fmt == E2M1 else NAN
     table = _TABLES[fmt]
@@ -116,7 +116,7 @@ def test_encode_fp8_returns_every_finite_code_to_itself(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, FNUZ], ids=str)
 def test_encode_fp8_saturates_infinities_and_makes_one_nan(dtype: torch.dtype) -> None:
     x = torch.tensor([INF, -INF, NAN, -NAN, 1e38, -1e38])
-    x[3] = torch.tensor(-4194304, dtype=torch.int32).view(torch.float32)  # 0xffc00000: a NaN with the sign set
+    x[3] = torch.tensor(-4194304, dtype=torch.int32).view(torch.float32)  # 0xffc00000: a NaN with its sign bit set
     largest = FP8_MAX[dtype]
     encoded = encode_fp8(x, dtype)
     assert encoded[[0, 1, 4, 5]].float().tolist() == [largest, -largest, largest, -largest]
@@ -167,7 +167,7 @@ def test_e8m0_is_a_power_of_two_for_all_bytes() -> None:
 
 
 def _mx_by_hand(block: list[float], emax: int, fmt: torch.dtype | str) -> tuple[list[float], int]:
-    """Decoded elements (not yet scaled) and the scale byte of one block."""
+    """The decoded elements (before scaling) and the scale byte of one block."""
     if not all(map(math.isfinite, block)):
         return [0.0] * len(block), 255
     amax = max(abs(v) for v in block)
@@ -206,10 +206,10 @@ def test_mx_decoding_is_within_half_a_step_of_the_value_or_saturates(block: list
     x = torch.tensor(block, dtype=torch.float32)
     amax = x.abs().max().item()
     power = 2.0 ** max(math.frexp(amax)[1] - 1, -118) if amax else 2.0**-118  # the largest power of two up to amax
-    # From 2^e on, e2m1's step is 2^(e-1); what lies beyond 6/4 of the power saturates.
+    # Above 2^e, e2m1's step is 2^(e-1); values above 6/4 of the power saturate.
     decoded = decode_mxfp4(*encode_mxfp4(x))
     assert ((decoded - x).abs() <= torch.where(x.abs() > 1.75 * power, 0.5, 0.25) * power).all()
-    # e4m3's is 2^(e-3); what lies beyond 448/256 = 1.75 of the power saturates.
+    # e4m3's step is 2^(e-3); values above 448/256 = 1.75 of the power saturate.
     decoded = decode_mxfp8(*encode_mxfp8(x))
     assert ((decoded - x).abs() <= torch.where(x.abs() > 1.8125 * power, 1 / 4, 1 / 16) * power).all()
 
@@ -229,15 +229,15 @@ def test_mx_codes_do_not_change_with_a_power_of_two(block: list[float], power: i
 
 @settings(deadline=None)
 @given(codes=st.lists(st.integers(0, 255), min_size=16, max_size=16), scale=st.integers(2, 240))
-def test_any_mxfp4_block_comes_back(codes: list[int], scale: int) -> None:
+def test_any_mxfp4_block_round_trips(codes: list[int], scale: int) -> None:
     x = decode_mxfp4(torch.tensor(codes, dtype=torch.uint8), torch.tensor([scale], dtype=torch.uint8))
     assert torch.equal(decode_mxfp4(*encode_mxfp4(x)), x)
 
 
 @settings(deadline=None)
 @given(block=_BLOCKS)
-def test_what_was_encoded_once_comes_back(block: list[float]) -> None:
-    # Not every block of e4m3 codes does: 240 alone is 480 at the scale that the specification wants, and saturates.
+def test_quantised_blocks_round_trip(block: list[float]) -> None:
+    # Not every block of e4m3 values round-trips: 240 alone becomes 480 at the specified scale, and saturates.
     for encode, decode in ((encode_mxfp4, decode_mxfp4), (encode_mxfp8, decode_mxfp8)):
         first, scale = encode(torch.tensor(block))
         second, same = encode(decode(first, scale))

@@ -1,4 +1,4 @@
-"""argmax and sample_top_k_top_p: random numbers bit by bit, choices against Python's integers, frequencies by chi-square."""
+"""argmax and sample_top_k_top_p: random numbers bit by bit, selections against Python integers, frequencies by chi-square."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_philox_gives_the_published_answers(counter: str, key: str, words: str) 
 
 
 def philox_of_integers(counter: list[int], key: list[int]) -> list[int]:
-    """The same rounds with Python's integers, which have no width."""
+    """The same rounds with Python integers, which cannot overflow."""
     for number in range(10):
         left, right = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         keys = [(key[0] + number * 0x9E3779B9) % 2**32, (key[1] + number * 0xBB67AE85) % 2**32]
@@ -72,7 +72,7 @@ def test_uniform_is_spread_evenly() -> None:
     numbers = uniform(torch.full((100_000,), 7), torch.arange(100_000))
     counts = torch.histc(numbers, bins=64, min=0, max=1)
     assert chi_square(counts, torch.full((64,), 1 / 64)) < 113  # 63 degrees of freedom, p = 1e-4
-    # No correlation between neighbouring offsets, nor between neighbouring seeds.
+    # No correlation between adjacent offsets, nor between adjacent seeds.
     other = uniform(torch.arange(100_000), torch.full((100_000,), 7))
     for x in (numbers, other):
         centred = x.double() - 0.5
@@ -146,7 +146,7 @@ def settings_for(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: flo
 
 
 def choose(row: list[float], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """The specification, token by token, with Python's integers."""
+    """The specification, token by token, with Python integers."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if temperature == 0:
         return order[0]
@@ -176,7 +176,7 @@ def test_weights_are_powers_of_e(temperature: float) -> None:
     assert bool(((got - exact).abs() <= 3 + exact * 2.0**-19).all())
 
 
-# Few distinct logits, so that ties are common; dyadic top_p, so that prefixes often hold exactly that much.
+# Few distinct logits, so that ties are common; dyadic top_p, so that prefixes often have exactly that probability.
 LOGITS = st.one_of(st.sampled_from([0.0, 1.0, 2.0, -INF]), st.floats(-20, 20, width=32))
 REQUEST = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0, 1.5, 100.0]),
@@ -249,14 +249,15 @@ def test_the_edges_of_top_k_and_top_p() -> None:
     assert support(even, top_p=0.5 + 2**-20) == set(range(5))
     assert support(even, top_p=1e-30) == {0}
     assert support(even, top_k=4, top_p=0.5) == {0, 1}, "probabilities are renormalised after top_k"
-    # A token of half the probability of the first, out of 2 + 1 + 1 units.
+    # One token has twice the probability of each of the two others: 1/2, 1/4, 1/4.
     sloped = torch.tensor([0.0, 0.0, math.log(2)])
     assert support(sloped, top_p=0.5) == {2}
     assert support(sloped, top_p=0.75) == {2, 0}
 
 
 def test_a_number_on_the_boundary_of_two_tokens_belongs_to_the_second() -> None:
-    # Of equal tokens, number i begins at i / 4096 exactly; few random numbers hit such a boundary, so they are looked for.
+    # With equal logits, token i begins at i / 4096 exactly. Few random numbers equal such a boundary, so the test searches for
+    # them.
     offsets = torch.arange(1 << 19)
     u = uniform(torch.zeros_like(offsets), offsets).double()
     hits = (u * 4096).frac() == 0
@@ -267,7 +268,7 @@ def test_a_number_on_the_boundary_of_two_tokens_belongs_to_the_second() -> None:
 
 
 def test_values_out_of_range_that_cannot_be_checked_do_what_is_documented() -> None:
-    # Where they lie on a device no value is checked; the body stands for what happens then.
+    # Values on a device are not checked; the body computes what happens then.
     body = sample_top_k_top_p.operator.body
     torch.manual_seed(0)
     logits = torch.randn(4, 30)

@@ -1,4 +1,5 @@
-"""Verification of drafts keeps the target's distribution: chi-square tests against Markov chains, in which all is known."""
+"""Verification of drafts preserves the target's distribution: chi-square tests against Markov chains, whose distributions are
+known."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_dra
 from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
 
 VOCAB, MANY = 5, 30000
-# The chance that a right implementation fails a test; the seeds are fixed, so it fails always or never.
+# The chance that a correct implementation fails a test. Seeds are fixed, so it fails always or never.
 ALPHA = 1e-4
 CHAIN = [-1, 0, 1, 2]
 BUSH = [-1, 0, 0, 0, 1, 1, 2, 4]
@@ -28,7 +29,7 @@ TREES = {"chain": CHAIN, "bush": BUSH, "siblings": [-1, 0, 0, 0, 0, 0], "a gap":
 
 
 def transitions(seed: int, warmth: float = 1.0) -> Tensor:
-    """The distribution of the next token after each, float32 ``[VOCAB, VOCAB]``."""
+    """The distribution of the next token after each token, float32 ``[VOCAB, VOCAB]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.softmax(torch.randn(VOCAB, VOCAB, generator=generator) / warmth, dim=-1)
 
@@ -46,7 +47,7 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
 
 
 def drafted(tree: list[int], draft: Tensor, root: int, generator: torch.Generator) -> Tensor:
-    """Trees whose nodes were drawn from the draft model: ``[MANY, nodes]``."""
+    """Trees with nodes drawn from the draft model: ``[MANY, nodes]``."""
     tokens = torch.full((MANY, len(tree)), root)
     for node in range(1, len(tree)):
         tokens[:, node] = sample(draft[tokens[:, max(tree[node], 0)]], generator)
@@ -54,7 +55,7 @@ def drafted(tree: list[int], draft: Tensor, root: int, generator: torch.Generato
 
 
 def first_three(tokens: Tensor, counts: Tensor, target: Tensor, generator: torch.Generator) -> Tensor:
-    """How often each sequence of three tokens was emitted; what a walk left out, the target emits by itself."""
+    """Counts of each emitted sequence of three tokens. Tokens beyond a short accepted path are sampled from the target."""
     emitted = tokens[:, :3].clone()
     for at in range(1, 3):
         more = sample(target[emitted[:, at - 1]], generator)
@@ -80,14 +81,14 @@ def test_drawn_drafts_keep_the_distribution(name: str, warmth: float) -> None:
     emitted, path, counts = verify_draft_probs(*arguments)
     assert ((path >= 0).sum(1) == counts).all()
     assert chi_square_p_value(first_three(emitted, counts, target, generator), wanted_three(target, root)) > ALPHA
-    if name == "chain":  # how often the first draft is accepted is known
+    if name == "chain":  # the acceptance rate of the first draft is known
         expected = torch.minimum(target[root], draft[root]).sum().item()
         accepted = (counts > 1).double().mean().item()
         assert abs(accepted - expected) < 4 * math.sqrt(expected * (1 - expected) / MANY)
 
 
 def test_speculation_by_operators_alone_is_sampling() -> None:
-    """Draft, distributions, verification: what is emitted first is distributed as the target's own samples, top-p applied."""
+    """Draft, distributions, verification: the first emitted token is distributed like the target's own samples, with top-p."""
     generator = torch.Generator().manual_seed(3)
     target_logits, draft_logits = (torch.randn(VOCAB, VOCAB, generator=generator) for _ in range(2))
     root, seed = torch.full((MANY,), 2), torch.arange(MANY)
@@ -121,7 +122,7 @@ def test_more_siblings_are_accepted_more_often() -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_chosen_drafts_and_samples_of_the_target_keep_the_distribution(name: str) -> None:
-    """The drafts of every sequence are the same: the most probable ones of the draft model."""
+    """All sequences have the same drafts: the most probable ones of the draft model."""
     tree, root = TREES[name], 1
     target, draft = transitions(3), transitions(4)
     tokens, used = [root], [0] * len(tree)
@@ -196,10 +197,10 @@ def test_a_probability_that_is_not_finite_is_that_of_no_token(bad: float) -> Non
     tokens, rest = torch.ones(count, 2, dtype=torch.int64), (torch.arange(count), torch.zeros(count, dtype=torch.int64))
     target, drafts = torch.tensor([0.0, 0.25, 0.25, 0.5]).repeat(count, 2, 1), torch.full((count, 1, 4), 0.25)
     emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
-    assert set(emitted[:, 0].tolist()) == {1}  # it is as probable in both
+    assert set(emitted[:, 0].tolist()) == {1}  # it has equal probability in both models
     assert (counts == 2).all()
 
-    for spoilt in (target, drafts):  # neither accepted nor drawn
+    for spoilt in (target, drafts):  # neither accepted nor sampled
         kept = spoilt[:, :, 1].clone()
         spoilt[:, :, 1] = bad
         emitted, _, counts = verify_draft_probs(target, drafts, tokens, *rest)
@@ -214,7 +215,7 @@ def test_a_probability_that_is_not_finite_is_that_of_no_token(bad: float) -> Non
     assert (emitted[:, 0] == 0).all()
 
 
-def test_random_numbers_are_uniform_and_others_than_those_of_sampling() -> None:
+def test_random_numbers_are_uniform_and_independent_of_sampling() -> None:
     seed, offset = torch.arange(MANY), torch.full((MANY,), -5)
     numbers = torch.stack([uniform_of(seed, offset, draw) for draw in range(3)] + [uniform(seed, offset).double()])
     assert numbers.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""Slots of state caches: what is read, what is written, and which slots are refused."""
+"""Slots of state caches: which are read, which are written, and which are rejected."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_slot_that_is_written_to_is_read_by_no_other_request() -> None:
     )
     check = Checker("decode")
     states = torch.zeros(8, 2)
-    check_values_slots(check, states, ints(2, 3), ints(2, 5, 3, 4).view(2, 2))  # its own
-    check_values_slots(check, states, ints(0, 0, -1), ints(2, 5, -1, -1, -1, -1).view(3, 2))  # two read, none writes
+    check_values_slots(check, states, ints(2, 3), ints(2, 5, 3, 4).view(2, 2))  # its own slot
+    check_values_slots(check, states, ints(0, 0, -1), ints(2, 5, -1, -1, -1, -1).view(3, 2))  # two requests read it, none writes it
     check_values_slots(check, states, ints(-1, -1))
     check_values_slots(check, states, None, ints(1, 1).view(1, 2))  # cannot be read
 

@@ -1,4 +1,4 @@
-"""token_logprobs, argmax_with_value and what merges the parts of a vocabulary: against log_softmax, and parts against the whole."""
+"""token_logprobs, argmax_with_value and merging parts of a vocabulary: against log_softmax, and parts against the whole."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_temperatures_that_are_none_count_as_1() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_has_no_probability() -> None:
+def test_tokens_without_probability() -> None:
     logits = torch.tensor([[-INF, 0.0, -INF], [-INF, -INF, -INF], [INF, 0.0, -INF], [NAN, 0.0, -INF]])
     chosen, top, _, lse = token_logprobs(logits, torch.tensor([0, 1, 1, 1]), 3)
     assert chosen[:2].tolist() == [-INF, -INF]
@@ -102,7 +102,7 @@ def test_what_has_no_probability() -> None:
     assert top[2:, 2].tolist() == [-INF, -INF]
     assert lse[:2].tolist() == [0.0, -INF]
     assert lse[2:].isnan().all()
-    # Tokens that the logits do not hold.
+    # Tokens outside of the vocabulary.
     assert token_logprobs(logits, torch.tensor([-1, 3, 100, 5]), first_token=10)[0].tolist() == [-INF] * 4
 
 

@@ -1,4 +1,4 @@
-"""Matrix products in every format against float64, how formats are told, errors, outputs, torch.compile, PyTorch's kernels."""
+"""mm and bmm in every format against float64; format detection, errors, outputs, torch.compile, and PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """What an operand stands for, in float64: every element of it times the scale that its indices lead to; without alpha."""
+    """The float64 values of an operand: each element times the scale of its block; without alpha."""
     tiles = scale is not None and scale.ndim == operand.ndim + 3
     if role == "b":
         scale = scale.mT if scale is not None and scale.ndim > 1 and not tiles else scale
@@ -39,11 +39,11 @@ def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> tor
     else:
         wide = operand.double()
     if scale is not None:
-        if scale.dtype == torch.int32:  # the first of four exponents lies in the lowest byte
+        if scale.dtype == torch.int32:  # the lowest byte holds the first of four exponents
             scale = scale.contiguous()[..., None].view(torch.uint8).flatten(-2)[..., : -(-wide.shape[-1] // 128)]
         factor = 2.0 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
         rows, columns = torch.arange(wide.shape[-2])[:, None], torch.arange(wide.shape[-1])
-        # k runs along the last axis of both by now, a's lines are tokens and b's are channels.
+        # k is now the last axis of both; lines of a are tokens, lines of b are channels.
         if tiles:
             at = columns // (16 if scale.dtype == E4M3 else 32)
             factor = factor[..., rows // 128, at // 4, rows % 32, rows % 128 // 32, at % 4]
@@ -56,7 +56,7 @@ def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> tor
     return wide.mT if role == "b" else wide
 
 
-def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
+def _check_gemm(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     a = _values("a", arguments["a"], arguments.get("a_scale"))
     b = _values("b", arguments["b"], arguments.get("b_scale"))
     exact, terms = a @ b, a.abs() @ b.abs()
@@ -65,24 +65,24 @@ def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     if arguments.get("bias") is not None:
         exact, terms = exact + arguments["bias"].double(), terms + arguments["bias"].double().abs()
     rounded = exact.abs()
-    if arguments.get("residual") is not None:  # is added to the rounded product, and the sum is rounded again
+    if arguments.get("residual") is not None:  # is added to the rounded GEMM result, and the sum is rounded again
         exact = exact + arguments["residual"].double()
         rounded = rounded + exact.abs()
     sums = UNIT[F64 if arguments["a"].dtype == F64 else F32]
-    # The product is rounded once; each term carries the rounding of two decoded operands, and sums are of k terms.
+    # The GEMM result is rounded once. Each term has the rounding of two dequantised operands, and k terms are accumulated.
     bound = UNIT[got.dtype] * rounded * 1.01 + sums * (3 + math.sqrt(a.shape[-1]) * 2) * terms + 1e-30
     assert ((got.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
 @pytest.mark.parametrize("solution", ["reference", None])
-def test_products_are_those_of_float64(op: Any, case: Any, solution: str | None) -> None:
+def test_gemms_agree_with_float64(op: Any, case: Any, solution: str | None) -> None:
     arguments = case.build()
     got = op.function(**arguments, solution=solution)
     default = arguments["a"].dtype if arguments["a"].dtype in UNIT else BF16
     assert got.dtype == arguments.get("out_dtype", default)
     assert got.is_contiguous()
-    _check_product(got, arguments)
+    _check_gemm(got, arguments)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES)
@@ -109,7 +109,7 @@ def test_out_is_written_and_returned(op: Any, case: Any, solution: str | None) -
     ),
     seed=st.integers(0, 99),
 )
-def test_fp8_products_of_any_size(m: int, k: int, n: int, scales: tuple[str, str], seed: int) -> None:
+def test_fp8_gemms_of_any_size(m: int, k: int, n: int, scales: tuple[str, str], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"tensor": (1,), "token": (m, 1), "channel": (1, n)}
     blocks = {"a": (m, -(-k // 128)), "b": (-(-k // 128), -(-n // 128))}
@@ -121,10 +121,10 @@ def test_fp8_products_of_any_size(m: int, k: int, n: int, scales: tuple[str, str
         arguments[f"{role}_scale"] = torch.rand(shapes.get(name, blocks[role]), generator=generator) + 0.5
     got = tk.mm(**arguments, out_dtype=F32)
     assert got.shape == (m, n)
-    _check_product(got, arguments)
+    _check_gemm(got, arguments)
 
 
-def test_quantised_operands_multiply_to_about_the_dense_product() -> None:
+def test_quantised_gemms_are_close_to_dense_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     a, w = torch.randn(6, 256, generator=generator), torch.randn(160, 256, generator=generator)
     dense = tk.mm(a, w.t())
@@ -175,22 +175,22 @@ def test_bias_is_added_before_rounding() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 2880, 128), (4, 2880, 128), (33, 352, 77)], ids=str)
-def test_half_precision_sums_of_pytorch_are_rounded_once(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_16_bit_gemms_of_pytorch_are_rounded_once(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     m, k, n = sizes
     generator = torch.Generator().manual_seed(k)
     a = torch.randn(m, k, generator=generator).to(dtype)
     b = (torch.randn(n, k, generator=generator) / math.sqrt(k)).to(dtype).t()
     bias = torch.randn(n, generator=generator).to(dtype)
-    _check_product(tk.mm(a, b, solution="torch"), {"a": a, "b": b})
-    _check_product(tk.mm(a, b, bias=bias, solution="torch"), {"a": a, "b": b, "bias": bias})
-    _check_product(tk.bmm(a[None], b[None], solution="torch")[0], {"a": a, "b": b})
+    _check_gemm(tk.mm(a, b, solution="torch"), {"a": a, "b": b})
+    _check_gemm(tk.mm(a, b, bias=bias, solution="torch"), {"a": a, "b": b, "bias": bias})
+    _check_gemm(tk.bmm(a[None], b[None], solution="torch")[0], {"a": a, "b": b})
 
 
 def _chosen(function: Any, **arguments: Any) -> str:
     return str(function.explain(**arguments).chosen.name)
 
 
-def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
+def test_pytorchs_dense_gemms_and_their_limits() -> None:
     a, b = torch.ones(3, 32, dtype=BF16), torch.ones(32, 4, dtype=BF16)
     for dtype in (BF16, F16, F32, F64):
         name = str(dtype).removeprefix("torch.") + ("_cpu" if dtype in (BF16, F16) else "")
@@ -205,8 +205,9 @@ def test_pytorch_serves_dense_products_and_says_what_it_does_not() -> None:
 
 @pytest.mark.parametrize("k", [33, 70, 80, 96])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_products_on_a_cpu_read_nothing_behind_a_row(dtype: torch.dtype, k: int) -> None:
-    """Neither gaps between rows nor the next row; AMX kernels of PyTorch multiply both by zero where k is no multiple of 32."""
+def test_cpu_gemms_do_not_read_beyond_a_row(dtype: torch.dtype, k: int) -> None:
+    """A CPU GEMM reads neither the gaps between rows nor the next row. PyTorch's AMX kernels multiply these by zero if k is not
+    a multiple of 32, so NaN and infinity would spread."""
     held = torch.full((17, k + 26), math.nan, dtype=dtype)
     a, b = held[:, :k].fill_(1.0), torch.ones(k, 200, dtype=dtype)
     assert (tk.mm(a, b) == k).all()
@@ -221,7 +222,7 @@ def test_products_on_a_cpu_read_nothing_behind_a_row(dtype: torch.dtype, k: int)
     assert k % 32 == 0 or f"k={k} is not a multiple of 32" in str(tk.mm.explain(a, b))
 
 
-def test_no_two_of_the_kernels_are_of_equal_rank() -> None:
+def test_no_two_kernels_have_equal_priority() -> None:
     assert not [c for c in KernelRegistry.get().clashes() if c.first.family == "gemm"]
 
 
@@ -262,7 +263,7 @@ RECOGNISED = {
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
-def test_fp8_formats_are_told_by_the_scales_shapes(name: str) -> None:
+def test_fp8_formats_follow_from_the_shapes_of_scales(name: str) -> None:
     a, a_shape, b, b_shape, a_format, b_format = RECOGNISED[name]
     a_scale = None if a_shape is None else torch.ones(a_shape)
     request = _signature(tk.mm, a=a, b=b, a_scale=a_scale, b_scale=torch.ones(b_shape))
@@ -308,7 +309,7 @@ BLOCKS = {  # the scales of a [4, 256] and b [256, 200]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_are_told_by_the_scales_shapes(name: str) -> None:
+def test_block_formats_follow_from_the_shapes_of_scales(name: str) -> None:
     a_scale, b_scale, a_format, b_format = BLOCKS[name]
     request = _signature(tk.mm, a=_eights(4, 256), b=_eights(256, 200), a_scale=a_scale, b_scale=b_scale)
     assert request.signature.format_for("a") == _narrow("a", *a_format)
@@ -338,7 +339,7 @@ def test_scales_may_have_the_dtype_e8m0() -> None:
         assert torch.equal(tk.mm(aq, wq.t(), *named), wanted)
 
 
-def test_layouts_of_scales_do_not_change_products() -> None:
+def test_layouts_of_scales_do_not_change_gemms() -> None:
     generator = torch.Generator().manual_seed(0)
     a, w = torch.randn(150, 96, generator=generator), torch.randn(20, 96, generator=generator)
     one = torch.tensor(0.01)
@@ -350,7 +351,7 @@ def test_layouts_of_scales_do_not_change_products() -> None:
         assert (wanted.float() - a @ w.t()).norm() < 0.25 * (a @ w.t()).norm()
 
 
-def test_what_completes_tiles_and_numbers_does_not_matter() -> None:
+def test_padding_of_tiles_and_packed_scales_does_not_matter() -> None:
     changed = []
     for op, case in (p.values for p in CASES):  # type: ignore[union-attr]
         arguments = op.complete(case.build())
@@ -365,7 +366,7 @@ def test_what_completes_tiles_and_numbers_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
 def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
-    """So a kernel can be for few rows, and what was measured still holds for all sizes of a bucket."""
+    """A kernel may thus require few rows, and a measured result applies to a whole bucket of sizes."""
     request = _signature(tk.mm, a=torch.ones(rows, 8), b=torch.ones(8, 3))
     assert request.traits["m"] == stated == request.buckets["m"]
 

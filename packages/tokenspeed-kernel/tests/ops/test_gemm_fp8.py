@@ -1,4 +1,4 @@
-"""PyTorch's product of 8-bit floats: which calls it serves, what it is given, and on a GPU what it computes."""
+"""PyTorch's scaled fp8 GEMM: the eligible calls, the arguments that it gets, and on a GPU its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAIRS = {
     "a tensor and columns": {"a_scale": "tensor", "b_scale": "channel"},
     "blocks": {"a_scale": "block", "b_scale": "block"},
 }
-# Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most; the matrix unit's own sums have 14 bits.
+# Relative to a result's norm. Rounding an element to bfloat16 costs at most 3.9e-3; the tensor core accumulates with 14 bits.
 TOLERANCE = {BF16: 4.5e-3, F16: 2e-3, SINGLE: 2e-3}
 
 
@@ -49,7 +49,7 @@ def chosen(arch: str, arguments: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("dtype", [BF16, F16, SINGLE], ids=str)
-def test_many_rows_are_served(pair: str, dtype: torch.dtype) -> None:
+def test_many_rows_are_supported(pair: str, dtype: torch.dtype) -> None:
     kind = "blocks" if pair == "blocks" else "tensors" if pair == "tensors" else "rows"
     result = "float32" if dtype == SINGLE else "halves"
     m = module._SUPPORTED[kind].fewest_rows
@@ -70,7 +70,7 @@ def test_many_rows_are_served(pair: str, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-def test_what_the_library_does_not_have_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_unsupported_combinations_are_ineligible(change: dict[str, Any], reason: str) -> None:
     sizes = {"m": 2048, "k": 512, "n": 128, **{name: change[name] for name in ("k", "n") if name in change}}
     options = {name: value for name, value in change.items() if name not in sizes}
     told = explained("sm_90", arguments_of("rows", *sizes.values(), **options))
@@ -79,7 +79,7 @@ def test_what_the_library_does_not_have_is_refused(change: dict[str, Any], reaso
     assert reason in str(told)
 
 
-def test_blocks_are_served_four_at_a_time() -> None:
+def test_unsupported_block_scaled_gemms() -> None:
     assert chosen("sm_90", arguments_of("blocks", 2048, 640, 128)) != "torch_mm_fp8_blocks_to_halves"
     assert chosen("sm_90", arguments_of("blocks", 2048, 512, 192)) != "torch_mm_fp8_blocks_to_halves"
     e8m0 = arguments_of("blocks", 2048, 512, 128, scales="e8m0")
@@ -88,7 +88,7 @@ def test_blocks_are_served_four_at_a_time() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("dtypes", [(E4M3, E5M2), (E5M2, E4M3)], ids=str)
-def test_e5m2_by_e4m3fn_is_served(pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_e5m2_by_e4m3fn_is_supported(pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     arguments = arguments_of(pair, 2048, 512, 128, a_dtype=dtypes[0], b_dtype=dtypes[1])
     assert chosen("sm_90", arguments).startswith("torch_mm_fp8")
 
@@ -122,7 +122,7 @@ def test_a_pytorch_for_an_older_cuda_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def _as_checked(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-    """What PyTorch's function checks and computes: scales of blocks lie along rows of ``a``, four of these at a time."""
+    """A stand-in for PyTorch's function, with its checks: block scales are column-major, for a multiple of 4 rows."""
     (m, k), n, out = a.shape, b.shape[1], options["out"]
     assert not options["use_fast_accum"]
     assert a.stride(1) == b.stride(0) == 1
@@ -160,7 +160,7 @@ def check(arguments: dict[str, Any]) -> Tensor:
 
 @pytest.fixture(params=["checked", pytest.param("gpu", marks=pytest.mark.nvidia)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU that has the products, or a CPU and a stand-in for PyTorch's function, which is as particular."""
+    """A GPU that supports scaled fp8 GEMMs, or a CPU and a stand-in for PyTorch's function with the same checks."""
     if request.param == "checked":
         monkeypatch.setattr(torch, "_scaled_mm", _as_checked)
         return "cpu"
@@ -171,7 +171,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("m", [1, 128, 130, 133])
-def test_products(device: str, pair: str, m: int) -> None:
+def test_gemms(device: str, pair: str, m: int) -> None:
     check(arguments_of(pair, m, 512, 384, device))
 
 
@@ -188,8 +188,9 @@ def test_e5m2(device: str, pair: str, dtypes: tuple[torch.dtype, torch.dtype]) -
 
 
 @pytest.mark.parametrize("pair", ["rows", "blocks"])
-def test_memory_that_lies_otherwise(device: str, pair: str) -> None:
-    """Operands along the other axis, rows with gaps, odd addresses, strided scales, and a result with gaps."""
+def test_other_strides_and_alignments(device: str, pair: str) -> None:
+    """Operands that are contiguous along the other axis, rows with gaps, unaligned addresses, strided scales, and a result with
+    gaps."""
     arguments = arguments_of(pair, 133, 512, 384, device)
     a, b, scales = arguments["a"], arguments["b"], {name: arguments[name] for name in ("a_scale", "b_scale")}
     out = torch.full((133, 400), torch.nan, dtype=BF16, device=device)

@@ -1,6 +1,6 @@
-"""Tests of device code by itself: on a GPU or interpreted. Elsewhere their modules are skipped before they import any of it.
+"""Tests of device code by itself, on a GPU or interpreted. Elsewhere modules are skipped before they import any device code.
 
-On a GPU each test carries the mark of its vendor, so that ``-m nvidia`` runs it there and ``-m "not nvidia"`` leaves it out.
+On a GPU each test has its vendor's marker, so that ``-m nvidia`` runs it there and ``-m "not nvidia"`` leaves it out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class _Skipped(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     if "triton" in PLATFORM.features:
-        return None  # an ordinary module
+        return None  # a module without device code
     return _Skipped.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sees the items of the whole session."""
+    """Applies to the items of the whole session."""
     here = Path(__file__).parent
     for item in items:
         if ON_GPU and here in item.path.parents:

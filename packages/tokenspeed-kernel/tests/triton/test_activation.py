@@ -1,4 +1,4 @@
-"""Activation kernels where the cases that all kernels share do not look: values beyond the ordinary, strides."""
+"""Activation kernels beyond the shared cases: non-finite and huge values, strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"limit": 7.0}, {"limit": 7, "alpha": 1, "b
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_odd_values(dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_nonfinite_and_extreme_values(dtype: torch.dtype, options: dict[str, Any]) -> None:
     pairs = torch.tensor(list(itertools.product(ODD_VALUES, ODD_VALUES)), dtype=dtype, device=DEVICE)
     halves = torch.cat((pairs[:, 0], pairs[:, 1]))
     expected = swiglu(halves, **options, override="reference_swiglu")

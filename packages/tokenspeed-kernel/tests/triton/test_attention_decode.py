@@ -1,4 +1,4 @@
-"""Paged decode of the Triton kernels: splitting, layouts and formats beyond what the operator's cases hold."""
+"""Paged decode by the Triton kernels: split-KV, layouts and formats beyond the operator's cases."""
 
 from __future__ import annotations
 
@@ -39,44 +39,44 @@ def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
 
 
 @pytest.fixture
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units of few keys, and lengths looked at in several parts."""
+def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work items of few keys, and lengths that are loaded 16 at a time."""
     choose = kernel._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
     monkeypatch.setattr(kernel, "_config", lambda *args: choose(*args)._replace(**small))
     monkeypatch.setattr(_split_kv, "_LENGTHS_AT_ONCE", 16)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("page_size", [1, 3, 16, 32, 256])
 @pytest.mark.parametrize("options", [{}, {"window_left": 40}, {"max_seqlen_q": 3, "sinks": True}], ids=["full", "window", "three"])
-def test_units_of_ragged_sequences(page_size: int, options: dict[str, Any]) -> None:
+def test_work_items_of_ragged_sequences(page_size: int, options: dict[str, Any]) -> None:
     lengths = [200, 0, 1, 16, 17, 97, 5]
     _agrees(_draw(lengths, None, 4, 2, 16, page_size=page_size, dtype=torch.float32, stale=True, return_lse=True, **options), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
-def test_lengths_are_looked_at_in_parts() -> None:
+@pytest.mark.usefixtures("small_work_items")
+def test_lengths_are_loaded_in_chunks() -> None:
     lengths = [(i * 7) % 50 for i in range(37)]
     _agrees(_draw(lengths, None, 2, 1, 16, dtype=torch.float32, return_lse=True), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("options", [{"sinks": True}, {"max_seqlen_q": 2, "window_left": 50}], ids=["sinks", "window"])
-def test_one_program_merges_all_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there are many sequences."""
+def test_one_program_merges_the_splits_of_all_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with many sequences."""
     monkeypatch.setattr(_split_kv, "_FEW", 0)
     _agrees(_draw([100, 0, 15, 61], None, 12, 4, 16, 24, dtype=torch.float32, return_lse=True, **options), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 def test_every_sequence_is_empty() -> None:
     _agrees(_draw([0, 0, 0], None, 2, 1, 16, return_lse=True, sinks=True))
     arguments = _draw([0, 0], None, 2, 1, 16, return_lse=True)
     _agrees({**arguments, "page_table": arguments["page_table"][:, :0], "max_seqlen_k": 0})
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 def test_more_rows_than_a_tile() -> None:
     _agrees(_draw([40, 9, 3], None, 24, 1, 16, max_seqlen_q=4, sinks=True, return_lse=True, window_left=20))
 
@@ -110,7 +110,7 @@ def test_queries_beyond_float16_meet_an_fp8_cache(size: float) -> None:
 
 
 def test_every_e4m3_number() -> None:
-    """One key each, so that the outputs are the numbers of the cache."""
+    """Each token has one key, so that the outputs are the cache's values."""
     every = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(E4M3)
     cache = every.view(16, 1, 1, 16)
     arguments = {
@@ -135,7 +135,7 @@ def test_strides() -> None:
 
 
 def _strided(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same in other layouts: heads before tokens, odd strides, no unit stride."""
+    """The same values in other layouts: heads before tokens, odd strides, no unit stride."""
 
     def apart(x: Tensor) -> Tensor:
         wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan, dtype=x.dtype, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Mixed batches of the Triton kernels: what is decoded, what is extended, and that each passes over the other's sequences."""
+"""Mixed batches by the Triton kernels: the split into decode and extend; neither kernel touches the other's sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 
 DEVICE = default_device()
-# Sequences that decode, verify two drafts, extend, prefill, and have nothing new, in no order.
+# Sequences that decode, verify two drafts, extend, prefill, or have nothing new; in no order.
 KV_LENS, Q_LENS = [97, 30, 1, 60, 16, 0, 33, 150], [1, 30, 1, 2, 0, 0, 9, 1]
 
 
@@ -35,30 +35,31 @@ def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
 
 
 @pytest.fixture
-def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding in units of few keys, and lengths looked at in several parts."""
+def small_work_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode with work items of few keys, and lengths that are loaded 16 at a time."""
     choose = decode._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
     monkeypatch.setattr(decode, "_config", lambda *args: choose(*args)._replace(**small))
     monkeypatch.setattr(_split_kv, "_LENGTHS_AT_ONCE", 16)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"sinks": True, "logit_cap": 4.0}], ids=["full", "window", "cap"])
-def test_units_beside_tiles(page_size: int, options: dict[str, Any]) -> None:
-    """Eight query heads a key head: up to two new tokens are decoded."""
+def test_decode_work_items_beside_prefill_tiles(page_size: int, options: dict[str, Any]) -> None:
+    """Eight query heads for each KV head: sequences with up to two new tokens are decoded."""
     _agrees(_draw(KV_LENS, Q_LENS, 8, 1, 16, page_size=page_size, dtype=torch.float32, **options), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (24, 1)])
 def test_head_ratios(heads: int, kv_heads: int) -> None:
-    """From sixteen new tokens decoded to one, whose rows take more than the least tile."""
+    """At a GQA ratio of 1, sequences with up to sixteen new tokens are decoded. At 24, only those with one, which exceed the
+    smallest tile."""
     _agrees(_draw([*KV_LENS, 40, 41], [*Q_LENS, 16, 17], heads, kv_heads, 16, dtype=torch.float32), 1e-5)
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=20))
 def test_any_mixture(lengths: list[tuple[int, int]]) -> None:
@@ -74,12 +75,14 @@ def test_windows(window_left: int) -> None:
     ("window_left", "q_lens", "launched"),
     [
         (-1, Q_LENS, ["tiles", "newest"]),
-        (-1, [1, 2, 1, 1, 0, 0, 2, 1], ["newest"]),  # all decode
-        (127, Q_LENS, ["tiles"]),  # few keys: nothing to split
+        (-1, [1, 2, 1, 1, 0, 0, 2, 1], ["newest"]),  # all sequences decode
+        (127, Q_LENS, ["tiles"]),  # few keys, nothing to split
         (1000, Q_LENS, ["tiles", "newest"]),
     ],
 )
-def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, window_left: int, q_lens: list[int], launched: list[str]) -> None:
+def test_which_kernels_are_launched(
+    monkeypatch: pytest.MonkeyPatch, window_left: int, q_lens: list[int], launched: list[str]
+) -> None:
     found: list[str] = []
     monkeypatch.setattr(kernel, "attend_stretches", lambda *args, **options: found.append("tiles"))
     monkeypatch.setattr(kernel, "attend_newest", lambda *args, **options: found.append("newest"))
@@ -87,9 +90,9 @@ def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, window_left: int, q_l
     assert found == launched
 
 
-@pytest.mark.usefixtures("small_units")
+@pytest.mark.usefixtures("small_work_items")
 def test_outputs_elsewhere_stay_as_they_are() -> None:
-    """In a padded buffer, with all heads of something wider."""
+    """A padded output buffer, whose rows have more heads."""
     arguments = _draw(KV_LENS, Q_LENS, 8, 1, 16, dtype=torch.float32)
     wanted = tk.mha_with_kvcache(**arguments, solution="reference")
     padded = torch.full((wanted.shape[0] + 5, 9, 16), 7.0, device=DEVICE)

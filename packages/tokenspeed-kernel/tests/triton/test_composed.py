@@ -1,5 +1,5 @@
-"""Kernels of composed operators where the cases that all kernels share do not look: memory that is written in place, calls one
-after another, and what they leave to the composed kernel."""
+"""Fused kernels of composed operators beyond the shared cases: in-place outputs, consecutive calls, and the calls that go to
+the composition of parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(mode: str, seed: int = 0) -> dict[str, Any]:
     named = {"rmsnorm_moe_topk": "gpt-oss-120b decode 1", "rmsnorm_qkv_rope": "gpt-oss-120b heads, narrow, decode 4 with cache"}
     op = get_operator(mode)
     made = next(c for c in op.all_cases() if c.name == named[mode]).make
-    # In float32, where no rounding decides which expert is better.
+    # float32, so that rounding does not decide between experts.
     tokens = {"rmsnorm_moe_topk": 5, "rmsnorm_qkv_rope": 2}[mode]
     return op.complete(made.vary(tokens=tokens, dtype=torch.float32)(Draw(DEVICE, seed)))  # type: ignore[attr-defined]
 
@@ -39,7 +39,7 @@ def run(mode: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("target", ["residual", "x"])
 @pytest.mark.parametrize("mode", FUSED)
-def test_the_sum_may_take_the_place_of_what_was_added(mode: str, target: str) -> None:
+def test_the_sum_may_overwrite_its_operands(mode: str, target: str) -> None:
     arguments = draw(mode)
     wanted = run(mode, copied(arguments))
     given = copied(arguments)
@@ -51,7 +51,7 @@ def test_the_sum_may_take_the_place_of_what_was_added(mode: str, target: str) ->
 
 @pytest.mark.parametrize("mode", FUSED)
 def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
-    """Whoever counts programs must find zeros."""
+    """Each call must leave the counters at zero for the next one."""
     for seed in range(3):
         arguments = draw(mode, seed=seed)
         got = run(mode, copied(arguments))
@@ -65,13 +65,13 @@ def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", FUSED)
 def test_weights_in_another_order(mode: str) -> None:
-    """Inputs first, rather than outputs."""
+    """Weights whose input axis is contiguous, instead of the output axis."""
     arguments = draw(mode)
     name = "router_weight" if mode == "rmsnorm_moe_topk" else "qkv_weight"
     wanted = run(mode, copied(arguments))
-    turned = {**copied(arguments), name: arguments[name].contiguous()}
-    assert turned[name].stride() != arguments[name].stride()
-    for one, other in zip(run(mode, turned), wanted, strict=True):
+    transposed = {**copied(arguments), name: arguments[name].contiguous()}
+    assert transposed[name].stride() != arguments[name].stride()
+    for one, other in zip(run(mode, transposed), wanted, strict=True):
         assert torch.equal(one, other)
 
 
@@ -80,7 +80,7 @@ def test_weights_in_another_order(mode: str) -> None:
     [
         ("rmsnorm_moe_topk", 16, "triton_rmsnorm_moe_topk"),
         ("rmsnorm_moe_topk", 17, "composed_rmsnorm_moe_topk"),
-        ("rmsnorm_qkv_rope", 2, "composed_rmsnorm_qkv_rope"),  # until the fused one is quicker
+        ("rmsnorm_qkv_rope", 2, "composed_rmsnorm_qkv_rope"),  # until the fused kernel is faster
     ],
 )
 def test_many_tokens_are_left_to_the_parts(mode: str, tokens: int, chosen: str) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention by the Triton kernels: searches, tiles and layouts that the operators' cases do not reach."""
+"""DeepSeek sparse attention by the Triton kernels: searches, tiles and layouts beyond the operators' cases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def chosen(scores: Tensor, top_k: int, lengths: Tensor | None = None) -> None:
     assert torch.equal(got, tk.top_k_indices(scores, top_k, lengths, override="reference_top_k_indices"))
 
 
-# Little room, so that rows of a thousand scores need all steps of a search; `spans`: without lists, by one program, by several.
+# Small sizes, so that rows of a thousand scores need all steps of a search. ``spans``: 0 uses no candidate lists, 1 one program
+# a row, more several programs.
 SMALL = selection.Search(lanes=256, spans=1, segment=256, block=128, run=4, sample=64, deviations=4.0, stages=1, warps=4)
 each_search = pytest.mark.parametrize("spans", [0, 1, 4])
 
@@ -37,8 +38,9 @@ def search(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 @each_search
 @pytest.mark.parametrize("deviations", [-2.0, 4.0, 30.0], ids=["too high", "as usual", "too low"])
-def test_a_bound_that_a_sample_gives(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of which most differ, and few numbers: where the bound misses the threshold, the row is searched as a whole."""
+def test_bounds_estimated_from_a_sample(deviations: float, spans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of mostly distinct scores, and rows of few distinct scores. If the bound misses the threshold, the whole row is
+    searched."""
     search(monkeypatch, spans=spans, deviations=deviations)
     lengths = torch.tensor([600, 300, 600, 50], dtype=torch.int32, device=DEVICE)
     chosen(torch.cat([normal(2, 600), (normal(2, 600) * 3).round()]), 60, lengths)
@@ -65,7 +67,7 @@ def test_mostly_hidden_scores(spans: int, monkeypatch: pytest.MonkeyPatch) -> No
     chosen(scores, 60)
 
 
-def test_more_are_wanted_than_a_list_has_room_for() -> None:
+def test_top_k_beyond_the_candidate_list() -> None:
     chosen(normal(1, 4500), 4000)
 
 
@@ -105,7 +107,7 @@ def test_a_strided_cache_and_strided_indices() -> None:
     agree(arguments)
 
 
-def test_keys_of_many_tokens_are_split_by_what_each_has() -> None:
+def test_split_kv_with_uneven_key_counts() -> None:
     """One token has far more keys than the others."""
     arguments = sparse_arguments(5, 72)
     wide = arguments["indices"].repeat(1, 9)
@@ -137,8 +139,8 @@ def test_scores_of_strided_operands_and_more_new_tokens_than_a_sequence_has() ->
 
 
 @pytest.mark.parametrize("batch", [1, 20])
-def test_tokens_find_their_sequences(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles of some, none of others; looked for 16 at a time."""
+def test_tokens_are_mapped_to_their_sequences(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sequences have several tiles, others none; the device code scans 16 sequences at a time."""
     monkeypatch.setattr(indexer, "_SEQUENCES_AT_ONCE", 16)
     q_lens = [(7 * i) % 4 * (i % 3 + 1) + 2 * (batch == 1) for i in range(batch)]
     tokens = sum(q_lens)

@@ -1,4 +1,4 @@
-"""The Triton products where the operators' cases do not reach: every path on every device, layouts, splits of k, extremes."""
+"""Triton GEMMs beyond the operators' cases: every path on every device, layouts, split-K, extreme values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _codes(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
 
 
 def _coarse(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Small integers: exact in every format, and so are their sums. (Triton's interpreter has no subnormal 8-bit floats.)"""
+    """Small integers, which every format and all their sums represent exactly. (Triton's interpreter lacks subnormal fp8
+    values.)"""
     return torch.randint(-8, 9, shape, generator=_generator(seed)).to(F32).to(dtype).to(default_device())
 
 
@@ -55,7 +56,8 @@ def _scales(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _exponents(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
-    """Of blocks of 128 along k, and of 128 columns ("e8m0") or one ("packed": four in an int32, lines beside each other)."""
+    """Exponents of blocks of 128 along k, for 128 columns each ("e8m0") or one column ("packed": four in an int32, line index
+    fastest)."""
     along = -(-k // 128)
     if kind == "e8m0":
         return _codes(m, along, seed=4, low=124, high=130), _codes(-(-n // 128), along, seed=5, low=124, high=130).t()
@@ -64,7 +66,7 @@ def _exponents(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["e8m0", "packed"])
-def test_direct_products_of_fp8_with_exponents(kind: str) -> None:
+def test_direct_gemms_of_fp8_with_e8m0_scales(kind: str) -> None:
     m, k, n = 140, 640, 136
     codes = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
     scales = _exponents(m, k, n, kind)
@@ -79,7 +81,7 @@ def test_direct_products_of_fp8_with_exponents(kind: str) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("kind", ["whole", "line", "block"])
 @pytest.mark.parametrize("descriptors", [False, True])
-def test_direct_products_of_fp8(descriptors: bool, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_gemms_of_fp8(descriptors: bool, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = _coarse(70, 1600, seed=1, dtype=E4M3)
     plain = torch.ones(1, device=codes.device)
     if not current_platform().is_cpu and not direct.is_eligible(operand(codes, plain, -2), operand(codes.t(), plain, -1)):
@@ -96,8 +98,8 @@ def test_direct_products_of_fp8(descriptors: bool, kind: str, splits: int, monke
         _close(out, tk.mm(a, b, a_scale, b_scale, bias, out_dtype=F32, override="reference_mm"), 1e-3)
 
 
-def test_direct_products_of_batches_and_lines_across() -> None:
-    """b and a with lines that are not along k, batches, an output with gaps."""
+def test_direct_gemms_of_batches_and_transposed_operands() -> None:
+    """Operands that are not contiguous along k, batches, and an output with gaps."""
     a, b = _normal(3, 80, 64, seed=1, dtype=F16), _normal(3, 64, 48, seed=2, dtype=F16)
     wanted = torch.bmm(a.float(), b.float())
     for x in (a, a.mT.contiguous().mT):
@@ -110,7 +112,7 @@ def test_direct_products_of_batches_and_lines_across() -> None:
                 assert not wide[..., 1::2].any()
 
 
-def test_few_tiles_share_k(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tiles_split_k(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = _normal(5, 2304, seed=1, dtype=BF16), _codes(40, 1152, seed=2).t()
     scale = _codes(40, 72, seed=3, low=120, high=128).t()
     bias = _normal(40, seed=4)
@@ -139,7 +141,7 @@ def test_float16_meets_mx_weights_beyond_its_range(weight: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nvfp4 in tiles of 128x4", "fp8 per block, packed e8m0"])
-def test_what_completes_tiles_and_numbers_does_not_matter(name: str) -> None:
+def test_padding_of_tiles_and_packed_scales_does_not_matter(name: str) -> None:
     op = tk.get_operator("mm")
     case = next(case for case in op.all_cases() if case.name == name)
     arguments = op.complete(case.build(default_device()))
@@ -150,8 +152,8 @@ def test_what_completes_tiles_and_numbers_does_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_halves_hold_what_nvfp4_decodes_to(dtype: torch.dtype) -> None:
-    """All codes with the least and the largest scales: products with one are exact."""
+def test_nvfp4_dequantises_exactly_to_16_bit_floats(dtype: torch.dtype) -> None:
+    """All quantised values with the smallest and largest scales. GEMMs with the identity matrix are exact."""
     codes = torch.arange(256, dtype=torch.uint8, device=default_device()).reshape(16, 16)
     scale = torch.tensor([2.0**-9, 7 * 2.0**-9, 0.8125, 448.0], device=codes.device).to(E4M3).repeat(8).reshape(16, 2)
     one = torch.eye(32, dtype=dtype, device=codes.device)
@@ -185,9 +187,9 @@ def _weights(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4", "whole", "line", "block", "packed"])
 def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several slices, the last of them short."""
+    """Several slices, the last one short."""
     monkeypatch.setattr(once, "_SLICE_BYTES", 2 * 192 * 128)
-    if current_platform().is_cpu:  # where Triton's interpreter does not multiply bfloat16
+    if current_platform().is_cpu:  # Triton's interpreter cannot multiply bfloat16
         monkeypatch.setattr(direct, "multiply", decoded.multiply)
     m, k, n = 40, 192, 300
     b, b_scale = _weights(kind, n, k)
@@ -217,8 +219,8 @@ def test_every_tile_that_decodes(tile: decoded.Tile) -> None:
 
 
 @pytest.mark.parametrize("tile", [words._TILES["sm_90"][0], words._TILES["sm_90"][-1]], ids=str)
-def test_tiles_of_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two columns beyond a tile; k ends within one, and is split."""
+def test_tiles_of_32_bit_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """n exceeds a tile by two columns; k ends inside a tile, and is split."""
     monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(_split_k, "_SHORTEST", tile.k)
     m, k, n = tile.m - 2, 2 * tile.k + 32, tile.n + 2
@@ -231,7 +233,7 @@ def test_tiles_of_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> No
         _close(out, tk.mm(a, b, None, b_scale, bias, F32, alpha, override="reference_mm"), 1e-3)
 
 
-def test_words_want_lines_along_k() -> None:
+def test_the_word_kernel_needs_operands_contiguous_along_k() -> None:
     b, b_scale = _weights("nvfp4", 48, 128)
     w = operand(b, b_scale, -1)
     a = _normal(4, 128, seed=1, dtype=BF16)
@@ -248,7 +250,7 @@ def test_words_want_lines_along_k() -> None:
 
 
 @pytest.mark.parametrize(("block", "columns"), [(64, 64), (32, 32), (32, 1), (128, 1)])
-def test_direct_products_with_scales_of_smaller_blocks(block: int, columns: int) -> None:
+def test_direct_gemms_with_scales_of_smaller_blocks(block: int, columns: int) -> None:
     m, k, n = 130, 192, 72
     a, b = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
     a_scale = _normal(m, -(-k // block), seed=3).abs() + 0.1

@@ -1,4 +1,4 @@
-"""What kernels launch for the largest calls is what a driver takes."""
+"""The grids of the largest calls are within the driver's limits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tokenspeed_kernel_base.spec import KernelSpec
 KERNELS = [
     spec
     for op in operators()
-    # Kernels of communication launch as many CTAs as a device holds.
+    # Communication kernels launch at most as many CTAs as fit on the device.
     for spec in (KernelRegistry.get().get_for_operator(op.family, op.mode) if op.family != "comm" else ())
     if spec.solution == "triton"
 ]
-# Takes 16 tokens at most.
+# Limited to 16 tokens.
 FEW = {"triton_rmsnorm_moe_topk"}
 
 

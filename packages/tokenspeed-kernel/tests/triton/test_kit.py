@@ -1,6 +1,6 @@
-"""The conformance kit on every portable Triton kernel: edges of what is declared, strides, bounds, padding, empty calls.
+"""The conformance kit on every portable Triton kernel: edges of declared traits, strides, bounds, padding, empty calls.
 
-One small case of each kernel on every change; all cases and the edges of traits where there is time, and on a GPU.
+By default one small case of each kernel with every change; on a GPU and in slow tests, all cases and all edges of traits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 from tokenspeed_kernel_base.spec import KernelSpec
 
-# Kernels between processes are tested in worlds/test_comm.py: the kit has one process, in which no rank could answer.
+# Kernels between processes are tested in worlds/test_comm.py: the kit runs one process, so no other rank would answer.
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "triton" and spec.family != "comm"]
-QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # its cases are up to the largest sizes declared
+QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # its cases reach the largest declared sizes
 each_kernel = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 
 
 def small_case(spec: KernelSpec) -> Case:
-    """The smallest case that a kernel takes, of those with the fewest axes of one element: such an axis has no stride to get wrong.
-    It has rows, and something to do."""
+    """The smallest nonempty case that a kernel supports, among those with the fewest axes of one element: such an axis cannot
+    have a wrong stride."""
     op = get_operator(spec.operator)
     found = []
     for case in op.all_cases():
@@ -47,7 +47,7 @@ def small_case(spec: KernelSpec) -> Case:
 
 
 def _does_something(op: Operator[Any, Any], arguments: dict[str, Any]) -> bool:
-    """False of a write to a cache in which every token is padding."""
+    """False for a write to a cache if every token is padding."""
     before = [arguments[name].clone() for name in op.mutates if arguments[name] is not None]
     if not before:
         return True
@@ -79,8 +79,8 @@ def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
     assert {"values", "strides", "bounds"} <= passed(findings)
 
 
-def test_batches_whose_scales_do_not_lie_in_rows() -> None:
-    """Tiles of scales hold those of many rows: what codes and scales stand for is compared."""
+def test_batch_invariance_with_scales_in_tiles() -> None:
+    """A tile of scales belongs to many rows, so dequantised values are compared."""
     spec = KernelRegistry.get().get_by_name("triton_rmsnorm_quantize_mxfp8")
     case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "scale_layout": "128x4"})
     batches = "batch invariance"
@@ -146,7 +146,7 @@ Planted = Callable[[str], KernelSpec]
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
-    """Writes a package with a kernel of this device code, and registers it."""
+    """Writes a package with a kernel with this device code, and registers it."""
 
     def make(device_code: str) -> KernelSpec:
         name = f"planted_{tmp_path.name}"

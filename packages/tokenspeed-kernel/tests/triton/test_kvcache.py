@@ -1,4 +1,4 @@
-"""The cache-writing kernel where the cases that all kernels share do not look: every bit of every conversion, and layouts."""
+"""The cache-writing kernel beyond the shared cases: every bit of every conversion, and layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
 def _both(
     k: Tensor, v: Tensor, caches: Tensor, slots: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What is in the caches, ``[2, pages, page_size, heads, dim]`` of any strides, after the kernel and after the reference."""
+    """The caches, ``[2, pages, page_size, heads, dim]`` with any strides, after the kernel and after the reference."""
     results = []
     for kernel in ("triton_store_kv_cache", "reference_store_kv_cache"):
         written = torch.empty_strided(caches.shape, caches.stride(), dtype=caches.dtype, device=DEVICE)
@@ -69,7 +69,7 @@ def test_layouts(page_size: int, cache_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(page_size)
     kv = torch.randn(tokens, 2, heads, dim, generator=generator).bfloat16().to(DEVICE)
     slots = torch.randperm(pages * page_size, generator=generator)[:tokens]
-    slots[3::4] = -1 - slots[3::4]  # any negative number
+    slots[3::4] = -1 - slots[3::4]  # any negative value
     shapes = {
         "pages, slots, heads": (2, pages, page_size, heads, dim),
         "pages, heads, slots": (2, pages, heads, page_size, dim),
@@ -95,7 +95,7 @@ def test_layouts(page_size: int, cache_dtype: torch.dtype) -> None:
             assert same_bits(got, expected), (shape, kind)
 
 
-def test_what_is_not_written_stays() -> None:
+def test_unwritten_slots_are_unchanged() -> None:
     k = torch.ones(3, 2, 8, device=DEVICE)
     caches = torch.full((2, 4, 2, 2, 8), math.nan, device=DEVICE)
     store_kv_cache(k, 2 * k, *caches, torch.tensor([5, -1, 0], device=DEVICE), override="triton_store_kv_cache")

@@ -1,4 +1,4 @@
-"""The gated delta rule where cases do not look: lengths around chunks, gates that forget at once, keys that are alike, layouts."""
+"""The gated delta rule beyond the cases: lengths around chunk ends, gates that reset the state, equal keys, layouts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_decode 
 from tokenspeed_kernel_base.ops.linear_attention import gated_delta_rule_prefill as prefilling
 
 DEVICE = default_device()
-# A chunk of float16 has 64 tokens; its matrices are rounded to float16 on a GPU, and float32 where they are interpreted.
+# A chunk of float16 has 64 tokens. Its matrices are rounded to float16 on a GPU, and stay float32 in the interpreter.
 CLOSE = {"atol": 4e-3, "rtol": 4e-3}
 
 
 def _compared(operator: Any, arguments: dict[str, Any], tolerance: dict[str, float]) -> tuple[Tensor, Tensor]:
-    """Outputs and states of the kernel, which are those of the recurrence. The kernel gets the states as they lie in memory."""
+    """Compares the kernel's outputs and states with the reference's. Only the kernel gets the states with their original
+    strides."""
     initial = arguments["states"].clone(memory_format=torch.contiguous_format)
     wanted_states = initial.clone()
     wanted = operator(**{**arguments, "states": wanted_states}, solution="reference")
@@ -35,12 +36,12 @@ def _compared(operator: Any, arguments: dict[str, Any], tolerance: dict[str, flo
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_sequences_that_end_around_chunks(gate: str) -> None:
-    """Of 0, 1, 63, 64, 65 and 129 tokens, beside each other, begun from a state or not."""
+    """Sequences of 0, 1, 63, 64, 65 and 129 tokens in one call, with and without an initial state."""
     lengths = [63, 0, 1, 64, 65, 0, 129]
     options: dict[str, Any] = {"heads": 1, "v_heads": 1, "k_dim": 16, "v_dim": 16, "dtype": torch.float16, "initial": True}
     arguments = prefilling._inputs(lengths, **options, gate=gate)(Draw(DEVICE))
     out, states = _compared(tk.gated_delta_rule_prefill, arguments, CLOSE)
-    # The same sequences in a call of their own give the same, and so do they in two parts, which meet within a chunk.
+    # The same sequences, called alone and in two parts that meet inside a chunk, give the same results.
     bounds = arguments["cu_seqlens"].tolist()
     per_token = ("q", "k", "v", "g", "beta")
     for sequence in (4, 6):
@@ -58,8 +59,9 @@ def test_sequences_that_end_around_chunks(gate: str) -> None:
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
-def test_gates_that_forget_at_once_and_keys_that_are_alike(gate: str) -> None:
-    """exp of a chunk's sums is out of range in either direction; and powers of a chunk's system would be."""
+def test_gates_that_reset_the_state_and_equal_keys(gate: str) -> None:
+    """The exp of a chunk's cumulative gates is out of range in either direction; so are powers of the chunk's triangular
+    system."""
     arguments = prefilling._inputs([70], 1, 2, 32, 16, torch.float32, gate=gate, initial=True)(Draw(DEVICE))
     arguments["g"][10:20] = -30.0
     arguments["g"][40] = -1e4
@@ -91,7 +93,7 @@ def test_operands_and_states_with_gaps(gate: str) -> None:
         arguments = make(Draw(DEVICE))
         for name in ("q", "k", "v", "g", "beta"):
             arguments[name] = arguments[name].repeat_interleave(2, dim=-1)[..., ::2]
-        # Rows of a state are columns of what lies in memory, as in vLLM and fla, and slots are apart.
+        # States are stored column-major, as in vLLM and fla, with gaps between slots.
         states = torch.cat((arguments["states"],) * 2, dim=1).transpose(2, 3).contiguous().transpose(2, 3)[:, :2]
         assert states.stride()[1:] == (20 * 24, 1, 24)
         arguments["states"] = states
@@ -110,7 +112,7 @@ def test_gates_of_many_channels_in_shorter_chunks() -> None:
 
 
 @pytest.mark.parametrize("gate", ["head", "channel"])
-def test_a_gate_that_is_no_number_is_not_hidden(gate: str) -> None:
+def test_a_nan_gate_gives_nan(gate: str) -> None:
     arguments = prefilling._inputs([40], heads=1, v_heads=1, k_dim=16, v_dim=16, dtype=torch.float32, gate=gate)(Draw(DEVICE))
     arguments["g"][20] = torch.nan
     assert tk.gated_delta_rule_prefill(**arguments, solution="triton")[20:].isnan().all()

@@ -1,4 +1,4 @@
-"""The kernels that write the cache of latents where the cases that all kernels share do not look: layouts and odd sizes."""
+"""The kernels that write the MLA cache beyond the shared cases: layouts and odd sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel.workbench.numerics.verify import default_device
 DEVICE = default_device()
 TOKENS, POSITIONS = 11, 30
 FP8 = torch.float8_e4m3fn
-# (kv_lora_rank, rope_dim): powers of two and not, one wider than the other.
+# (kv_lora_rank, rope_dim): powers of two and other sizes; either may be the larger one.
 SIZES = [(512, 64), (40, 6), (3, 2), (16, 70), (1030, 64)]
 
 
@@ -24,12 +24,12 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def _slots(pages: int, page_size: int) -> torch.Tensor:
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(pages))[:TOKENS]
-    slots[3::4] = -1 - slots[3::4]  # any negative number
+    slots[3::4] = -1 - slots[3::4]  # any negative value
     return slots.to(DEVICE)
 
 
 def _caches(width: int, pages: int, page_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of several layouts, with NaN in every slot."""
+    """Caches of several layouts, with NaN in every slot."""
     filled = torch.full((pages, page_size, width, 2), math.nan, device=DEVICE).to(dtype)
     return [filled[..., 0].contiguous(), filled[..., 0], filled[..., 0].transpose(0, 1).contiguous().transpose(0, 1)]
 

@@ -1,5 +1,5 @@
-"""Kernels on the cache with a scale for each 128 latents, where the cases that all kernels share do not look: layouts, splits, both
-operators on what the third has stored."""
+"""Kernels on the MLA cache with one scale for each 128 latents, beyond the shared cases: layouts, split-KV, and both attention
+operators on entries that the store operator wrote."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def views_of(rank: int, rope: int, layout: str) -> dict[str, Tensor]:
-    """A cache of 0xFF, which is NaN."""
+    """A cache filled with 0xFF, which is NaN."""
     width = rank + rank // 32 + 2 * rope
     if layout == "pages of bytes":
         return tk.mla_cache_views(
@@ -56,7 +56,7 @@ def filled(rank: int, rope: int, layout: str, slots: Tensor, solution: str) -> d
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (384, 6), (128, 0)], ids=str)
 def test_layouts(rank: int, rope: int, layout: str) -> None:
-    """Every second slot is stored to, and attention to those is the reference's."""
+    """Stores to every second slot; attention to these slots agrees with the reference."""
     slots = torch.arange(0, SLOTS, 2, device=DEVICE, dtype=torch.int32).flip(0)
     slots[::5] = -3
     cache, wanted = (filled(rank, rope, layout, slots, solution) for solution in ("triton", "reference"))
@@ -73,7 +73,7 @@ def test_layouts(rank: int, rope: int, layout: str) -> None:
     torch.testing.assert_close(lse, right_lse, rtol=2e-3, atol=2e-3)
 
 
-def test_keys_are_split_by_what_each_token_has() -> None:
+def test_split_kv_follows_each_tokens_key_count() -> None:
     cache = filled(256, 16, "pages of bytes", torch.arange(SLOTS, device=DEVICE), "triton")
     indices = torch.arange(1200, device=DEVICE, dtype=torch.int32).view(2, 600) % SLOTS
     options: dict[str, Any] = {"kv_lora_rank": 256, "softmax_scale": 0.05, "indices": indices}
@@ -103,7 +103,7 @@ def test_dense_attention_is_that_to_all_slots_of_a_sequence(window_left: int) ->
 
 
 def test_a_kernel_that_is_silent_does_not_have_it() -> None:
-    """Neither by its formats nor by its traits."""
+    """A kernel that declares neither the formats nor the trait is not eligible."""
     from tokenspeed_kernel.triton.attention._formats import LATENT, LATENT_GROUPS
     from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 

@@ -1,4 +1,4 @@
-"""Routing and mixture-of-experts kernels where the cases that all kernels share do not look: odd values, odd strides, graphs."""
+"""Routing and MoE kernels beyond the shared cases: non-finite values, odd strides, graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ODD_VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, 1e-30, 
 
 def _topk_agrees(logits: torch.Tensor, **options: Any) -> None:
     got = moe_topk(logits, **options, override="triton_moe_topk")
-    # On the CPU: PyTorch's sort on a GPU ranks a NaN with the sign bit set below everything.
+    # On the CPU, because PyTorch's sort on a GPU ranks a NaN with a set sign bit lowest.
     on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     expected = moe_topk(logits.cpu(), **on_cpu, override="reference_moe_topk")
     assert torch.equal(got[1].cpu(), expected[1])
@@ -41,7 +41,8 @@ def test_odd_values_rank_as_the_reference_ranks_them(dtype: torch.dtype, groups:
 
 
 def test_scores_of_logits_of_all_sizes() -> None:
-    """The square root of softplus is a series below 0 and the logit above; both must be exact to the last bits but one."""
+    """The square root of softplus is a series below 0, and uses the logit itself above. Both are exact to a relative error of
+    3e-7."""
     logits = torch.cat([torch.linspace(-90, 90, 4001), torch.logspace(-30, 38, 2000), -torch.logspace(-30, 1.9, 2000)])
     for scoring in ("sigmoid", "sqrtsoftplus"):
         got, _ = moe_topk(logits[:, None].to(DEVICE), 1, scoring, renormalize=False, override="triton_moe_topk")
@@ -123,7 +124,7 @@ def _apply_agrees(layer: dict[str, Any], got: torch.Tensor | None = None) -> Non
 
 @pytest.mark.parametrize("tokens", [1, 24, 60, 100, 200, 300])
 def test_blocks_of_all_lengths(tokens: int) -> None:
-    """Few tokens an expert and many: tiles are chosen by that. Some slots name the same expert twice."""
+    """Few tokens for each expert, and many: the tile depends on this. Some slots name the same expert twice."""
     layer = _layer(tokens, 3, 2, 48, 40, torch.float16, bias=True, limit=2.0, beta=1.0)
     _apply_agrees(layer)
     layer["topk_ids"] = torch.where(torch.rand(tokens, 2) < 0.3, -1, layer["topk_ids"].cpu()).int().to(DEVICE)
@@ -132,8 +133,8 @@ def test_blocks_of_all_lengths(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_blocks_of_all_kinds(monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
-    """Main part, extra rows, short tails, and weights read by descriptors where they can be; with small tiles, to have them all."""
+def test_all_parts_of_a_block_of_tokens(monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
+    """Small tiles cover all parts: full blocks, extra rows, short tails, and weights loaded by TMA descriptors if possible."""
     from tokenspeed_kernel.triton.moe import moe_apply as module
 
     tile = module.Tile(32, 32, 4, 2)
@@ -151,7 +152,7 @@ def test_blocks_of_all_kinds(monkeypatch: pytest.MonkeyPatch, interleaved: bool)
 @pytest.mark.parametrize("k", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k: int) -> None:
-    """A block of 128 is covered in one step or several, and the last one is cut short; with extra rows, and tails."""
+    """A block of 128 is covered by one step or by several, the last of them partial; with extra rows and tails."""
     from tokenspeed_kernel.triton.moe import moe_apply as module
 
     tile = module.Tile(64, k, 4, 2)
@@ -168,7 +169,7 @@ def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 
 @pytest.mark.parametrize("activation_dtype", ["none", "fp8", "mxfp4"])
 def test_activations_beyond_float16(activation_dtype: str) -> None:
-    """An activation and a slot's output of more than 65,504, whose result is in range; and one that is not a number."""
+    """Activations and slot outputs above 65,504, whose result is in range; and one NaN."""
     layer = _layer(5, 2, 1, 32, 32, torch.float16, activation_dtype=activation_dtype)
     weights = layer["weights"]
     layer["x"][:], weights.w13_weight[:], weights.w2_weight[:] = 264.0, 2.0**-5, 1.0
@@ -188,7 +189,7 @@ def test_all_tokens_to_one_expert() -> None:
 
 
 def test_rows_of_skipped_slots_are_not_read() -> None:
-    """A weight of NaN, or what uninitialised memory holds, must not reach the sum."""
+    """A weight of NaN, or uninitialised memory, must not affect the sum."""
     layer = _layer(9, 4, 3, 32, 32)
     layer["topk_ids"][::2, 1] = -1
     layer["topk_weights"][::2, 1] = torch.nan
@@ -198,7 +199,7 @@ def test_rows_of_skipped_slots_are_not_read() -> None:
 
 
 def test_strides() -> None:
-    """Weights that lie transposed, as some checkpoints have them, and tokens and results within larger tensors."""
+    """Transposed weights, as in some checkpoints, and tokens and results inside larger tensors."""
     layer = _layer(10, 4, 2, 32, 48, bias=True, w13_interleaved=True)
     weights = layer["weights"]
     layer["weights"] = replace(
@@ -220,7 +221,7 @@ def test_strides() -> None:
 
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_block", "mxfp4"])
 @pytest.mark.parametrize("platform", ["sm_90", "sm_100", "gfx942"])
-def test_static_activations_are_served_on_gpus(weight_format: str, platform: str) -> None:
+def test_static_activations_are_supported_on_gpus(weight_format: str, platform: str) -> None:
     options: dict[str, Any] = {"activation_dtype": "fp8_static", "weight_format": weight_format}
     assert moe_plan(8, 2, 128, 128, platform=named_platform(platform), **options).kernel.startswith("triton_moe_apply")
 
@@ -229,7 +230,7 @@ def test_static_activations_are_served_on_gpus(weight_format: str, platform: str
 def test_static_activations_saturate(dtype: torch.dtype) -> None:
     layer = _layer(3, 4, 2, 48, 40, dtype)
     layer["x"][1, :5] = torch.tensor([1e3, -1e3, 1e-6, 2.0, -2.0])
-    scales = torch.tensor([0.01, 0.0025], device=DEVICE)  # up to 4.48, and up to 1.12: some of what lies between is more
+    scales = torch.tensor([0.01, 0.0025], device=DEVICE)  # amax 4.48 and 1.12: some values are larger and saturate
     layer["weights"] = replace(layer["weights"], w13_input_scale=scales[:1], w2_input_scale=scales[1:])
     layer["plan"] = replace(layer["plan"], activation_dtype="fp8_static")
     _apply_agrees(layer)

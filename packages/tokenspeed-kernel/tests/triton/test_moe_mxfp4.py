@@ -1,4 +1,4 @@
-"""Mixture of experts with prepared mxfp4 weights: the layout, the schedule of blocks, and every choice of tiles."""
+"""MoE with prepared mxfp4 weights: the layout, the schedule of blocks, and every tile configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 
 def _unpacked(weight: Tensor, scale: Tensor, epilogue: Tensor, k: int) -> Tensor:
-    """What the words of a prepared projection stand for: float32 ``[experts, 2, pairs, k]``."""
+    """The dequantised weights of a prepared projection: float32 ``[experts, 2, pairs, k]``."""
     bits = weight.int() & 0xFFFF
     tiles = []
     for i, (sign, low) in enumerate(zip((15, 12, 14, 13), (6, 3, 0, 9), strict=True)):
@@ -97,7 +97,7 @@ _SMALL = [
 @pytest.mark.parametrize("tile", _SMALL, ids=str)
 @pytest.mark.parametrize("listed", [False, True], ids=["direct", "listed"])
 def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: Any, listed: bool) -> None:
-    """Sizes that fill neither tiles nor chunks, experts of other ranks, an expert named twice."""
+    """Sizes that are no multiples of tiles or chunks, experts of other ranks, and an expert named twice."""
     if listed:
         monkeypatch.setattr(kernel, "_DIRECT_PAIRS", 0)
     elif tile.tail:
@@ -112,7 +112,7 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
 
 @pytest.mark.parametrize(("activation_dtype", "most"), [("none", 1e-3), ("fp8", 2e-2), ("mxfp4", 1e-1)])
 def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
-    """What is rounded to mxfp4 is beyond float16 as well. A case of the operator has partial sums."""
+    """Activations that are rounded to mxfp4 exceed float16, too. Partial sums that do are in the operator's cases."""
     arguments, plan = _draw(4, 2, 1, 64, 32, dtype=torch.float16, gain=512.0, activation_dtype=activation_dtype)
     weights = tk.moe_process_weights(arguments["weights"], plan)
     what = (arguments["topk_weights"], arguments["topk_ids"], plan)
@@ -121,12 +121,12 @@ def test_activations_beyond_float16(activation_dtype: str, most: float) -> None:
 
 
 def test_every_regime_is_reached() -> None:
-    """Tokens from one to more than the largest regime starts at, in bfloat16."""
+    """From one token to more than the largest regime's first size, in bfloat16."""
     for tokens in (1, 3, 5, 20, 40, 130) if DEVICE.type == "cuda" else (1, 20):
         arguments, plan = _draw(tokens, 2, 2, 128, 64, seed=tokens, w13_interleaved=True)
         weights = tk.moe_process_weights(arguments["weights"], plan)
         got = tk.moe_apply(**{**arguments, "weights": weights, "plan": plan}, override=KERNEL)
-        # The interpreter cuts bfloat16 off, where a device rounds it.
+        # The interpreter truncates to bfloat16; a device rounds.
         assert _error(got, _reference(arguments)) < (5e-3 if DEVICE.type == "cuda" else 2e-2)
 
 
@@ -145,8 +145,8 @@ def test_strided_arguments() -> None:
     ("name", "tokens_by", "w13_by", "w2_by"),
     [(KERNEL, 80, -80, 0), ("triton_moe_apply", 80, -80, 0), ("triton_moe_apply", -80, 80, 0), ("triton_moe_apply", 0, 55, -100)],
 )
-def test_numbers_far_from_one(name: str, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: no projection's result is beyond float32, nor are the products of gates and ups."""
+def test_very_large_and_small_values(name: str, tokens_by: int, w13_by: int, w2_by: int) -> None:
+    """Tokens and weights times powers of 2: neither a projection's result nor gate times up overflows float32."""
     arguments, _ = _draw(2, 2, 2, 64, 64)
     given = arguments["weights"]
     given.w13_weight_scale += w13_by
@@ -158,7 +158,7 @@ def test_numbers_far_from_one(name: str, tokens_by: int, w13_by: int, w2_by: int
 
 
 def test_scales_far_apart_and_nan() -> None:
-    """Rows whose scales lie anywhere, and one that is NaN: its features are, no others."""
+    """Rows with scales over the whole range, and one NaN scale: only its features become NaN."""
     arguments, plan = _draw(3, 2, 2, 64, 64)
     given = arguments["weights"]
     given.w2_weight_scale[0, :, 0] = torch.arange(64) * 3
@@ -168,7 +168,7 @@ def test_scales_far_apart_and_nan() -> None:
     expected = _reference(arguments).float()
     assert torch.equal(got.isnan(), expected.isnan())
     assert bool(expected[:, 5].isnan().all())
-    bound = 3e-2 * expected.nan_to_num().abs().amax(0) + 1e-3  # a feature's scales decide how large it is
+    bound = 3e-2 * expected.nan_to_num().abs().amax(0) + 1e-3  # a feature's scales determine its magnitude
     assert bool(((got - expected).nan_to_num().abs() <= bound).all())
 
 

@@ -1,4 +1,4 @@
-"""Normalisation kernels where the cases that all kernels share do not look: outputs over inputs, strides, very long rows."""
+"""Normalisation kernels beyond the shared cases: in-place outputs, strides, very long rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.common import as_rows, has_rows
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
-# The longest takes two passes.
+# The longest row takes two passes.
 HIDDEN = [1, 7, 48, 2880, 20000, 33000]
 
 
@@ -57,7 +57,7 @@ def test_strides(hidden: int) -> None:
     expected = _expected(x, weight, residual)
     torch.testing.assert_close(_rmsnorm(x, weight, residual=residual), expected)
     torch.testing.assert_close(_rmsnorm(x[1], weight, residual=residual[1]), [e[1] for e in expected])
-    across = wide.mT.contiguous().mT  # the last axis is not the dense one
+    across = wide.mT.contiguous().mT  # the last axis is not contiguous
     torch.testing.assert_close(_rmsnorm(across[..., :hidden], weight, residual=across[..., hidden + 1 :]), expected)
     for outs in (torch.zeros(2, 3, 4, hidden + 5), torch.zeros(2, 4, hidden, 3).permute(0, 3, 1, 2)):
         out, residual_out = (o[..., :hidden] for o in outs.to(DEVICE))

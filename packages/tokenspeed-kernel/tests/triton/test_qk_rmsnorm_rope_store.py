@@ -1,4 +1,4 @@
-"""The kernel from the projection to the cache where the shared cases do not look: the bits of its parts, and layouts."""
+"""The fused kernel of QK norm, RoPE and cache store beyond the shared cases: bitwise equality with its parts, and layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tokenspeed_kernel.workbench.numerics.verify import default_device
 DEVICE = default_device()
 TOKENS, POSITIONS = 7, 30
 FP8 = torch.float8_e4m3fn
-# (heads, kv_heads, head_dim, v_head_dim, rotary_dim): a tile of one token and of several, whole and partial, powers of two and not.
+# (heads, kv_heads, head_dim, v_head_dim, rotary_dim): tiles of one token and of several, full and partial rotation, powers of
+# two and other sizes.
 SIZES = [(16, 2, 128, 128, 128), (3, 3, 40, 16, 24), (5, 2, 57, 130, 6)]
 MROPE: dict[str, Any] = {"mrope_section": (1, 1, 1), "mrope_interleaved": True}
 

@@ -1,4 +1,4 @@
-"""Kernels that quantise what they compute where the shared cases do not look: the bits of their parts, layouts, odd values."""
+"""Kernels that quantise their results, beyond the shared cases: bitwise equality with their parts, layouts, non-finite values."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _strided(results: list[Tensor]) -> list[Tensor]:
 def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict[str, Any], gate: dict[str, Any]) -> None:
     first = "swiglu" if gate else "silu_and_mul"
     fused, quantise = getattr(tk, f"{first}_{name}"), getattr(tk, name)
-    # Two tiles a row, the last of them short.
+    # Two tiles a row, the last one short.
     wide = _draw(3, 2, 2 * 1120 + 3).bfloat16()
     wide[0, 0, :8] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 6e4, -6e4, 90.0, -90.0], device=DEVICE)
     wide[1, :, :] = 0
-    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # rows apart, and several axes
+    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # strided rows, and several leading axes
         made = getattr(tk, first)(x, **gate, override=f"triton_{first}")
         wanted = quantise(made, **options, override=f"triton_{name}")
         places = _strided([*wanted] if isinstance(wanted, tuple) else [wanted])
@@ -74,7 +74,7 @@ def test_rows_that_are_computed_twice_have_the_bits_of_their_parts() -> None:
 @pytest.mark.parametrize("first", ["rmsnorm", "silu_and_mul"])
 def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
     fused, options = getattr(tk, f"{first}_{name}"), QUANTIZERS[name][0]
-    # Several matrices, one of whose rows is not finite beside columns that complete a tile; and a row that several programs share.
+    # Several matrices, one with a non-finite row beside columns that pad a tile; and a row that several programs share.
     several = _draw(2, 20, 2 * 80 if name == "quantize_nvfp4" else 2 * 96).bfloat16()
     several[1, 7, 5] = math.nan
     for x in (several,) if first == "rmsnorm" else (several, _draw(1, 2 * 1120).bfloat16()):
@@ -88,8 +88,8 @@ def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
 
 
 @each_quantizer
-def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
-    """The sum has the bits of `rmsnorm`'s, wherever it goes; codes and scales are the same each time."""
+def test_the_sum_may_overwrite_its_operands(name: str, options: dict[str, Any]) -> None:
+    """The sum equals that of `rmsnorm` bit for bit, wherever it is written; quantised values and scales are the same each time."""
     fused = getattr(tk, f"rmsnorm_{name}")
     weight = _draw(96, 2)[:, 1]
 

@@ -1,4 +1,4 @@
-"""The Triton quantisers in every bit, on values that are hard to round, and on tensors that lie oddly."""
+"""The Triton quantisers, bit by bit, on values that are hard to round and on tensors with unusual strides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _list(result: Any) -> list[Tensor]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """As integers; every NaN of a wide format the same."""
+    """The bits as integers; every NaN of a wide format becomes the same."""
     if x.element_size() == 1:
         return x.reshape(-1).view(torch.uint8)
     widened = x.float().reshape(-1)
@@ -46,21 +46,21 @@ def _both(function: Any, *arguments: Any, **options: Any) -> None:
 
 
 def _neighbours(values: Tensor) -> Tensor:
-    """float32 values, the two numbers next to each, and all negatives."""
+    """float32 values, the two neighbours of each, and all negatives."""
     bits = values.float().view(torch.int32)
     near = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
     return torch.cat([near, -near])
 
 
 def _boundaries(dtype: torch.dtype) -> Tensor:
-    """Positive numbers of a format and the middles between neighbours."""
+    """Positive values of a format, and the midpoints between neighbours."""
     values = torch.arange(1, 127, dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()]
     return torch.cat([values, (values[1:] + values[:-1]) / 2, values[:1] / 2])
 
 
 def _as(x: Tensor, source: torch.dtype) -> Tensor:
-    """Values as a dtype, on the device. Triton's interpreter takes bfloat16's subnormal numbers for zeros, so it gets none."""
+    """Values as a dtype, on the device. Triton's interpreter flushes subnormal bfloat16 to zero, so it gets none."""
     x = x.to(source)
     if source == torch.bfloat16 and current_platform().is_cpu:
         x = torch.where(x.abs() < 2.0**-126, torch.zeros_like(x), x)
@@ -103,7 +103,8 @@ def test_conversion_to_fp8(dtype: torch.dtype, source: torch.dtype) -> None:
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_quotients_next_to_the_middle_of_two_codes(dtype: torch.dtype, source: torch.dtype) -> None:
-    """Divisors x / (the middle between two codes), rounded, and their neighbours: where a quotient that is a little off shows."""
+    """Divisors ``x / midpoint of two fp8 values``, rounded, and their neighbours: a slightly wrong quotient rounds to the other
+    value."""
     device = default_device()
     generator = torch.Generator().manual_seed(1)
     x = (1 + torch.rand(64, generator=generator)).to(source).float()
@@ -115,7 +116,7 @@ def test_quotients_next_to_the_middle_of_two_codes(dtype: torch.dtype, source: t
         scales = _neighbours((rows.float()[:, None] / edges[None, :]).reshape(-1))
         scales = scales[: len(scales) // 2].reshape(3, len(rows), -1).permute(1, 0, 2).reshape(len(rows), -1)
         columns = scales.shape[1]
-        # One row a pair: per-token scales take them all.
+        # One row a pair, with per-token scales.
         pairs = rows[:, None].expand(-1, columns).reshape(-1, 1)
         _both(tk.quantize_fp8_with_scale, _as(pairs, source), scales.reshape(-1, 1).to(device), dtype)
 
@@ -222,8 +223,9 @@ def test_outputs_that_are_not_contiguous() -> None:
 
 
 def test_one_correction_is_enough_for_values_of_eleven_bits() -> None:
-    """`divide` corrects the quotient of half-precision values once. All values and all boundaries of codes (at most five bits): the
-    divisors that bring the quotient nearest to the middle of two float32 numbers beside the boundary."""
+    """`divide` corrects the quotient of 16-bit values once. Covers all 11-bit values and all boundaries between quantised
+    values (at most five bits). The divisors bring the quotient closest to a midpoint of two float32 values next to the
+    boundary."""
 
     def rounded(value: Fraction) -> Fraction:
         magnitude = abs(value)
@@ -246,7 +248,7 @@ def test_one_correction_is_enough_for_values_of_eleven_bits() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 4), (130, 136), (2, 3, 8)], ids=str)
 def test_scales_are_swizzled_by_words_and_by_bytes(shape: tuple[int, ...]) -> None:
-    """Whole words in a row, also with a gap behind, and rows that begin within a word."""
+    """Rows of whole 32-bit words, also with a gap after each row, and rows that begin inside a word."""
     wide = torch.randint(256, (*shape[:-1], shape[-1] + 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     wide = wide.to(default_device())
     for first in (0, 1, 4):

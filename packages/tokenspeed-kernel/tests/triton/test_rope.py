@@ -1,4 +1,4 @@
-"""The rotary embedding kernel where the cases that all kernels share do not look: every option with every other, and layouts."""
+"""The RoPE kernel beyond the shared cases: all combinations of options, and layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
 TOKENS, POSITIONS = 7, 50
-# (heads, kv_heads, head_dim, rotary_dim): whole and partial, with and without powers of two, one head and many.
+# (heads, kv_heads, head_dim, rotary_dim): full and partial rotation, powers of two and other sizes, one head and many.
 SIZES = [
     (1, 1, 2, 2),
     (64, 8, 64, 64),
@@ -45,7 +45,7 @@ def test_in_place_and_strided(sizes: tuple[int, int, int, int], interleaved: boo
     qkv, positions, table = _draw(*sizes)
     q, k, _ = _split(qkv, heads, kv_heads)
     expected = list(apply_rope(q, k, positions, table, interleaved, override="reference_apply_rope"))
-    across = qkv.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # the last axis is not the dense one
+    across = qkv.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # the last axis is not contiguous
     for fused in (qkv, across):
         got = apply_rope(*_split(fused, heads, kv_heads)[:2], positions.int(), table, interleaved, override="triton_apply_rope")
         torch.testing.assert_close(list(got), expected)
@@ -77,7 +77,7 @@ def test_in_place_and_strided(sizes: tuple[int, int, int, int], interleaved: boo
 def test_the_cache_gets_what_is_returned(
     sizes: tuple[int, int, int, int], interleaved: bool, cache_dtype: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    """Bit for bit what `store_kv_cache` makes of the rotated keys, in caches of two layouts; the rest stays."""
+    """Caches of two layouts hold exactly what `store_kv_cache` writes for the rotated keys; other slots are unchanged."""
     heads, kv_heads, head_dim, _ = sizes
     qkv, positions, table = _draw(*sizes)
     q, k, v = _split(qkv.to(dtype), heads, kv_heads)

@@ -1,5 +1,5 @@
-"""The Triton sampling kernels where the operators' cases do not reach: weights and numbers bit by bit, and distributions of all
-kinds, among them those that no list decides."""
+"""The Triton sampling kernels beyond the operators' cases: weights and random numbers bit by bit, and distributions of all
+kinds, including those that a candidate list cannot decide."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ DISTRIBUTIONS: dict[str, Logits] = {
 
 
 def requests(rows: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
-    """All ways to restrict, at temperatures from tiny to huge; the last row is greedy."""
+    """Random top-k and top-p, at temperatures from tiny to huge; the last row is greedy."""
     drawn = torch.rand(5, rows, generator=generator)
     temperature = 10 ** (drawn[0] * 6 - 3)
     temperature[-1] = 0.0
@@ -146,13 +146,13 @@ def test_every_distribution_gives_the_same_probabilities_on_every_device(distrib
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_ranks_and_ties_around_the_sizes_of_blocks(ties: bool) -> None:
-    """Top-k at and beside powers of two and the vocabulary, with ties that go beyond the rank."""
+    """Top-k at and next to powers of two and the vocabulary size, with ties across the rank."""
     edges = [1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 2048, 4999, 5000, 5001]
     rows = len(edges)
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(rows, 5000, generator=generator) * 2
     if ties:
-        # Some hundred tokens have each of the larger logits.
+        # Several hundred tokens share each of the larger logits.
         logits = logits.round().clamp(max=4.0)
     top_k = torch.tensor(edges, dtype=torch.int32)
     seed, offset = torch.arange(rows), torch.arange(rows) * 7
@@ -172,12 +172,12 @@ def test_a_greedy_row_of_equal_logits_gives_the_first(first: int) -> None:
     assert sample_top_k_top_p(logits.to(DEVICE), *request, override="triton_sample_top_k_top_p").tolist() == [first, first]
 
 
-def test_greedy_rows_give_the_largest_although_others_of_its_group_come_close() -> None:
+def test_greedy_rows_return_the_largest_despite_close_values_in_its_group() -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(30, 5000, generator=generator)
     best = torch.randint(1, 5000, (30,), generator=generator)
     rows = torch.arange(30)
-    # The token before the best one is in its group, and far above the rest.
+    # The token before the best one is in the same group, and far above all others.
     logits[rows, best - 1], logits[rows, best] = 9.0, 10.0
     request = [x.to(DEVICE) for x in requests(30, 5000, generator)]
     request[0] = torch.zeros(30, device=DEVICE)
@@ -193,7 +193,7 @@ def test_settings_out_of_range_do_what_is_documented() -> None:
     min_p = torch.tensor([-1.0, NAN, 2.0, INF, -INF, -0.5, NAN, 0.1, 0.0, 0.0, 1.5, NAN], device=DEVICE)
     seed, offset = torch.arange(12, device=DEVICE), torch.arange(12, device=DEVICE)
     expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset)
-    # Not through the operator, which checks values that lie in host memory.
+    # Calls the launcher directly, because the operator checks values in host memory.
     assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset, None, torch.int64, None), expected)
     expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset, min_p)
     assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset, min_p, torch.int64, None), expected)

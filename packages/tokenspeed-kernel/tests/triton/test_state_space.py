@@ -1,4 +1,4 @@
-"""Kernels of state-space models where the cases that all kernels share do not look: layouts of caches, many sequences."""
+"""Kernels of state-space models beyond the shared cases: layouts of caches, many sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ F32 = torch.float32
 
 
 def _same(operator: Any, arguments: dict[str, Any], tolerance: float = 1e-5) -> None:
-    """The result and the states, of which the reference gets a copy that is contiguous."""
+    """Compares results and states with the reference's. The reference gets a contiguous copy of the states."""
     wanted_states = arguments["states"].clone(memory_format=torch.contiguous_format)
     got = operator(**arguments, solution="triton")
     wanted = operator(**{**arguments, "states": wanted_states}, solution="reference")
@@ -32,7 +32,7 @@ def _same(operator: Any, arguments: dict[str, Any], tolerance: float = 1e-5) -> 
 
 @pytest.mark.parametrize("layout", ["channels first", "between others"])
 def test_convolutions_of_caches_of_any_layout(layout: str) -> None:
-    """As engines have them: a state's channels outermost, or states of several layers in one block of memory."""
+    """Layouts that engines use: the state's channels outermost, or the states of several layers in one allocation."""
     prefill = conv_prefill._inputs([5, 0, 2, 70], 40, 3, F32, bias=True)(Draw(DEVICE))
     decode = conv_decode._inputs(5, 40, 3, 3, F32, kept=True, padding=1)(Draw(DEVICE))
     for operator, arguments in ((tk.causal_conv1d_prefill, prefill), (tk.causal_conv1d_decode, decode)):
@@ -45,7 +45,7 @@ def test_convolutions_of_caches_of_any_layout(layout: str) -> None:
         _same(operator, arguments)
 
 
-def test_a_convolution_of_more_sequences_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_of_more_sequences_than_one_chunk_of_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "_AT_ONCE", 8)
     lengths = [1, 0, 2, 0, 5, 0, 0] * 3
     _same(tk.causal_conv1d_prefill, conv_prefill._inputs(lengths, 8, 4, F32)(Draw(DEVICE)))
@@ -61,7 +61,7 @@ def test_a_convolution_writes_over_its_input_token_by_token() -> None:
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths at the ends of chunks and segments, of which there are many: a segment has few chunks."""
+    """Lengths at the ends of chunks and segments. Segments have few chunks, so that there are many."""
     monkeypatch.setattr(launcher, "_SEGMENT_CHUNKS", chunks)
     monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1 << 20)
     chunk = launcher.tile_for(dtype, 4, 4, for_architecture(launcher._LIMITS, DEVICE)).chunk
@@ -72,7 +72,7 @@ def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype,
 
 
 def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
-    """As engines have them: x, B and C are slices of what a convolution returns, states of several layers lie in one block."""
+    """Layouts that engines use: x, B and C are slices of a convolution's output; states of several layers share one allocation."""
     prefill = ssd_prefill._inputs([20, 0, 7], 4, 8, 16, 2, F32)(Draw(DEVICE))
     decode = ssd_decode._inputs(3, 4, 8, 16, 2, 2, F32, kept=True)(Draw(DEVICE))
     for operator, arguments in ((tk.ssd_prefill, prefill), (tk.ssd_decode, decode)):
@@ -89,12 +89,12 @@ def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("log", "every"), [(-105.0, 2), (-1e6, 10)])
 def test_a_token_that_resets_the_state_does_not_blur_its_neighbours(log: float, every: int, dtype: torch.dtype) -> None:
-    """Log decays of -0.4 to -0.004, with such a large one now and then, against float64."""
+    """Log decays of -0.4 to -0.004, with occasional very large ones, against float64."""
     assert torch.tensor(-104.0).exp() == 0, "the kernel takes smaller logs for this one"
     arguments = ssd_prefill._inputs([70], 1, 16, 16, dtype=dtype, full=False, initial=True)(Draw(DEVICE))
     arguments["A"] = torch.full_like(arguments["A"], -4.0)
     outliers = arguments["dt"][::every]
-    arguments["x"][::every] *= 0.05 / (log / -4.0)  # no token outweighs the others by its step
+    arguments["x"][::every] *= 0.05 / (log / -4.0)  # no token's step dominates the others
     outliers.fill_(log / -4.0)
     wanted = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
     got = tk.ssd_prefill(**arguments, solution="triton")
@@ -105,7 +105,7 @@ def test_a_token_that_resets_the_state_does_not_blur_its_neighbours(log: float, 
         assert difference.max() < (1e-5 if dtype == F32 else 0.01)
 
 
-def test_a_step_that_is_no_number_is_not_hidden() -> None:
+def test_a_nan_step_gives_nan() -> None:
     arguments = ssd_prefill._inputs([40], 1, 4, 4, dtype=F32, full=False)(Draw(DEVICE))
     arguments["dt"][20] = torch.nan
     assert tk.ssd_prefill(**arguments, solution="triton")[20:].isnan().all()
@@ -114,7 +114,7 @@ def test_a_step_that_is_no_number_is_not_hidden() -> None:
 
 @pytest.mark.parametrize(("dt", "softplus"), [(-30.0, True), (-7.0, True), (-0.1, True), (0.1, True), (30.0, True), (0.0, False)])
 def test_steps_of_any_size(dt: float, softplus: bool) -> None:
-    """A step is as precise as float32 where it is small: the state is made of it."""
+    """Small steps have full float32 relative precision, because the state is computed from them."""
     arguments = ssd_decode._inputs(1, 2, 4, 4, dtype=F32, full=False)(Draw(DEVICE))
     arguments |= {"dt": torch.full_like(arguments["dt"], dt), "dt_softplus": softplus}
     arguments["states"] = torch.zeros_like(arguments["states"])

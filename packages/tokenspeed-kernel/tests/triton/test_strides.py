@@ -1,4 +1,4 @@
-"""Vectors that are not contiguous: lengths, offsets, sinks, scales, biases as every second element of something; far strides."""
+"""Strided vectors (lengths, offsets, sinks, scales, biases), interleaved with other values; and strides of 2^30 elements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES = [
 
 
 def _every_second(vector: Tensor) -> Tensor:
-    """The vector, between elements that are no lengths, indices or finite numbers."""
+    """The vector, interleaved with elements that are not valid lengths, indices or finite values."""
     between = torch.full_like(vector, torch.nan if vector.dtype.is_floating_point else 2**20)
     return torch.stack([vector, between], 1).flatten()[::2]
 
@@ -58,7 +58,7 @@ def test_every_second_element(mode: str, name: str) -> None:
         assert found.relative_error == usual.relative_error, found
 
 
-# Calls with 3 of everything that has an offset: twice a stride of 2^30 does not fit into 32 bits.
+# Cases in which everything that has an offset has 3 elements: twice a stride of 2^30 overflows 32 bits.
 F32 = torch.float32
 FAR = {
     "ssd_prefill": ssd_prefill._inputs([3], 3, 4, 4, 3, F32),
@@ -72,7 +72,7 @@ FAR = {
 
 
 def _far(x: Tensor, axis: int, memory: Tensor) -> Tensor:
-    """The tensor with its elements along an axis 2^30 elements apart."""
+    """The tensor with a stride of 2^30 elements along an axis."""
     strides = [*torch.empty(x.shape[:axis] + x.shape[axis + 1 :], device="meta").stride()]
     strides.insert(axis, 1 << 30)
     return memory.as_strided(x.shape, strides).copy_(x)
@@ -84,14 +84,14 @@ def test_offsets_of_more_than_32_bits(mode: str, tmp_path: Path, monkeypatch: py
     at_most = 1 << 16  # elements of a tensor
     op = get_operator(mode)
     on_host = DEVICE.type == "cpu"
-    if on_host:  # an overflow of 32 bits is an error then, where it would be a wrong address
+    if on_host:  # a 32-bit overflow is then an error instead of a wrong address
         monkeypatch.setattr(interpreter_builder, "options", replace(interpreter_builder.options, debug=True))
 
     def run(axis: int) -> list[Tensor]:
         arguments = op.complete(FAR[mode](Draw(DEVICE)))
         tensors = dict(tensor_arguments(op.parameters, arguments))
         elements = (2 << 30) + len(tensors) * at_most
-        file = str(tmp_path / str(axis))  # pages that nobody touches take no memory
+        file = str(tmp_path / str(axis))  # untouched pages take no memory
         memory = torch.from_file(file, shared=True, size=elements) if on_host else torch.empty(elements, device=DEVICE)
         for number, (name, x) in enumerate(tensors.items()):
             if 0 <= axis < x.dim() - 1 and x.shape[axis] == 3:

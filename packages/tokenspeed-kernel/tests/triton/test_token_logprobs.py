@@ -1,4 +1,4 @@
-"""The Triton kernel of token_logprobs where the cases do not reach: most probable tokens that lie in few groups, or tie."""
+"""The Triton kernel of token_logprobs beyond the cases: top tokens that tie, or that are in few groups."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_groups_are_larger_in_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 20])
 def test_largest_logits_in_groups_that_share_a_lane(top_k: int) -> None:
-    """Of one lane all that is wanted, in one row above all else, and in another tied with a group of another lane."""
+    """One lane's groups hold all top tokens: in one row above all others, in another row tied with another lane's group."""
     logits = normal(2, 70_000)
     size = split_of(2, 70_000, 1).group
     sharing = torch.arange(3, 70_000 // size, _LANES)

@@ -1,4 +1,4 @@
-"""Every configuration that a portable kernel declares gives right results. Nothing here names a kernel."""
+"""Every declared configuration of a portable kernel gives correct results. The test names no kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERPRETED = current_platform().is_cpu
 
 @functools.cache
 def cases(kernel: str) -> list[Case]:
-    """Small cases of 16-bit operands that a kernel takes: all of them, or one where Triton is interpreted."""
+    """Small cases with 16-bit operands that a kernel supports: all of them, or one if Triton is interpreted."""
     spec = KernelRegistry.get().get_by_name(kernel)
     op = get_operator(spec.operator)
     found = []

@@ -1,4 +1,4 @@
-"""The laboratory: an operator whose kernels take the time that they are told, and a place for what is measured of them."""
+"""The laboratory: an operator whose kernels take a prescribed time, and a folder for its tuned results."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ MODULES = Path(__file__).parent / "lab_modules"
 
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where tuned results of the test lie."""
+    """The folder of the test's tuned results."""
     storage.warn_once.cache_clear()
     settings_from(TUNED=str(tmp_path / "tuned"))
     return tmp_path / "tuned"
 
 
 class Laboratory:
-    """What `lab.py` has, and what became of it."""
+    """The operator of `lab.py`, and the record of its calls."""
 
     def __init__(self, module: ModuleType, folder: Path, results: Path) -> None:
         self.lab, self.register, self.serving, self.tune_all = module.lab, module.register, module.serving, module.tune_all
         self.folder, self.results = folder, results
 
     def calls(self) -> list[tuple[str, dict[str, Any]]]:
-        """Every call of a kernel so far: its name, and its configuration."""
+        """Every kernel call so far: the kernel's name and configuration."""
         return importlib.import_module("lab_kernels").calls  # type: ignore[no-any-return]
 
     def spend(self, us: float) -> None:
         importlib.import_module("lab_clock").spend(us)
 
     def table(self) -> Path:
-        """The file with the results."""
+        """The file with the tuned results."""
         (file,) = self.results.glob("*.json")
         return file
 
     def in_a_new_process(self, *words: str) -> list[str]:
-        """What the laboratory says as a program, line by line."""
+        """The output of `lab.py` in a new process, line by line."""
         program = [sys.executable, str(self.folder / "lab.py"), *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
@@ -60,13 +60,13 @@ class Laboratory:
 
 @functools.cache
 def _operator() -> ModuleType:
-    """Imported once: what PyTorch is told of a custom operator cannot be taken back."""
+    """Imported once, because PyTorch cannot unregister a custom operator."""
     return importlib.import_module("lab")
 
 
 @pytest.fixture
 def forget_sources() -> Iterator[Callable[[], None]]:
-    """Sources are read once in a process; this makes them be read again."""
+    """Sources are read once a process; this forces them to be read again."""
 
     def forget() -> None:
         fingerprint.source_fingerprint.cache_clear()
@@ -79,7 +79,7 @@ def forget_sources() -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_sources: Callable[[], None]) -> Iterator[Laboratory]:
-    """The laboratory, without kernels. It is a copy, whose source can be edited."""
+    """The laboratory, without kernels. It is a copy, so that tests can edit its source."""
     where = tmp_path / "lab"
     shutil.copytree(MODULES, where, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(str(where))
@@ -88,7 +88,7 @@ def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_so
     operator_module._operators["testing", "lab"] = module.lab.operator
     for timekeeper in module.timekeepers():
         monkeypatch.setattr(timekeeper, "time", importlib.import_module("lab_clock").clock)
-    if known:  # importing it registered the reference, but the test before has ended
+    if known:  # the import registered the reference, but an earlier test removed it
         module.lab.operator.register_reference()
     yield Laboratory(module, where, folder)
     del operator_module._operators["testing", "lab"]

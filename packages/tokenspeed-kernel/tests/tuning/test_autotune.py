@@ -1,4 +1,4 @@
-"""Measuring on the first call."""
+"""Autotuning: measurements on the first call."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_autotune_does_not_touch_what_the_caller_passed(declare: Callable[..., A
     assert lab.calls()[-1] == ("writing", {"wait": 300})
 
 
-def test_autotune_refuses_what_differs(lab: Any, autotuning: None) -> None:
+def test_autotune_rejects_differing_results(lab: Any, autotuning: None) -> None:
     register_kernel(
         "testing", "lab", name="settable", solution="lab", signatures=None, traits={"width": any},
         tunables={"wait": [300], "wrong": [True]},
@@ -157,7 +157,7 @@ def test_no_kernel_is_still_an_error_under_autotune(lab: Any, autotuning: None) 
         lab.lab(torch.ones(2, 4), solution="nothing")
 
 
-def test_a_case_without_a_choice_is_told(lab: Any) -> None:
+def test_a_case_with_one_candidate_is_reported(lab: Any) -> None:
     case = Case("one", lambda draw: {"x": draw.normal(2, 4)})
     assert [o.reason for o in tune_case("testing.lab", case, "cpu")] == ["no kernel that is to be measured serves it here"]
     lab.register("steady")

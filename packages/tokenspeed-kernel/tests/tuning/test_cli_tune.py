@@ -1,4 +1,4 @@
-"""``tokenspeed-kernel tune``, as its users meet it: the laboratory of these tests is its plugin."""
+"""``tokenspeed-kernel tune``, tested as a user runs it. The laboratory of these tests is its plugin."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refused(*words: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two kernels of rmsnorm, one that waits; and where tuned results of the test lie."""
+    """Two kernels of rmsnorm, one of which waits; returns the folder of the test's tuned results."""
     settings_from(TUNED=str(tmp_path / "tuned"))
     where = tmp_path / "kernels"
     where.mkdir()
@@ -162,5 +162,5 @@ def test_a_wrong_kernel_ends_with_an_error(folder: Path) -> None:
         (("--from", "/nowhere/shapes.jsonl"), "--from /nowhere/shapes.jsonl: "),
     ],
 )
-def test_what_cannot_be_followed(folder: Path, words: tuple[str, ...], message: str) -> None:
+def test_impossible_options_of_tune(folder: Path, words: tuple[str, ...], message: str) -> None:
     assert message in refused("tune", *words)

@@ -1,4 +1,4 @@
-"""Tuners that are killed in the middle, and tuners at the same time: nothing is lost, nothing is wrong."""
+"""Tuners that are killed, and concurrent tuners: no entry is lost, and none is wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tuners_at_the_same_time_lose_nothing(tmp_path: Path, tuners: int, entri
 
 
 @pytest.mark.slow
-def test_two_tuners_and_four_captures_of_one_place(tmp_path: Path) -> None:
+def test_two_tuners_and_four_captures_in_one_folder(tmp_path: Path) -> None:
     turns = 10
     tuners = start([str(HARNESS), "together", "2", "150"], TOKENSPEED_KERNEL_TUNED=tmp_path)
     for _ in range(turns):

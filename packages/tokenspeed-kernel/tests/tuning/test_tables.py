@@ -1,4 +1,4 @@
-"""Tables of tuned results: what they keep, what holds, and what becomes of what does not."""
+"""Tables of tuned results: their entries, when an entry applies, and how invalid entries are handled."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_times_that_are_no_times_are_corrupt() -> None:
 
 
 def test_without_a_place_to_write_it_works_for_the_process(lab: Any, tmp_path: Path, settings_from: Callable[..., Any]) -> None:
-    """A path under a regular file cannot be written to, not even by root."""
+    """Not even root can write to a path below a regular file."""
     (tmp_path / "file").write_text("")
     settings_from(TUNED=str(tmp_path / "file" / "tuned"))
     lab.register("steady", "growing")
@@ -167,12 +167,12 @@ def test_another_device_has_results_of_its_own(lab: Any) -> None:
     assert lab.serving(2) == "growing"
 
 
-def test_a_shipped_table_serves_without_a_users(lab: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_table_applies_without_a_users(lab: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.register("steady", "growing")
     lab.tune_all()
     shipped = tmp_path / "wheel"
     shipped.mkdir()
-    for one in tuned.read_table(lab.table()):  # measured where the driver was another, and Triton's patch level
+    for one in tuned.read_table(lab.table()):  # measured with another driver and another patch level of Triton
         versions = {**one.toolchain, "torch": "1.0"}
         assert tuned.save_entry(shipped / "cpu.json", dataclasses.replace(one, driver="elsewhere", toolchain=versions))
     lab.table().unlink()

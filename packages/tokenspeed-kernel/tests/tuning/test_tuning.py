@@ -1,4 +1,4 @@
-"""Tuning: what is measured decides, by bucket of sizes, and only while it holds."""
+"""Tuning: measured results decide the selection, by bucket of sizes, as long as they apply."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_tuned_choice_flips_by_bucket_survives_a_restart_and_goes_with_the_sou
     assert lab.in_a_new_process("tune")[0] == "growing steady steady"
 
 
-def test_the_call_runs_what_was_tuned(lab: Any) -> None:
+def test_the_call_runs_the_tuned_kernel(lab: Any) -> None:
     lab.register("steady", "growing", "settable")
     lab.tune_all()
     x = torch.ones(2, 4)
@@ -60,7 +60,7 @@ def test_a_configuration_reaches_the_kernel_and_the_explanation(lab: Any) -> Non
     assert outcome.gain > 2
     right = {"kernel": "settable", "config": {"wait": 300, "wrong": True}}
     (wrong,) = [t for t in outcome.trials if {"kernel": t.kernel, "config": dict(t.config)} == right]
-    if wrong.status is TrialStatus.FAILED:  # it was the quicker of the two by chance
+    if wrong.status is TrialStatus.FAILED:  # noise could make it the faster one
         assert wrong.reason.startswith("verify: failed")
     x = torch.ones(2, 4)
     lab.calls().clear()

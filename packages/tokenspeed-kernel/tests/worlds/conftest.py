@@ -1,4 +1,4 @@
-"""Makes the modules of this folder importable, by processes that tests start, too."""
+"""Makes the modules of this folder importable, also for processes that tests start."""
 
 from __future__ import annotations
 

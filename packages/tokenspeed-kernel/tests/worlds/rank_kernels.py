@@ -1,4 +1,4 @@
-"""Kernels for tests: one that takes time and nothing else, and one that sends vectors."""
+"""Kernels for tests: one that only waits, and one that sends vectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenspeed_kernel.triton.comm._peers_device import push
 
 @triton.jit(do_not_specialize=["rank", "place"])
 def spin(turn, rank, place):  # type: ignore[no-untyped-def]
-    """Waits for up to 20 us, every other time for none, as ``turn`` (a pointer to int64), rank and place say."""
+    """Waits for 0 to 20 us: a hash of ``turn`` (a pointer to int64), rank and place. Half of the waits are 0."""
     mixed = (tl.load(turn) * 7919 + rank * 104729 + place * 1299709) & 0x3FFFFFFF
     mixed = (mixed * 1103515245 + 12345) & 0x3FFFFFFF
     wait = tl.where((mixed >> 20) % 2 == 0, 0, (mixed >> 5) % 20000)
@@ -22,6 +22,6 @@ def spin(turn, rank, place):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def send(address, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sends so many vectors of zeros."""
+    """Sends COUNT vectors of zeros."""
     place = tl.arange(0, COUNT)
     push(address + place.to(tl.int64) * 16, tl.zeros((COUNT, 4), tl.int32), place < COUNT)

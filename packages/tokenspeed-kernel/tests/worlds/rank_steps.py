@@ -1,4 +1,4 @@
-"""Every operator between peers, one after the other on the same memory, with exact results that are compared on the device."""
+"""Every operator between GPUs, one after another on the same peer memory, with exact results that are compared on the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KINDS = ("one_shot", "two_shot")
 
 
 class Step:
-    """Values that follow from how often this was run, their sums by the kernels, and a comparison with what must come out.
+    """Inputs that depend on the number of earlier runs, their sums by the kernels, and a comparison with the expected sums.
 
-    In front of each kernel and behind it this rank waits by chance, each time for as long as its number, the place in the step and
-    the count of runs say.
+    Before and after each kernel this rank waits for a pseudo-random time, which depends on the rank, the index of the wait, and
+    the number of runs.
     """
 
     def __init__(self, group: ProcessGroup, rows: int, hidden: int, kind: str, dtype: torch.dtype = torch.float16) -> None:
@@ -37,7 +37,7 @@ class Step:
         return ((self.place * 7 + self.turn * 13 + rank * 29) % 17 - 8).to(self.dtype)
 
     def run(self) -> Iterator[None]:
-        """Goes on from one kernel to the next; whoever runs ranks in one process may wait in between."""
+        """Runs kernel by kernel. A caller that runs several ranks in one process may wait at each yield."""
         self.turn += 1
         self.pauses = 0
         group, kind = self.group, self.kind
@@ -50,7 +50,7 @@ class Step:
         fp8 = f"triton_{kind}_all_reduce_rmsnorm_quantize_fp8"
         q, scale, again = tk.all_reduce_rmsnorm_quantize_fp8(x, self.weight, group, 1e-5, residual, override=fp8)
         yield from self.pause()
-        # As exact as the quantisation of the very bits that it quantises.
+        # Exact, because the same bits are quantised separately.
         q_wanted, scale_wanted = tk.quantize_fp8(normed)
         self.mistakes += (q.view(torch.uint8) != q_wanted.view(torch.uint8)).sum() + (scale != scale_wanted).sum()
         self.mistakes += (again != summed).sum()
@@ -63,7 +63,7 @@ class Step:
         yield from self.send_rows(every)
 
     def send_rows(self, every: list[torch.Tensor]) -> Iterator[None]:
-        """The operators that send rows, on the same memory."""
+        """Runs the operators that send rows, on the same peer memory."""
         group, size, rank = self.group, self.group.world_size, self.group.rank
         every_ids = [self.chosen(r) for r in range(size)]
         weights = (every_ids[rank] + 2).float()
@@ -90,9 +90,11 @@ class Step:
         self.mistakes += (combined != every[rank] * goes[:, None]).sum()
 
     def chosen(self, rank: int) -> torch.Tensor:
-        """The experts of a rank's tokens, int32 ``[rows, 2]``: of 5 a rank, three in four tokens choose two.
+        """The expert ids of a rank's tokens, int32 ``[rows, 2]``, with 5 experts a rank. About three in four tokens choose two
+        experts.
 
-        Now and then a rank has no token that chooses any, or all choose the first rank's, so that the others get nothing.
+        In some runs a rank has no token that chooses any expert, or all choose experts of rank 0, so that the others get no
+        rows.
         """
         place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
         ids = (place + self.turn + 7 * rank) % (5 * self.group.world_size)
@@ -100,7 +102,7 @@ class Step:
         return torch.where((place % 4 < 3) & ((self.turn + rank) % 4 != 0), ids, -1).int()
 
     def pause(self) -> Iterator[None]:
-        """Makes this rank late by up to 20 us, by chance."""
+        """Delays this rank by a pseudo-random time of up to 20 us."""
         yield
         self.pauses += 1
         if self.device.type == "cuda":
@@ -114,7 +116,7 @@ class Step:
             pass
 
     def capture(self) -> None:
-        """After a run outside of a graph."""
+        """Captures a run; a run outside of a graph must precede it."""
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.run_once()
@@ -124,12 +126,12 @@ class Step:
         self.graph.replay()
 
     def outcome(self) -> tuple[int, int]:
-        """How many elements were wrong, and a checksum that must be the same on every rank."""
+        """The number of wrong elements, and a checksum that must be equal on all ranks."""
         return int(self.mistakes), int(self.checksum)
 
 
 def wrong(outcomes: Sequence[tuple[int, int]]) -> str:
-    """What is wrong with the ranks' outcomes of a step; empty if nothing is."""
+    """A description of the faults in the ranks' outcomes; empty if there are none."""
     mistakes, checksums = zip(*outcomes, strict=True)
     if any(mistakes):
         return f"wrong elements by rank: {mistakes}"

@@ -1,4 +1,4 @@
-"""The benchmarks between GPUs, run on a CPU, and the table of a report."""
+"""The benchmarks between GPUs on a CPU, and the table of a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[4] / "docs" / "figures.md"
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The program, as processes that it starts find it."""
+    """The benchmark's module, importable by the processes that it starts."""
     return loaded("all_reduce", monkeypatch)
 
 

@@ -1,5 +1,5 @@
-"""Operators between processes, run by several of them: on a CPU over gloo, where the kernels between peers are interpreted, and on
-GPUs.
+"""Operators between processes, run by several processes: on a CPU over gloo, where the kernels on peer memory are interpreted,
+and on GPUs.
 
 python packages/tokenspeed-kernel/tests/worlds/test_comm.py --ranks 2 --replays 10000     # the stress test alone, on GPUs
 """
@@ -40,7 +40,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a test starts interpret Triton. This one does not: it would remember that for other tests."""
+    """Lets the processes of a test interpret Triton. This process does not, because the setting would persist for other tests."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
@@ -48,11 +48,11 @@ def comm_operators() -> list[Operator[Any, Any]]:
     return [op for op in operators() if op.family == "comm"]
 
 
-# -- what the processes run; one world does several things, because starting one takes seconds ------------------------------------
+# -- the processes' functions; one world tests several things, because starting one takes seconds ---------------------------------
 
 
 def every_case(large: bool) -> dict[str, list[CaseResult]]:
-    """Each kernel of each operator on the cases for so many ranks."""
+    """Each kernel of each operator on the cases for this number of ranks."""
     found: dict[str, list[CaseResult]] = {}
     for op in comm_operators():
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
@@ -62,7 +62,7 @@ def every_case(large: bool) -> dict[str, list[CaseResult]]:
 
 
 def sums_of_peers() -> list[str]:
-    """Both protocols, with shapes that leave memory in many states, against sums that each rank makes itself."""
+    """Both protocols, with shapes that leave various contents in peer memory, against sums that each rank computes itself."""
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16)
     wrong = []
     shapes = [(1, 64), (5, 360), (2, 2048), (3, 264)]
@@ -80,16 +80,16 @@ def _wrong_sums(group: ProcessGroup, kind: str, rows: int, hidden: int, dtype: t
     device = group.device or torch.device("cpu")
     draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(device)  # noqa: E731
     every, residual, weight = draw(group.world_size, rows, hidden), draw(rows, hidden), draw(hidden)
-    every[:, 0, :8] = -0.0  # what marks memory that waits
+    every[:, 0, :8] = -0.0  # the bit pattern that marks memory as not yet written
     total = every[0].float()
-    for other in every[1:]:  # in the order of the ranks, so that bits can be compared
+    for other in every[1:]:  # in rank order, so that bits can be compared
         total = total + other.float()
     normed, summed = rmsnorm(total.to(dtype), weight, 1e-5, residual, solution="reference")
     x = every[group.rank].clone()
     wrong = []
     if not torch.equal(tk.all_reduce(x, group, override=f"triton_{kind}_all_reduce"), total.to(dtype)):
         wrong.append("sum")
-    # In place, as a runtime calls it.
+    # In place, as a serving engine calls it.
     tk.all_reduce_rmsnorm(x, weight, group, 1e-5, residual, x, residual, override=f"triton_{kind}_all_reduce_rmsnorm")
     if not torch.equal(residual, summed):
         wrong.append("sum with residual")
@@ -99,7 +99,7 @@ def _wrong_sums(group: ProcessGroup, kind: str, rows: int, hidden: int, dtype: t
 
 
 def calls_that_differ() -> list[str]:
-    """Errors that leave the group in order come first."""
+    """Errors after which the group still works come first."""
     rank = dist.get_rank()
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 14, two_shot_bytes=1 << 14)
     ones = functools.partial(torch.ones, device=group.device or "cpu")
@@ -127,7 +127,7 @@ def calls_that_differ() -> list[str]:
     link = group.traits["link"]
     assert link == "host memory" if group.device is None else link in ("pcie", "nvlink, no multicast", "nvlink, multicast not used")
     assert f"link={link}, protocol=one_shot" in str(tk.all_reduce.explain(ones(64), group))
-    if rank == 0:  # the other one never comes
+    if rank == 0:  # the other rank never comes
         group.time_limit_s = 1.0
         with pytest.raises(RuntimeError, match="waited 1 s for all ranks") as late:
             tk.all_reduce(ones(128), group)
@@ -136,10 +136,10 @@ def calls_that_differ() -> list[str]:
 
 
 def experts_of_ranks() -> list[float]:
-    """The largest difference between experts that ranks share and all experts on one rank."""
+    """The largest difference between experts spread over the ranks and all experts on one rank."""
     group, differences = ProcessGroup.of(), []
     experts, hidden, top_k = 4 * group.world_size, 16, 3
-    for tokens, used in ((9, experts), (1, experts), (5, 4)):  # the last: only rank 0 has work
+    for tokens, used in ((9, experts), (1, experts), (5, 4)):  # in the last one, only rank 0 has work
         generator = torch.Generator().manual_seed(tokens)
         draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: B023, E731
         w13, w2 = draw(experts, 24, hidden), draw(experts, hidden, 12)
@@ -158,10 +158,10 @@ def experts_of_ranks() -> list[float]:
 
 
 def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
-    """Graphs of several calls, replayed in a random order with other values each time, on ranks that are late at random.
+    """Graphs of several calls, replayed in a random order with other values each time, on ranks with random delays.
 
     Returns:
-        What went wrong, by graph.
+        The faults, by graph.
     """
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 22, two_shot_bytes=1 << 22)
     cuda = group.backend == "nccl"
@@ -186,7 +186,7 @@ def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
 
 
 def one_stays_away() -> str:
-    """What a rank is told whose kernel waits for one that never comes."""
+    """The error of a rank whose kernel waits for a rank that never comes."""
     group = ProcessGroup.with_peer_memory()
     group.peer_time_limit_s = 1.0
     x = torch.ones(64, 64, device="cuda")
@@ -203,7 +203,7 @@ def one_stays_away() -> str:
 
 
 def one_is_killed() -> None:
-    """The other one's kernel waits for it."""
+    """The other rank's kernel waits for it."""
     group = ProcessGroup.with_peer_memory()
     group.peer_time_limit_s = 0.5
     x = torch.ones(64, 64, device="cuda")
@@ -216,7 +216,7 @@ def one_is_killed() -> None:
 
 
 def compiled() -> float:
-    """How far a compiled function is from the same called directly."""
+    """The largest difference between a compiled function and a direct call."""
     group = ProcessGroup.with_peer_memory()
     x, weight = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
     function = torch.compile(lambda x: tk.all_reduce_rmsnorm(x, weight, group) + 1, fullgraph=True, backend="aot_eager")
@@ -233,7 +233,7 @@ def test_every_kernel_on_every_case_for_two() -> None:
         wrong = [f"{each.kernel} on {each.case}: {each.reason}" for results in outcomes.values() for each in results if each.wrong]
         assert wrong == []
     passed = {name for name, results in first.items() if any(each.status.value == "passed" for each in results)}
-    # Two ranks have no use for two shots; `test_sums_of_peers` names those kernels.
+    # With two ranks the two-shot kernels are not eligible; `test_sums_of_peers` requests them by name.
     assert {name for name in first if "two_shot" in name} == first.keys() - passed
 
 
@@ -262,7 +262,7 @@ def test_experts_of_ranks() -> None:
 
 
 def test_protocols_by_size() -> None:
-    """A table of sizes, the same in every process."""
+    """A table of sizes that is the same in every process."""
     assert [one_shot_most(size) for size in (2, 3, 4, 5, 8, 16)] == [ONE_SHOT_MOST[size] for size in (2, 3, 4, 8, 8, 8)]
     memory = PeerMemory(1, 4, torch.device("cpu"), 1 << 20, 1 << 20)
     assert memory.protocol(ONE_SHOT_MOST[4], CHUNK) == ONE_SHOT
@@ -270,7 +270,7 @@ def test_protocols_by_size() -> None:
     assert memory.protocol(1 << 20, CHUNK) == TWO_SHOT
     assert memory.protocol((1 << 20) + CHUNK, CHUNK).startswith("none: ")
     assert memory.protocol(100, CHUNK) == "none: 100 bytes are no multiple of 16"
-    # Rows are rounded up to units, and shares to rows.
+    # Rows are rounded up to multiples of UNIT, and a rank's part to whole rows.
     assert PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(5 * 16, 16) == ONE_SHOT
     assert (
         PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(6 * 16, 16)
@@ -280,7 +280,7 @@ def test_protocols_by_size() -> None:
 
 
 def test_memory_of_ranks_does_not_overlap() -> None:
-    """What two ranks send to a third lies apart, in both turns, and within its memory."""
+    """Messages of two ranks to a third use disjoint memory, in both halves of the double buffer, and stay within its memory."""
     size = 3
     memories = [PeerMemory(rank, size, torch.device("cpu"), 3 * UNIT, 7 * UNIT) for rank in range(size)]
     bases = [10**6 * (rank + 1) for rank in range(size)]
@@ -288,12 +288,12 @@ def test_memory_of_ranks_does_not_overlap() -> None:
         memory.found(bases)
     spans: list[tuple[int, int]] = []
     for sender in memories[1:]:
-        to_first = size - 1 - sender.rank  # targets begin with the rank behind the sender
+        to_first = size - 1 - sender.rank  # targets begin with the rank after the sender
         for turn in range(2):
             one = sender.one_shot[to_first] + turn * size * sender.one_shot_bytes
             two = sender.two_shot[to_first] + turn * size * sender.share_bytes
             spans += [(one, one + sender.one_shot_bytes), (two, two + sender.share_bytes)]
-    # A row's sum has one sender, its owner.
+    # A row's sum has one sender: its owner.
     assert {sender.sums[size - 1 - sender.rank] for sender in memories[1:]} == {memories[0].sums_source}
     for turn in range(2):
         begin = memories[0].sums_source + turn * memories[0].two_shot_bytes
@@ -305,7 +305,7 @@ def test_memory_of_ranks_does_not_overlap() -> None:
 
 
 def test_no_vector_is_sent_by_several_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the last of them sends could arrive when the vector has been read, and be taken for one of a later call."""
+    """A duplicate could arrive after the vector was read, and be mistaken for a vector of a later call."""
     from rank_kernels import send
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

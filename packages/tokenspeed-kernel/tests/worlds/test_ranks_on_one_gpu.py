@@ -1,4 +1,4 @@
-"""Ranks that are streams of one process on one GPU: all that runs between GPUs, without the way between them.
+"""Ranks that are streams of one process on one GPU: everything that runs between GPUs, except the link between them.
 
 python packages/tokenspeed-kernel/tests/worlds/test_ranks_on_one_gpu.py --ranks 4 --replays 10000
 """
@@ -31,7 +31,7 @@ one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"
 
 
 def groups_on_one_gpu(size: int, nbytes: int = 1 << 22) -> list[ProcessGroup]:
-    """A group for each rank, whose peers are the others."""
+    """One group for each rank, with the other ranks' memory as peer memory."""
     device = torch.device("cuda", torch.cuda.current_device())
     memories = [PeerMemory(rank, size, device, nbytes, nbytes) for rank in range(size)]
     words = [torch.full((memory.nbytes // 4,), SENTINEL, dtype=torch.int32, device=device) for memory in memories]
@@ -48,7 +48,8 @@ def groups_on_one_gpu(size: int, nbytes: int = 1 << 22) -> list[ProcessGroup]:
 
 @contextlib.contextmanager
 def share_the_gpu(size: int) -> Iterator[None]:
-    """Lets launches have so few programs that those of all ranks run at once, and with each the next one that has begun early."""
+    """Limits the grid of each launch, so that the CTAs of all ranks fit on the GPU together with those of each rank's next
+    launch (PDL)."""
     most, kept = torch.cuda.get_device_properties(0).multi_processor_count // (2 * size), _exchange.most_programs
     _exchange.most_programs = _rows.most_programs = lambda config, device: most
     try:
@@ -58,7 +59,7 @@ def share_the_gpu(size: int) -> Iterator[None]:
 
 
 def run_together(steps: list[Step], streams: list[torch.cuda.Stream]) -> None:
-    """Runs a step of each rank, and waits wherever it can: a kernel that is loaded while another rank waits would wait, too."""
+    """Runs a step of each rank and synchronises after each yield: loading a kernel while another rank waits would deadlock."""
     runs = [step.run() for step in steps]
     while runs:
         left = []
@@ -70,9 +71,9 @@ def run_together(steps: list[Step], streams: list[torch.cuda.Stream]) -> None:
 
 
 def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
-    """What goes wrong when graphs of each rank are replayed in one order, with other values each time and ranks late at random."""
+    """The faults when graphs of each rank are replayed in one order, with other values each time and random delays."""
     groups, streams = groups_on_one_gpu(size), [torch.cuda.Stream() for _ in range(size)]
-    for stream in streams:  # no memory is to be allocated while ranks wait for one another
+    for stream in streams:  # nothing may allocate memory while ranks wait for one another
         with torch.cuda.stream(stream):
             held = [torch.empty(length, dtype=torch.uint8, device="cuda") for length in (1 << 28, *[1 << 18] * 64)]
             held.clear()
@@ -82,7 +83,7 @@ def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
         for index, (rows, hidden) in enumerate(SHAPES)
         for kind in KINDS
     ]
-    torch.cuda.synchronize()  # what streams of their own read next
+    torch.cuda.synchronize()  # other streams read it next
     for steps in made:
         run_together(steps, streams)
         for step in steps:
@@ -101,7 +102,7 @@ def out_of_step(size: int, replays: int, seed: int = 0) -> list[str]:
 
 
 def one_stays_away() -> str:
-    """What a rank is told whose kernel waits for one that never comes. The device's context is of no more use then."""
+    """The error of a rank whose kernel waits for a rank that never comes. The device's context cannot be used afterwards."""
     group = groups_on_one_gpu(2)[0]
     group.peer_time_limit_s = 1.0
     tk.all_reduce(torch.ones(64, 64, device="cuda"), group)
@@ -123,7 +124,7 @@ def test_ranks_out_of_step(size: int) -> None:
 @pytest.mark.nvidia
 @one_gpu
 def test_a_rank_that_stays_away_ends_the_wait() -> None:
-    """In a process of its own, whose context is lost."""
+    """Runs in a process of its own, whose context is lost."""
     done = subprocess.run([sys.executable, __file__, "--stay-away"], capture_output=True, text=True, check=False)
     assert "launch failure" in done.stdout, done.stderr
 

@@ -1,4 +1,4 @@
-"""Functions in several processes: their results, their errors, and that nothing is left behind."""
+"""Functions that run in several processes: their results, their errors, and clean-up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ GLOO = {"world_size": 2, "backend": "gloo"}
 
 @pytest.fixture(autouse=True)
 def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As pytest imports it, it lies in no folder of sys.path. The tests' own folder has another one named triton."""
+    """As pytest imports it, this module is in no folder of sys.path. The tests' own folder contains another module named
+    triton."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
     assert multiprocessing.active_children() == []
@@ -46,7 +47,7 @@ def test_a_process_that_is_alone() -> None:
         assert gap(2, torch.device("cuda")) == "2 processes need a GPU each, there are 0"
 
 
-# What the processes run. One world does several things, because starting one takes seconds.
+# The processes' functions. One world tests several things, because starting one takes seconds.
 
 
 def everything_that_works(name: str) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def everything_that_works(name: str) -> dict[str, Any]:
     sums = {}
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         x = values.to(dtype, copy=True)
-        for _ in range(3):  # decided, and remembered
+        for _ in range(3):  # selected, and memoised
             total = all_reduce(x, group)
             assert torch.equal(x, values.to(dtype))
         out = torch.empty_like(x)
@@ -81,14 +82,14 @@ def everything_that_works(name: str) -> dict[str, Any]:
 
 
 def everything_that_is_wrong() -> list[str]:
-    """Errors that leave the group in order come first."""
+    """Errors after which the group still works come first."""
     rank, group = dist.get_rank(), ProcessGroup.of()
     said = []
     for x in (torch.ones(2 + rank), torch.ones(4, dtype=torch.float32 if rank else torch.bfloat16)):
         with pytest.raises(ValueError, match="every rank must make the same call") as caught:
             all_reduce(x, group)
         said.append(str(caught.value))
-    if rank == 0:  # the other one never comes
+    if rank == 0:  # the other rank never comes
         group.time_limit_s = 1.0
         with pytest.raises(RuntimeError, match="waited 1 s for all ranks") as late:
             all_reduce(torch.ones(7), group)
@@ -107,7 +108,7 @@ def wait_for_ever() -> None:
 
 
 def one_dies() -> None:
-    """When the other waits for what never comes, and asks the group for nothing more."""
+    """One process dies while the other waits forever, outside of the group's collectives."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if dist.get_rank() == 1:
         store.wait(["the other waits"])
@@ -124,7 +125,7 @@ def one_is_late() -> None:
 # -- worlds ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_works() -> None:
+def test_a_world_returns_results() -> None:
     first, second = run_world(everything_that_works, 2, ("a world",))
     assert (first.pop("rank"), second.pop("rank")) == ((0, 2, 0, 2), (1, 2, 1, 2))
     assert first == second
@@ -141,7 +142,7 @@ def test_what_works() -> None:
 
 
 def test_ranks_that_do_not_agree() -> None:
-    """At the first call of a description; nothing is sent then."""
+    """At the first call of a description, before anything is sent."""
     (shapes, dtypes, late), second = run_world(everything_that_is_wrong, 2)
     assert [shapes, dtypes] == second
     assert "got all_reduce(x: float32 [2]) on rank 0, all_reduce(x: float32 [3]) on rank 1" in shapes
@@ -150,7 +151,7 @@ def test_ranks_that_do_not_agree() -> None:
 
 
 def test_errors_come_with_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds, "_LINGER_S", math.inf)  # so that each says what is wrong with it
+    monkeypatch.setattr(worlds, "_LINGER_S", math.inf)  # so that each error states its own fault
     with pytest.raises(WorldError, match=r"(?s)rank 1 of 2: Traceback.*in both_fail.*KeyError: 'a reason'") as caught:
         run_world(both_fail, 2, ("a reason",))
     assert sorted(caught.value.ranks) == [0, 1]
@@ -158,7 +159,7 @@ def test_errors_come_with_their_tracebacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_others_do_not_wait_for_one_that_died() -> None:
-    """The other would wait for ever: that this ends is the proof."""
+    """The survivor would otherwise wait forever, so the test's end is the proof."""
     with pytest.raises(WorldError, match=r"^rank 1 of 2: ended without a result") as caught:
         run_world(one_dies, 2)
     assert caught.value.ranks == (1,)
@@ -191,7 +192,7 @@ def test_a_case_that_other_processes_cannot_find() -> None:
     assert result.reason == "world of 2: only cases that the operator declares can be found by other processes"
 
 
-def test_what_a_world_says_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_world_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = KernelRegistry.get().get_by_name("reference_all_reduce")
     case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2 and not case.large)
 

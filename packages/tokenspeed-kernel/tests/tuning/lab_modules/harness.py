@@ -1,4 +1,4 @@
-"""Tuners that are killed, and tuners at the same time. ``harness.py kill TURNS`` and ``harness.py together TUNERS ENTRIES``."""
+"""Tuners that are killed, and concurrent tuners. ``harness.py kill TURNS`` and ``harness.py together TUNERS ENTRIES``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICE = tuned.Device.of(cpu_platform())
 
 
 def made_up(rows: int, kernel: str = "gone") -> tuned.Entry:
-    """An entry of which a reader can tell whether it is as it was written: the microseconds are the rows."""
+    """An entry whose integrity a reader can check: the microseconds equal the rows."""
     result = tuned.Result(kernel, {"rows": rows}, float(rows), None, "f" * 16)
     traits = {"width": 4, "padding": "x" * 500}
     return tuned.Entry("testing.other", "x: float32", traits, {"rows": rows}, DEVICE, (result,), "", dict(tuned.toolchain()))
@@ -38,7 +38,7 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def check(path: Path) -> int:
-    """Reads the file as it lies there; every entry must be one that a tuner wrote. How many there are."""
+    """Reads the file and checks that a tuner wrote every entry. Returns the number of entries."""
     entries = parse_table(path.read_bytes()) if path.exists() else []
     for entry in entries:
         if entry.operator == "testing.other":

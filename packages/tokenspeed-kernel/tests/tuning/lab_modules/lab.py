@@ -1,4 +1,5 @@
-"""An operator and its kernels for the tests of tuning. Run as a program, it says which kernel would serve a number of rows."""
+"""An operator and its kernels for the tests of tuning. As a program, it prints the kernel that is selected for a number of
+rows."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def _(x: Tensor) -> Cost:
 
 
 def register(*names: str) -> None:
-    """Declares the kernels of these names; the first has the highest priority."""
+    """Declares the kernels with these names; the first has the highest priority."""
     for place, name in enumerate(names):
         tunables = {"wait": [300, 1000], "wrong": [False, True]} if name == "settable" else None
         register_kernel(
@@ -76,12 +77,12 @@ def serving(rows: int) -> str:
 
 
 def timekeepers() -> list[ModuleType]:
-    """The modules that read the clock where kernels are measured."""
+    """The modules that read the clock when kernels are measured."""
     return [import_module(f"tokenspeed_kernel.workbench.{name}") for name in ("benchmark.timing", "tuning.search")]
 
 
 def use_clock() -> None:
-    """Kernels are measured by the clock of the laboratory from now on, until this process ends."""
+    """From now on, kernels are measured by the laboratory's clock, until this process ends."""
     for module in timekeepers():
         module.time = import_module("lab_clock").clock  # type: ignore[attr-defined]
 

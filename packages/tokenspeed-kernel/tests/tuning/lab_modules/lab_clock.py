@@ -1,8 +1,8 @@
-"""What the kernels of `lab_kernels` share: a clock that a kernel sets forward, so that no busy machine makes one slower."""
+"""The clock that the kernels of `lab_kernels` share. A kernel advances it, so that a busy machine does not change its time."""
 
 
 class Clock:
-    """Stands in for the module ``time``. Reading it takes 20 microseconds, which is what a call takes that spends nothing."""
+    """A stand-in for the module ``time``. Reading it takes 20 microseconds, the time of a call that spends nothing."""
 
     def __init__(self):
         self.ns = 0

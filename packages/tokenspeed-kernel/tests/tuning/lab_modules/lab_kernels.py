@@ -1,4 +1,4 @@
-"""Kernels for the tests of tuning: how long each takes is told, not found."""
+"""Kernels for the tests of tuning, with prescribed times."""
 
 import lab_clock
 import torch
@@ -11,21 +11,21 @@ def _add(x, out):
 
 
 def steady(x, out):
-    """The same time for any number of rows."""
+    """Takes the same time for any number of rows."""
     calls.append(("steady", {}))
     lab_clock.spend(400)
     return _add(x, out)
 
 
 def growing(x, out):
-    """Time for each row."""
+    """Takes time for each row."""
     calls.append(("growing", {}))
     lab_clock.spend(20 * x.shape[0])
     return _add(x, out)
 
 
 def settable(x, out, *, wait=3000, wrong=False):
-    """As long as it is told."""
+    """Takes the time that its configuration states."""
     calls.append(("settable", {"wait": wait, "wrong": wrong}))
     lab_clock.spend(wait)
     result = _add(x, out)
@@ -39,7 +39,7 @@ def writing(x, total, *, wait=3000):
 
 
 def fragile(x, out, *, good_for=10**6):
-    """Quicker than all, until it fails."""
+    """Faster than the others, until it fails."""
     calls.append(("fragile", {"good_for": good_for}))
     if sum(name == "fragile" for name, _ in calls) > good_for:
         raise RuntimeError("no more of it")

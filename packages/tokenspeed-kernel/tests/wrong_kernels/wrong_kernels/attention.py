@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch that never reads a value on the host, as a kernel for a GPU must not. `Fault` says what is wrong."""
+"""Attention in plain PyTorch that never reads a value on the host, as a GPU kernel must not. `Fault` selects the fault."""
 
 import dataclasses
 import math
@@ -8,11 +8,11 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    window_edge: int = 0  # tokens too many within the window
-    narrow_window: bool = False  # the window is counted in bytes of 32 bits
+    window_edge: int = 0  # extra tokens within the window
+    narrow_window: bool = False  # the window is converted to bytes in int32, which overflows
     lse_scale: float = 1.0
-    sink_scaled: bool = False  # the sink is scaled as scores are
-    widest_head: int = 1 << 20  # elements of a head that are looked at
+    sink_scaled: bool = False  # the sink is scaled like scores
+    widest_head: int = 1 << 20  # number of elements of a head that are used
     nan_where_nothing_is_seen: bool = False
     looks_up_every_page: bool = False
 
@@ -21,7 +21,8 @@ NONE = Fault()
 
 
 def _softmax(scores, visible, values, sinks, dtype, fault, scale):
-    """``scores`` and ``visible`` [heads, queries, keys], ``values`` [heads, keys, v_head_dim]: the output and log-sum-exp."""
+    """``scores`` and ``visible`` are [heads, queries, keys], ``values`` [heads, keys, v_head_dim]. Returns the output and the
+    LSE."""
     scores = scores.masked_fill(~visible, -math.inf)
     if sinks is not None:
         sink = sinks.to(scores.dtype).view(-1, 1, 1) * (scale if fault.sink_scaled else 1.0)
@@ -87,7 +88,7 @@ def hidden_sync(
     q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale, k_scale,
     v_scale, out,
 ):  # fmt: skip
-    """Asks how long the longest sequence is, to drop a window that is longer."""
+    """Reads the longest sequence's length on the host, to drop a longer window."""
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     window = -1 if window_left >= longest else window_left
     return _prefill(NONE, q, k, v, cu_seqlens, window, logit_cap, sinks, return_lse, softmax_scale, out)
@@ -106,7 +107,7 @@ def _make_decode(fault=NONE):
         for b in range(len(cache_seqlens)):
             length = cache_seqlens[b]
             entries = page_table[b]
-            kept = (entries >= 0).repeat_interleave(page_size, output_size=len(positions))  # others have left the window
+            kept = (entries >= 0).repeat_interleave(page_size, output_size=len(positions))  # other tokens are outside of the window
             if not fault.looks_up_every_page:
                 reached = torch.arange(0, len(positions), page_size, device=q.device) < length
                 entries = torch.where(reached & (entries >= 0), entries, 0)

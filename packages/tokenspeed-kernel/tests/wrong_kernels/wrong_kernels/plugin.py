@@ -1,4 +1,4 @@
-"""What is registered: each kernel's declaration, right but for the one fault that its name says."""
+"""The registered declarations: each kernel's declaration is correct, except for the fault in the kernel's name."""
 
 import torch
 

@@ -1,1 +1,1 @@
-"""A package for the tests whose plugins do all that a plugin can do wrong."""
+"""A package for tests, with one plugin for each mistake that a plugin can make."""

@@ -1,4 +1,4 @@
-"""What it needs is not installed."""
+"""A module that imports a package which is not installed."""
 
 import a_gpu_toolchain_that_is_not_installed  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""The kernels. Their results are wrong on purpose, so that a test sees who served a call."""
+"""The kernels. Their results are wrong on purpose, so that a test sees which kernel ran."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the core imports: declarations, no kernels."""
+"""The module that the core imports: declarations without implementations."""
 
 from tokenspeed_kernel_base.registry import register_kernel
 

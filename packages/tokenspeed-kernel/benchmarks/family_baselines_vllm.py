@@ -1,9 +1,9 @@
-"""vLLM's kernels for ``measure_families.py``: its Triton kernels for Mamba layers, its operators, and FlashMLA, DeepGEMM and
-FlashAttention-3, which it ships.
+"""vLLM's kernels for ``measure_families.py``: its Triton kernels for Mamba layers, its operators, and the FlashMLA, DeepGEMM
+and FlashAttention-3 that it ships.
 
-They come from a vLLM 0.26 that is installed, or lies in a folder that ``--peers`` names. What runs when vLLM itself is imported
-takes many seconds and sets options of PyTorch, and none of these modules needs it: `_installed` leaves it out. The Triton kernels
-import a little of vLLM, and `stand_in` provides that, so that they may also lie as single files in a folder.
+They come from an installed vLLM 0.26, or from one in a folder that ``--peers`` names. Importing vLLM itself takes many seconds
+and sets options of PyTorch, and none of these modules needs it, so `_installed` skips it. The Triton kernels import a little of
+vLLM. `stand_in` provides that, so that they may also be single files in a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from family_peers import Call, InForm, chosen_as_defined, refuse_unless
+from family_baselines import Call, InForm, chosen_as_defined, refuse_unless
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import peer
@@ -30,7 +30,7 @@ _MAMBA = "vllm.model_executor.layers.mamba.ops"
 
 
 class _Nothing:
-    """Whatever is asked of a platform, an environment or a logger: no."""
+    """A stand-in for a platform, an environment or a logger: every method returns False."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: False
@@ -41,8 +41,8 @@ class _Nothing:
 
 @contextmanager
 def stand_in(folder: Path) -> Iterator[None]:
-    """Puts modules in place of those of vLLM that its Triton kernels of Mamba, single files of a folder, import; takes all of them
-    away again, so that an installed vLLM can still be imported."""
+    """Replaces the modules of vLLM that its Triton kernels for Mamba import, so that these can be single files of a folder. On
+    exit all replacements are removed, so that an installed vLLM can still be imported."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("vllm", "einops")}
     triton = importlib.import_module("triton")
     nothing = _Nothing()
@@ -84,13 +84,13 @@ def stand_in(folder: Path) -> Iterator[None]:
 
 
 def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """The two patterns of einops that these modules use: the last two axes to one, and back."""
+    """The two einops patterns that these modules use: merging the last two axes, and splitting the last one."""
     return x.flatten(-2) if "(p n)" in pattern.partition("->")[2] else x.view(*x.shape[:-1], -1, sizes["n"])
 
 
 @functools.cache
 def _mamba() -> Mapping[str, ModuleType]:
-    """Its modules by name; all at once, for what stands in for vLLM meanwhile is taken away after."""
+    """The modules by name. All are imported at once, because the stand-ins for vLLM are removed afterwards."""
     names = ("causal_conv1d", "mamba_ssm", "ssd_combined")
     within = "/".join(_MAMBA.split("."))
     places = [place for folder in sys.path for place in (Path(folder), Path(folder) / within)]
@@ -105,7 +105,7 @@ _FAILED: dict[str, str] = {}
 
 
 def _installed(name: str) -> Any:
-    """A module of vLLM that rests on PyTorch alone, imported without vLLM's own ``__init__``. What has failed once is not tried
+    """Imports a module of vLLM that needs PyTorch only, without vLLM's own ``__init__``. A module that failed once is not tried
     again."""
     if name in _FAILED:
         raise ImportError(_FAILED[name])
@@ -118,13 +118,13 @@ def _installed(name: str) -> Any:
         sys.modules["vllm"] = bare
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever a module of a release that does not fit this PyTorch raises
+    except Exception as error:  # any error: the release may not fit this PyTorch
         _FAILED[name] = f"{type(error).__name__}: {error}"
         raise
 
 
 def _operators(module: str = "_C_stable_libtorch", namespace: str = "_C") -> Any:
-    """The operators that a compiled module of vLLM gives to PyTorch."""
+    """The operators that a compiled module of vLLM registers with PyTorch."""
     _installed(f"vllm.{module}")
     return getattr(torch.ops, namespace)
 
@@ -132,11 +132,11 @@ def _operators(module: str = "_C_stable_libtorch", namespace: str = "_C") -> Any
 # -- Mamba -------------------------------------------------------------------------------------------------------------------------
 
 
-_CONV_ROWS = 8  # tokens of a program of its convolution
+_CONV_ROWS = 8  # tokens of one program of its convolution
 
 
 def _programs(lengths: Sequence[int], rows: int, device: torch.device) -> dict[str, Any]:
-    """Which program has which rows of which sequence: what vLLM's metadata hold, made once a step."""
+    """The (sequence, chunk) pair of each program: metadata that vLLM makes once a step."""
     parts = [(sequence, part) for sequence, length in enumerate(lengths) for part in range(-(-length // rows))]
     sequences, offsets = (torch.tensor(column, dtype=torch.int32) for column in zip(*parts, strict=True))
     on_device = {"batch_ptr": sequences.to(device), "token_chunk_offset_ptr": offsets.to(device)}
@@ -163,7 +163,7 @@ def conv_prefill(
 def conv_decode(
     x: Tensor, weight: Tensor, states: Tensor, state_slots: Tensor, bias: Tensor | None, activation: str | None
 ) -> Call:
-    """It writes over its input, which is a copy here."""
+    """It overwrites its input, so it gets a copy."""
     refuse_unless(x.shape[1] == 1, "measured on one token a sequence")
     function, first = _mamba()["causal_conv1d"].causal_conv1d_update, x[:, 0].clone()
     call = functools.partial(function, first, states.transpose(1, 2), weight, bias, activation, state_slots, null_block_id=-1)
@@ -175,7 +175,7 @@ def ssd_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, state_slots: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
 ) -> Call:  # fmt: skip
-    """It knows no limits of steps, so it is given the steps themselves."""
+    """It has no limits for step sizes, so it gets the final step sizes."""
     refuse_unless(x.shape[1] == 1 and D is not None, "measured on one token a sequence, with D")
     assert D is not None
     heads, dim, width = *x.shape[2:], B.shape[-1]
@@ -196,7 +196,8 @@ def ssd_prefill(
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
     has_initial_state: Tensor | None,
 ) -> Call:  # fmt: skip
-    """Chunks of 256 tokens, as Granite and Bamba have them. It has no slots: initial states are given and final ones returned."""
+    """Chunks of 256 tokens, as Granite and Bamba use. vLLM has no state slots: initial states are an argument, final ones are
+    returned."""
     chunk, starts = 256, cu_seqlens.tolist()
     parts = [
         (min(first + chunk, end), sequence)
@@ -224,7 +225,7 @@ def ssd_prefill(
 
 
 def _flash_mla() -> Any:
-    """FlashMLA's interface; importing it loads its operators, too."""
+    """FlashMLA's interface; importing it also loads its operators."""
     return _installed("vllm.third_party.flashmla.flash_mla_interface")
 
 
@@ -233,7 +234,7 @@ def flash_mla(
     q: Tensor, kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int, kv_lora_rank: int,
     softmax_scale: float, q_scale: Tensor | None, kv_scale: Tensor | None,
 ) -> Call:  # fmt: skip
-    """Its plan is made once a step by an engine, and here by a first call. For fp8, vLLM has an extension of its own."""
+    """An engine makes its plan once a step; here a first, untimed call makes it. For fp8, vLLM has its own extension."""
     refuse_unless(q.dtype == kv_cache.dtype and kv_cache.shape[1] == 64, "q and cache of one dtype, in pages of 64")
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
     queries, cache = q.unsqueeze(1), kv_cache.unsqueeze(2)
@@ -260,8 +261,8 @@ def flash_mla_sparse(
     q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None,
     kv_scale_cache: Tensor | None, rope_cache: Tensor | None,
 ) -> Call:  # fmt: skip
-    """It wants heads in blocks of 64; vLLM pads them, and so it is here. Caches of 656 bytes a token have a function of their own,
-    whose plan a first call makes."""
+    """The number of heads must be a multiple of 64, so heads are padded, as in vLLM. Caches of 656 bytes a token have their own
+    function; a first, untimed call makes its plan."""
     refuse_unless(kv_lora_rank == 512 and q.shape[2] == 576, "a latent of 512 and a rotary part of 64")
     module, heads = _flash_mla(), q.shape[1]
     padded = torch.nn.functional.pad(q, (0, 0, 0, -heads % 64))
@@ -283,12 +284,12 @@ def flash_mla_sparse(
 
 
 def _deep_gemm() -> Any:
-    """DeepGEMM, which compiles its kernels with the CUDA toolkit when they are first called."""
+    """DeepGEMM, which compiles its kernels with the CUDA toolkit at their first call."""
     return _installed("vllm.third_party.deep_gemm")
 
 
 def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
-    """What brings scores into the operator's form: it writes nothing where a token sees nothing."""
+    """Converts scores into the operator's form: DeepGEMM leaves positions that a token does not see unwritten."""
 
     def form(found: Any) -> tuple[Tensor, Tensor]:
         hidden = torch.arange(found.shape[1], device=found.device) >= lengths.unsqueeze(1)
@@ -301,7 +302,7 @@ def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
 def paged_scores(
     q: Tensor, k_cache: Tensor, weights: Tensor, page_table: Tensor, cache_seqlens: Tensor, k_scale_cache: Tensor | None
 ) -> Call:
-    """Its caches have the scales of a page behind its keys, as those of the operator's cases do."""
+    """Each page of its caches holds keys followed by their scales, as in the operator's cases."""
     refuse_unless(k_scale_cache is not None, "fp8 only")
     module = _deep_gemm()
     pages, page_size, dim = k_cache.shape
@@ -331,7 +332,7 @@ def row_scores(
 
 @peer("attention.top_k_indices", name="vLLM", setup=True, package="vllm")
 def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    """As vLLM chooses in a prefill."""
+    """vLLM's top-k kernel for prefill."""
     refuse_unless(scores.dtype == torch.float32, "float32 only")
     ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
     out = torch.empty(len(scores), top_k, dtype=torch.int32, device=scores.device)
@@ -342,7 +343,7 @@ def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
 
 @peer("attention.top_k_indices", name="vLLM, decode", setup=True, package="vllm")
 def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    """As vLLM chooses in a decode on Hopper: blocks of a cluster share a row where there are few rows."""
+    """vLLM's top-k kernels for decode on Hopper: with few rows, the CTAs of a cluster split a row."""
     refuse_unless(scores.dtype == torch.float32 and top_k in (512, 1024, 2048), "float32, and 512, 1024 or 2048 of them")
     refuse_unless(len(scores) <= 256, "the rows of a decode")
     ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
@@ -354,13 +355,13 @@ def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> 
     return InForm(call, lambda found: chosen_as_defined(scores, ends, out))
 
 
-# -- attention, products and prologues ---------------------------------------------------------------------------------------------
+# -- attention, GEMMs and prologues ------------------------------------------------------------------------------------------------
 
 
 def _flash_attention_3(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scales: Mapping[str, Tensor | None], **options: Any
 ) -> Call:
-    """Sequences that attend to themselves. It gives bfloat16 for fp8, as we do."""
+    """Sequences that attend to themselves. The output for fp8 inputs is bfloat16, as ours."""
     function = _installed("vllm.vllm_flash_attn.flash_attn_interface").flash_attn_varlen_func
     shape, longest = (len(cu_seqlens) - 1, k.shape[1]), int(cu_seqlens.diff().max())
     given = {name: scale.reshape(-1).expand(shape).contiguous() for name, scale in scales.items() if scale is not None}
@@ -391,8 +392,9 @@ def flash_attention_expanded(
 
 
 @peer("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
-def deep_gemm_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
-    """Blocks of 128 with float32 scales; those of a lie column by column, as its own quantisation leaves them."""
+def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
+    """Blocks of 128 with float32 scales. The scales of ``a`` are stored column-major, as DeepGEMM's own quantisation writes
+    them."""
     refuse_unless(a_scale is not None and b_scale is not None and a.dtype == b.dtype == torch.float8_e4m3fn, "fp8 with scales")
     assert a_scale is not None
     assert b_scale is not None
@@ -410,7 +412,7 @@ def deep_gemm_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Ten
 
 
 def _quantised(x: Tensor, width: int, granularity: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Where fp8 elements of rows of this width and their scales go."""
+    """Output tensors for fp8 elements of rows of this width, and for their scales."""
     refuse_unless(granularity == "token" or (granularity == "block" and block_size in (64, 128)), "a scale a token, or a block")
     rows, scales = x.numel() // x.shape[-1], 1 if granularity == "token" else width // block_size
     return torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device), torch.empty(rows, scales, device=x.device)
@@ -418,7 +420,7 @@ def _quantised(x: Tensor, width: int, granularity: str, block_size: int) -> tupl
 
 @peer("norm.rmsnorm_quantize_fp8", name="vLLM", setup=True, package="vllm")
 def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, granularity: str, block_size: int) -> Call:
-    """It writes the sum over the residual, which is a copy here."""
+    """It writes the sum into the residual, so it gets a copy."""
     out, scale = _quantised(x, x.shape[-1], granularity, block_size)
     total = None if residual is None else residual.clone()
     given, operators = (out, x, weight, scale, eps, None, total), _operators()

@@ -1,6 +1,6 @@
 """The MoE implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-A contestant's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. That
+An implementation's ``setup`` takes a `Shape` and a `Layer`, arranges the layer's weights, and returns a function of a `Batch`. That
 function returns the timed call: a function without parameters, from router logits to the combined output ``[tokens, hidden]``.
 Third-party kernels are called as vLLM 0.26 calls them, including its routing, activation and sum. Packages are imported when one is
 requested; one that is not installed is reported as absent with the reason.
@@ -31,7 +31,7 @@ Experts = Callable[[Batch], Call]
 
 
 @dataclass(frozen=True)
-class Contestant(measuring.Contestant):
+class Implementation(measuring.Implementation):
     """An implementation that is measured. ``setup``: see the module.
 
     Attributes:
@@ -109,7 +109,7 @@ def _only_gpt_oss(shape: Shape) -> None:
         raise Unsupported("measured on GPT-OSS only")
 
 
-def _only_halves(shape: Shape) -> None:
+def _only_16_bit_activations(shape: Shape) -> None:
     if shape.activation_dtype != "none":
         raise Unsupported("activations stay bfloat16")
 
@@ -132,7 +132,7 @@ def _scales(layer: Layer) -> tuple[Tensor, Tensor]:
 def _triton_kernels(shape: Shape, layer: Layer) -> Experts:
     """OpenAI's kernels, which vLLM chooses for GPT-OSS on Hopper."""
     _only_gpt_oss(shape)
-    _only_halves(shape)
+    _only_16_bit_activations(shape)
     forward = _from_vllm("fused_moe.experts.gpt_oss_triton_kernels_moe", "triton_kernel_moe_forward")
     swizzle = _from_vllm("quantization.utils.mxfp4_utils", "_swizzle_mxfp4")
     quant_config = _from_vllm("fused_moe.config", "mxfp4_w4a16_moe_quant_config")
@@ -166,7 +166,7 @@ def _padded(tensor: Tensor, *sizes: int) -> Tensor:
 def _marlin(shape: Shape, layer: Layer) -> Experts:
     """vLLM's Marlin, with sizes rounded up as vLLM does. Tokens are padded before they are timed, in its favour."""
     _only_gpt_oss(shape)
-    _only_halves(shape)
+    _only_16_bit_activations(shape)
     backend = _from_vllm("fused_moe.oracle.mxfp4", "Mxfp4MoeBackend")
     rounded_up = _from_vllm("fused_moe.oracle.mxfp4", "mxfp4_round_up_hidden_size_and_intermediate_size")
     prepare = _from_vllm("quantization.utils.marlin_utils_fp4", "prepare_moe_mxfp4_layer_for_marlin")
@@ -305,7 +305,7 @@ def _humming(shape: Shape, layer: Layer) -> Experts:
         here = -(-pairs * model.experts // model.routed)
         block = next((tuning["block_shape"][0] for low, high, tuning in tunings["w13"] if low < here <= high), 64)
 
-        def product(x: Tensor, name: str, top_k: int, columns: int, sorting: tuple[Tensor, ...]) -> Tensor:
+        def gemm(x: Tensor, name: str, top_k: int, columns: int, sorting: tuple[Tensor, ...]) -> Tensor:
             quantized, scale = method.may_quant_input(holder, x, sublayer_name=name)
             out = torch.empty(pairs, columns, dtype=batch.x.dtype, device=batch.x.device)
             sorted_ids, expert_ids, padded = sorting
@@ -319,10 +319,10 @@ def _humming(shape: Shape, layer: Layer) -> Experts:
         def call() -> Tensor:
             topk_weights, topk_ids, _ = fused_topk(batch.x, batch.logits, model.top_k, True)
             sorting = align(topk_ids, block, model.routed, expert_map, ignore_invalid_experts=True)
-            gate_up = product(batch.x, "w13", model.top_k, 2 * model.intermediate, sorting)
+            gate_up = gemm(batch.x, "w13", model.top_k, 2 * model.intermediate, sorting)
             hidden = torch.empty(pairs, model.intermediate, dtype=gate_up.dtype, device=gate_up.device)
             activate(kind, hidden, gate_up)
-            down = product(hidden, "w2", 1, model.hidden, sorting).view(len(batch.x), model.top_k, -1)
+            down = gemm(hidden, "w2", 1, model.hidden, sorting).view(len(batch.x), model.top_k, -1)
             out = torch.empty_like(batch.x)
             summed(inputs=down, topk_weights=topk_weights, outputs=out, topk_ids=topk_ids, expert_map=expert_map)
             return out
@@ -332,15 +332,15 @@ def _humming(shape: Shape, layer: Layer) -> Experts:
     return experts
 
 
-def contestants(ours: str = "cutedsl") -> list[Contestant]:
+def implementations(ours: str = "cutedsl") -> list[Implementation]:
     """All of them, this package first. ``ours``: the backend of this package's entry."""
     return [
-        Contestant("ours", of_solution(ours), "tokenspeed-kernel-nvidia", ours=True),
-        Contestant("triton", of_solution("triton", "triton"), "tokenspeed-kernel", ours=True, portable=True),
-        Contestant("triton_kernels", _triton_kernels, "vllm"),
-        Contestant("marlin", _marlin, "vllm"),
-        Contestant("humming", _humming, "humming-kernels"),
-        Contestant("vllm_triton", _vllm_triton, "vllm"),
+        Implementation("ours", of_solution(ours), "tokenspeed-kernel-nvidia", ours=True),
+        Implementation("triton", of_solution("triton", "triton"), "tokenspeed-kernel", ours=True, portable=True),
+        Implementation("triton_kernels", _triton_kernels, "vllm"),
+        Implementation("marlin", _marlin, "vllm"),
+        Implementation("humming", _humming, "humming-kernels"),
+        Implementation("vllm_triton", _vllm_triton, "vllm"),
         # It compiles for half an hour unless its kernels are compiled already.
-        Contestant("flashinfer", of_solution("flashinfer", "triton"), "flashinfer-python", on_demand=True),
+        Implementation("flashinfer", of_solution("flashinfer", "triton"), "flashinfer-python", on_demand=True),
     ]

@@ -1,8 +1,8 @@
 """The implementations that are measured: the kernels of this package, the portable ones of the core, and third-party baselines.
 
-A contestant (this package or a baseline) is a function of a `Shape` and the operator's arguments by name. It prepares what can be
-prepared once (a plan, views), and returns the timed call: a function without parameters that returns the output. Third-party
-packages are imported when one is requested; one that is not installed is reported as absent with the reason.
+The ``setup`` of an implementation (this package or a baseline) takes a `Shape` and the operator's arguments by name. It makes plans
+and views, which an engine makes once, and returns the timed call: a function without parameters that returns the output.
+Third-party packages are imported when one is requested; one that is not installed is reported as absent with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_
 
 
 @dataclass(frozen=True)
-class Contestant(measuring.Contestant):
+class Implementation(measuring.Implementation):
     """An implementation that is measured. ``setup``: see the module.
 
     Attributes:
@@ -161,14 +161,14 @@ def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
 
 
 _OTHERS = (
-    Contestant("triton", _portable, "tokenspeed-kernel", ours=True, portable=True),
-    Contestant("fa3", _flash_attention_3, "tokenspeed-fa3"),
-    Contestant("fa4", _flash_attention_4, "flash-attn-4"),
-    Contestant("cudnn", _cudnn, "nvidia-cudnn-cu13", sinks=False),
-    Contestant("flashinfer", _flashinfer, "flashinfer-python", sinks=False),
+    Implementation("triton", _portable, "tokenspeed-kernel", ours=True, portable=True),
+    Implementation("fa3", _flash_attention_3, "tokenspeed-fa3"),
+    Implementation("fa4", _flash_attention_4, "flash-attn-4"),
+    Implementation("cudnn", _cudnn, "nvidia-cudnn-cu13", sinks=False),
+    Implementation("flashinfer", _flashinfer, "flashinfer-python", sinks=False),
 )
 
 
-def contestants(functions: Mapping[str, str]) -> list[Contestant]:
+def implementations(functions: Mapping[str, str]) -> list[Implementation]:
     """All of them, this package first. ``functions``: see `own`."""
-    return [Contestant("ours", own(functions), "tokenspeed-kernel-nvidia", ours=True), *_OTHERS]
+    return [Implementation("ours", own(functions), "tokenspeed-kernel-nvidia", ours=True), *_OTHERS]

@@ -1,8 +1,8 @@
-"""Other people's kernels for ``measure_families.py``: PyTorch's, cuBLAS and cuDNN through it, and flash-linear-attention's.
+"""Third-party baselines for ``measure_families.py``: PyTorch, cuBLAS and cuDNN through it, and flash-linear-attention.
 
-Each is declared as `tokenspeed_kernel.workbench.benchmark.peer` says, and set up once for a call. Where its result has another
-form than the operator's, the call is `InForm`. What an engine that uses a peer does once and not at every call (contiguous
-operands, int64 offsets, plans) is done in its setup, which is not timed.
+Each is declared with `tokenspeed_kernel.workbench.benchmark.peer`, and set up once for a call. `InForm` converts a result into
+the operator's form. An engine prepares some things once rather than at every call: contiguous operands, int64 offsets, plans.
+The baseline's setup prepares these, and is not timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class InForm:
-    """A call that is timed, and a function that brings its result into the operator's form, which is not."""
+    """A timed call, and an untimed function that converts its result into the operator's form."""
 
     call: Call
     form: Callable[[Any], Any]
@@ -35,7 +35,7 @@ class InForm:
 
 
 def refuse_unless(holds: bool, what: str) -> None:
-    """Raises `Unsupported`: a peer that is silent about an argument would be timed on less work."""
+    """Raises `Unsupported`: a baseline that ignored an argument would be timed on less work."""
     if not holds:
         raise Unsupported(what)
 
@@ -46,7 +46,7 @@ _FLA = "flash-linear-attention"
 
 
 def _delta_rule(g: Tensor, q: Tensor, of_head: str, of_channel: str) -> Callable[..., Any]:
-    """One of two functions: for a gate of each head, or of each channel."""
+    """The function for gates per head, or the one for gates per channel."""
     module, name = ("fla.ops.kda", of_channel) if g.dim() == q.dim() else ("fla.ops.gated_delta_rule", of_head)
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
@@ -64,7 +64,7 @@ def fla_prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, cu_seqlens: Tensor, state_slots: Tensor,
     has_initial_state: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None,
 ) -> Call:  # fmt: skip
-    """It has no slots: initial states are given and final ones returned."""
+    """fla has no state slots: it takes the initial states as an argument and returns the final ones."""
     refuse_unless(states.dtype == torch.float32, "it keeps states in float32")
     function = _delta_rule(g, q, "chunk_gated_delta_rule", "chunk_kda")
     operands = [x.contiguous().unsqueeze(0) for x in (q, k, v, g, beta)]
@@ -82,7 +82,7 @@ def fla_decode(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, state_slots: Tensor,
     A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None,
 ) -> Call:  # fmt: skip
-    """It has no slots: initial states are given and final ones returned."""
+    """fla has no state slots: it takes the initial states as an argument and returns the final ones."""
     refuse_unless(states.dtype == torch.float32, "it keeps states in float32")
     function = _delta_rule(g, q, "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
     q, k, values, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
@@ -103,10 +103,10 @@ def fla_rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activ
 
 
 def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor:
-    """What `top_k_indices` gives, of positions that were chosen in any order.
+    """The result of `top_k_indices` for positions that a baseline chose, in any order.
 
-    Of equal scores at the edge others may be chosen, which is right of a peer: so where the scores are the largest, positions are
-    those that the operator would choose. Negative positions, and those of scores that are -inf, are none.
+    A baseline may choose other positions of equal scores at the threshold. If its scores are the largest ones, the positions
+    become those that the operator would choose. Negative positions, and positions whose score is -inf, are dropped.
     """
     keys, top_k = scores.shape[1], chosen.shape[1]
     shown = scores.masked_fill(torch.arange(keys, device=scores.device) >= lengths.unsqueeze(1), -torch.inf)
@@ -124,7 +124,7 @@ def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor
 
 @peer("attention.top_k_indices", name="torch.topk", setup=True)
 def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    """It knows no lengths: what lies behind them is overwritten in its setup."""
+    """It has no lengths argument, so the setup overwrites scores beyond the lengths with -inf."""
     ends = torch.full((len(scores),), scores.shape[1], device=scores.device) if lengths is None else lengths
     shown = scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) >= ends.unsqueeze(1), -torch.inf)
     return InForm(lambda: shown.topk(top_k, dim=1, sorted=False), lambda found: chosen_as_defined(scores, ends, found.indices))
@@ -134,7 +134,7 @@ def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
 def torch_sampling(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, out_dtype: torch.dtype
 ) -> Call:
-    """PyTorch's functions in a row, on the best tokens alone, at the random numbers that the operator specifies."""
+    """Several PyTorch functions, on the top-k tokens only, with the random numbers that the operator specifies."""
     most, limited = int(top_k.max()), int(top_k.min()) > 0
     refuse_unless(limited and most <= 1024 and bool((temperature > 0).all()), "measured where all rows have a top-k")
     at, warmth, limit = uniform(seed, offset).unsqueeze(1), temperature.unsqueeze(1), top_p.unsqueeze(1)
@@ -145,7 +145,7 @@ def torch_sampling(
         probs = (best.values.float() / warmth).masked_fill(outside, -torch.inf).softmax(1)
         before = probs.cumsum(1) - probs
         kept = torch.where(before < limit, probs, 0.0)
-        # The operator draws in the order of tokens.
+        # The operator samples in token order.
         tokens, order = best.indices.sort(dim=1)
         sums = kept.gather(1, order).cumsum(1)
         place = torch.searchsorted(sums, at * sums[:, -1:], right=True)
@@ -173,12 +173,12 @@ def torch_max(logits: Tensor, first_token: int) -> Call:
     return InForm(call, lambda found: (found.values.float(), (found.indices + first_token).int()))
 
 
-# -- products ----------------------------------------------------------------------------------------------------------------------
+# -- GEMMs -------------------------------------------------------------------------------------------------------------------------
 
 
 @peer("gemm.mm", name="cuBLAS, bfloat16", setup=True)
-def bfloat16_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
-    """The same numbers as bfloat16 matrices, decoded before: more bytes, and no decoding."""
+def bfloat16_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
+    """The same values, dequantised to bfloat16 in the setup: it reads more bytes and dequantises nothing."""
     refuse_unless(a_scale is not None or b_scale is not None, "these are dense")
     wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
     factor = 1.0 if alpha is None else float(alpha)
@@ -187,8 +187,8 @@ def bfloat16_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tens
 
 
 @peer("gemm.mm", name="cuBLAS, fp8", setup=True)
-def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
-    """PyTorch's product of scaled fp8 matrices, for the scales that it takes."""
+def scaled_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
+    """PyTorch's scaled fp8 GEMM, for the scales that it supports."""
     refuse_unless(
         a.dtype == b.dtype == torch.float8_e4m3fn and a_scale is not None and b_scale is not None, "for fp8 with scales only"
     )
@@ -224,7 +224,7 @@ def torch_unswizzle(scale: Tensor, rows: int, columns: int) -> Call:
 
 @peer("attention.mla_prefill", name="cuDNN", setup=True, package="nvidia-cudnn-cu13")
 def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal: bool, softmax_scale: float | None) -> Call:
-    """cuDNN's attention, through PyTorch; sequences are of one length."""
+    """cuDNN's attention, through PyTorch; all sequences have one length."""
     lengths = cu_seqlens.diff().tolist()
     refuse_unless(len({*lengths}) == 1 and q.dtype == torch.bfloat16, "sequences of one length, in bfloat16")
     attention = importlib.import_module("torch.nn.attention")

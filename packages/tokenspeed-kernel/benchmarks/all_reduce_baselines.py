@@ -1,6 +1,6 @@
-"""Other people's all-reduces for `all_reduce.py`: those of TensorRT-LLM and vLLM, as FlashInfer has them.
+"""Third-party all-reduces for `all_reduce.py`: FlashInfer's copies of the kernels of TensorRT-LLM and vLLM.
 
-FlashInfer compiles each when it is first called.
+FlashInfer compiles each kernel at its first call.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# vLLM has memory for messages up to this many bytes, and uses another library beyond.
+# vLLM's buffer holds messages of up to this many bytes; for larger ones vLLM uses another library.
 _VLLM_MOST = 8 << 20
-_VLLM_CTAS = 36  # the most that it may have, which it chooses itself
+_VLLM_CTAS = 36  # the largest grid that vLLM may choose
 
 
 def gap(device: torch.device) -> str:
-    """Why they cannot run here; empty if they can."""
+    """The reason why these kernels cannot run on the device; empty if they can."""
     if device.type != "cuda":
         return "its kernels are for GPUs"
     return "" if importlib.util.find_spec("flashinfer") is not None else "FlashInfer is not installed"
@@ -28,7 +28,7 @@ def gap(device: torch.device) -> str:
 
 @functools.cache
 def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
-    """What TensorRT-LLM's kernels need: addresses, and what keeps the memory."""
+    """TensorRT-LLM's workspace: the addresses, and the handles that keep its memory alive."""
     from flashinfer.comm.trtllm_ar import trtllm_create_ipc_workspace_for_all_reduce_fusion as create
 
     handles, addresses, *_ = create(
@@ -38,12 +38,12 @@ def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
 
 
 def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None) -> Callable[[], tuple[Tensor, ...]]:
-    """TensorRT-LLM's fused all-reduce, one shot or two as it chooses, launched early as ours are.
+    """TensorRT-LLM's fused all-reduce, launched with PDL like ours. It chooses between one shot and two.
 
     Args:
         x: ``[rows, hidden]``.
-        most_rows: of all calls of this process.
-        norm: the residual, the norm's weight and its epsilon, for the residual add and the normalisation, too.
+        most_rows: the largest number of rows that this process will use.
+        norm: the residual, the norm's weight and its epsilon, to fuse the residual add and the normalisation; or None.
     """
     from flashinfer.comm.trtllm_ar import AllReduceFusionPattern, trtllm_allreduce_fusion
 
@@ -85,7 +85,7 @@ def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None)
 
 @functools.cache
 def _vllm_state() -> tuple[int, int, Tensor]:
-    """vLLM's handle, and the address of memory that the other ranks read."""
+    """vLLM's handle, the address of this rank's buffer, which the other ranks read, and a tensor to keep alive."""
     from flashinfer.comm import vllm_ar
     from flashinfer.comm.cuda_ipc import create_shared_buffer
 
@@ -98,7 +98,7 @@ def _vllm_state() -> tuple[int, int, Tensor]:
 
 
 class Vllm:
-    """vLLM's custom all-reduce. In a graph other ranks read x where it lies, once `captured` has told them where."""
+    """vLLM's custom all-reduce. In a graph the other ranks read x in place, after `captured` has registered its address."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.out = x, torch.empty_like(x)
@@ -106,7 +106,7 @@ class Vllm:
 
     @staticmethod
     def gap(x: Tensor) -> str:
-        """Why it does not take x; empty if it does."""
+        """The reason why vLLM rejects x; empty if it accepts it."""
         nbytes = x.numel() * x.element_size()
         return gap(x.device) or ("" if nbytes <= _VLLM_MOST else f"vLLM sends at most {_VLLM_MOST} bytes")
 
@@ -119,7 +119,7 @@ class Vllm:
         return (self.out,)
 
     def captured(self) -> None:
-        """To be called by every rank after a graph was captured, before it is replayed."""
+        """Registers the graph's buffers. Every rank calls it after capturing a graph and before replaying it."""
         from flashinfer.comm import vllm_ar
 
         every: list[Any] = [None] * dist.get_world_size()

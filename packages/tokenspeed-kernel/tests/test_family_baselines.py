@@ -1,7 +1,7 @@
-"""The adapters of vLLM's kernels for the benchmark of families, with stand-ins in vLLM's place.
+"""The adapters for vLLM's kernels in the benchmark of families, with stand-ins for vLLM's functions.
 
-A stand-in has the parameters of the function of vLLM 0.26 whose place it takes, in their order, and computes what that function's
-docstring says of them. So an adapter that gives a wrong argument, layout or scale gives a wrong result, or raises.
+A stand-in has the parameters of a function of vLLM 0.26, in order, and computes what that function's docstring states. So an
+adapter that passes a wrong argument, layout or scale gives a wrong result, or raises.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ FP8 = torch.float8_e4m3fn
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of heads ``[heads, width]`` to keys and values ``[keys, heads or 1, width]``: outputs, and log-sum-exps without sinks."""
+    """Attention of ``[heads, width]`` queries to ``[keys, heads or 1, width]`` keys and values: outputs, and LSEs without
+    sinks."""
     scores = torch.einsum("hd,khd->hk", q.float(), k.float().expand(-1, len(q), -1)) * scale
     lse = scores.logsumexp(1)
     total = lse if sink is None else torch.logaddexp(lse, sink.float())
@@ -223,7 +224,7 @@ def top_k_per_row_prefill(
     assert (logits.stride(), len(logits), indices.shape) == ((stride0, stride1), numRows, (numRows, topK))
     indices.fill_(-1)
     for row, begin, end, out in zip(logits, rowStarts.tolist(), rowEnds.tolist(), indices, strict=True):
-        # Of equal scores the last ones, in no order that the operator has.
+        # Among equal scores it chooses the last ones, and in another order than the operator.
         best = row[begin:end].flip(0).sort(descending=True, stable=True).indices[:topK]
         out[: len(best)] = (end - begin - 1 - best).int()
 
@@ -290,7 +291,7 @@ MODULES = {
 NAMESPACES = {"_C": OPERATORS, "_flashmla_extension_C": FLASH_MLA_FP8}
 
 
-# Longer than any test may take.
+# Longer than any test takes.
 AGES_S = 1e5
 
 
@@ -299,9 +300,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(FOLDER))
     found = importlib.import_module("measure_families")
     monkeypatch.setattr(found, "_CHECK_S", AGES_S)
-    monkeypatch.setattr(found.family_peers_vllm, "_installed", MODULES.__getitem__)
+    monkeypatch.setattr(found.family_baselines_vllm, "_installed", MODULES.__getitem__)
     operators: Callable[..., Any] = lambda module="_C_stable_libtorch", namespace="_C": NAMESPACES[namespace]  # noqa: E731
-    monkeypatch.setattr(found.family_peers_vllm, "_operators", operators)
+    monkeypatch.setattr(found.family_baselines_vllm, "_operators", operators)
     return found
 
 
@@ -310,7 +311,7 @@ BOTH: dict[str, Any] = {"dtype": FP8, "scales": ("q_scale", "kv_scale")}
 EACH: dict[str, Any] = {"dtype": FP8, "scales": ("q_scale", "k_scale", "v_scale")}
 SPARSE: dict[str, Any] = {"kv_lora_rank": 512, "rope_dim": 64, "page_size": 64, "top_k": 20, "softmax_scale": 0.1352}
 INDEXER: dict[str, Any] = {"heads": 8, "head_dim": 128, "dtype": FP8}
-# Peers, and calls that they serve: cases of the operator by name, and further ones.
+# Baselines, with calls that they support: names of the operator's cases, and further ones.
 SERVED: list[tuple[str, str, str | Case]] = [
     ("FlashMLA", "mla_decode_with_kvcache", Case("bfloat16", paged([70, 1, 64], heads=16, **LATENT))),
     ("FlashMLA", "mla_decode_with_kvcache", Case("fp8 without scales", paged([70, 9], heads=16, dtype=FP8, **LATENT))),
@@ -357,42 +358,42 @@ def call_of(operator: str, case: str | Case) -> tuple[str, Case]:
     SERVED,
     ids=[f"{name}, {operator}: {case.name if isinstance(case, Case) else case}" for name, operator, case in SERVED],
 )
-def test_an_adapter_asks_for_what_the_operator_gives(program: ModuleType, name: str, operator: str, case: str | Case) -> None:
+def test_an_adapter_matches_the_operator(program: ModuleType, name: str, operator: str, case: str | Case) -> None:
     shape = program.Shape("a family", *call_of(operator, case))
     who, _ = program.measure(shape, CPU, program.Effort(1, 0.001, AGES_S, time.monotonic() + AGES_S))
-    (peer,) = [each for each in who if each.who.name == name]
-    assert (peer.status, peer.reason, peer.checked) == ("measured", "", "reference")
-    assert len(peer.rounds) == 1
+    (baseline,) = [each for each in who if each.who.name == name]
+    assert (baseline.status, baseline.reason, baseline.checked) == ("measured", "", "reference")
+    assert len(baseline.rounds) == 1
 
 
 def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) -> None:
-    """Else it would be part of the graph of all copies of the arguments but the first."""
+    """Otherwise the plan would be part of the graph, for all copies of the arguments but the first."""
     op = get_operator("mla_decode_with_kvcache")
     arguments = op.complete(Case("bfloat16", paged([70, 1], heads=16, **LATENT)).build(CPU))
-    call = program.family_peers_vllm.flash_mla.bound(arguments)
+    call = program.family_baselines_vllm.flash_mla.bound(arguments)
     assert call.call.args[5].made
 
 
 def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From a folder that ``--peers`` names: what fails says why, once and again, and what works is there."""
+    """From a folder that ``--peers`` names: a failing module states the reason each time, and other modules still work."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('this takes twenty seconds')")
     (package / "works.py").write_text("value = 1")
     (package / "fails.py").write_text("raise AssertionError('there is no compiler')")
     monkeypatch.syspath_prepend(str(FOLDER))
-    peers = importlib.import_module("family_peers_vllm")
+    baselines = importlib.import_module("family_baselines_vllm")
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(peers, "_FAILED", {})
+    monkeypatch.setattr(baselines, "_FAILED", {})
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     try:
-        assert peers._installed("vllm.works").value == 1
+        assert baselines._installed("vllm.works").value == 1
         with pytest.raises(AssertionError, match="there is no compiler"):
-            peers._installed("vllm.fails")
+            baselines._installed("vllm.fails")
         with pytest.raises(ImportError, match="AssertionError: there is no compiler"):
-            peers._installed("vllm.fails")
-        assert peers._FAILED == {"vllm.fails": "AssertionError: there is no compiler"}
+            baselines._installed("vllm.fails")
+        assert baselines._FAILED == {"vllm.fails": "AssertionError: there is no compiler"}
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
             del sys.modules[name]
@@ -401,15 +402,15 @@ def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ([4, 1, 2], [1, 2, 3]),  # position 4 scores as much as 3, which is lower
-        ([1, 2, 0], [0, 1, 2]),  # position 0 scores less: what was chosen is shown
-        ([1, 1, 2], [1, 1, 2]),  # one position twice
+        ([4, 1, 2], [1, 2, 3]),  # position 4 has the score of position 3, which is lower
+        ([1, 2, 0], [0, 1, 2]),  # position 0 has a lower score: the chosen positions are returned
+        ([1, 1, 2], [1, 1, 2]),  # a duplicate position
         ([1, 2, -1], [1, 2, -1]),  # one too few
-        ([5, 1, 2], [1, 2, -1]),  # one beyond the length
+        ([5, 1, 2], [1, 2, -1]),  # a position beyond the length
     ],
 )
 def test_another_choice_of_equal_scores_is_right(program: ModuleType, chosen: list[int], expected: list[int]) -> None:
     scores = torch.tensor([[0.0, 3.0, 2.0, 1.0, 1.0, 9.0]])
-    got = program.family_peers.chosen_as_defined(scores, torch.tensor([5]), torch.tensor([chosen], dtype=torch.int32))
+    got = program.family_baselines.chosen_as_defined(scores, torch.tensor([5]), torch.tensor([chosen], dtype=torch.int32))
     assert got.tolist() == [expected]
     assert got.dtype == torch.int32
