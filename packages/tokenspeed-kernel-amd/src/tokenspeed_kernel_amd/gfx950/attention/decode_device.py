@@ -1,4 +1,4 @@
-"""Device code of decode: a split of one sequence's keys, and the merging of splits. ``decode`` says what splits are for."""
+"""Device code of decode: attention to one split of a sequence's keys, and the split-KV merge. ``decode`` explains the splits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_amd.gfx950.common.tiles_device import QueryTile, new_toke
 
 @gluon.jit
 def visible_keys(length, plan):
-    """The first position that some query sees, rounded down to a multiple of plan.aligned, and how many keys follow."""
+    """The first position visible to any query, rounded down to a multiple of plan.aligned, and the number of keys from there on."""
     begin = length * 0
     if plan.window_left >= 0:
         begin = gl.maximum(length - plan.q_len - plan.window_left, 0) // plan.aligned * plan.aligned
@@ -24,9 +24,9 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are served.
+    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are computed.
 
-    Sequences with 1 to plan.q_len new tokens are served; others have 0 blocks.
+    Sequences with 1 to plan.q_len new tokens are computed; others have 0 blocks.
     """
     place = first + gl.arange(0, plan.lengths, layout)
     real = place < operands.batch
@@ -41,10 +41,10 @@ def blocks_at(operands, first, plan, layout: gl.constexpr):
 
 @gluon.jit
 def share_of(blocks, plan):
-    """How many blocks a split has, where the sequences of a batch have ``blocks`` together.
+    """The number of blocks per split, if the sequences of the batch have ``blocks`` blocks in total.
 
-    Much work is divided into ``waves * at_once`` splits, plus less than one for each sequence. Work that does not suffice for
-    at_once splits of ``long`` blocks is divided into that many shorter ones, of ``short`` blocks or more.
+    A large batch is divided into ``waves * at_once`` splits, plus less than one per sequence because of rounding. A batch that does
+    not fill ``at_once`` splits of ``long`` blocks is divided into ``at_once`` shorter splits, of at least ``short`` blocks.
     """
     even = (blocks + plan.at_once - 1) // plan.at_once
     return gl.maximum(gl.maximum((even + plan.waves - 1) // plan.waves, gl.minimum(even, plan.long)), plan.short)
@@ -52,7 +52,7 @@ def share_of(blocks, plan):
 
 @gluon.jit
 def find_split(split, operands, plan):
-    """The sequence of a split (``batch`` if there is none), that sequence's first split, and how many blocks a split has."""
+    """The sequence of a split (``batch`` if there is none), that sequence's first split, and the number of blocks per split."""
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     blocks = 0
     for first in range(0, operands.batch, plan.lengths):
@@ -83,8 +83,8 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to one split, for one key head. Workgroups are numbered by tile, split and key head, which
-    varies fastest.
+    """Attention of a tile of query rows to one split, for one KV head. Workgroups are numbered by tile, split and KV head; the KV
+    head varies fastest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
@@ -125,7 +125,7 @@ def decode_kernel(
                 gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
         start = begin + first_block * block_n
         if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
-            # Splits are cut for plan.q_len new tokens. With fewer, what comes first may lie in a page that was freed.
+            # Split bounds assume plan.q_len new tokens. With fewer, a split's first keys may be in a page that was freed.
             start = gl.maximum(start, gl.maximum(length - new - plan.window_left, 0) // plan.aligned * plan.aligned)
         tile = QueryTile(
             gl.to_tensor(first_query),
@@ -154,9 +154,9 @@ def decode_kernel(
 @gluon.jit
 def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     """Merges the partial results of a sequence's splits, for one query head of one token. Workgroups are numbered by sequence,
-    token and head, which varies fastest.
+    token and head; the head varies fastest.
 
-    Almost all of its time is latency of loads that depend on one another, so there are as few of these as possible.
+    Latency-bound: almost all of the time is spent on dependent loads, so the chain of loads is as short as possible.
 
     Args:
         cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
@@ -178,7 +178,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         wanted &= (query < new) & (new <= merge.q_len)
     if wanted:
         if merge.sinks:
-            sink = gl.load(sinks + head)  # early, although it is needed only at the end
+            sink = gl.load(sinks + head)  # needed only at the end; issued early to hide its latency
         row_max = LOWEST
         row_sum = 0.0
         acc = gl.full([v_head_dim], 0.0, gl.float32, gl.SliceLayout(0, layout))
@@ -202,7 +202,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
             shrink = gl.exp2(row_max - top)
             row_sum = row_sum * shrink + gl.exp2(wide - top)
             row_max = top
-        # A row that sees a key has a sum of at least 1, the weight of its largest score.
+        # A row with a visible key has a sum of at least 1, the weight of its largest score.
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
         cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)

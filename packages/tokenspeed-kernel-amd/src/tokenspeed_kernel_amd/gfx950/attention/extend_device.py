@@ -1,4 +1,4 @@
-"""Device code of extend: attention of a tile of query rows to all keys that they see. ``extend`` says what slots are for."""
+"""Device code of extend: attention of a tile of query rows to all their visible keys. ``extend`` explains the slots."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def extend_kernel(
     tile_shape: gl.constexpr,
     slots: gl.constexpr,
 ):
-    """A tile of query rows of one key head. Workgroups are numbered by sequence, tile and key head, or by slot and key head if
-    slots.shared; the key head varies fastest.
+    """Computes a tile of query rows of one KV head. Workgroups are numbered by sequence, tile and KV head, or by slot and KV head if
+    slots.shared; the KV head varies fastest.
 
-    A sequence's last tiles, which have most keys, come first. Sequences with at most slots.skipped new tokens are skipped.
+    A sequence's last tiles run first, because they have the most keys. Sequences with at most slots.skipped new tokens are skipped.
 
     Args:
         operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
