@@ -33,7 +33,8 @@ def moe_apply(
     """See `tokenspeed_kernel_amd.moe_apply`; no biases, no SwiGLU limit, alpha 1 and beta 0.
 
     The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
-    device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to run.
+    device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to
+    run.
     """
     if not topk_ids.numel():  # AITER rejects an empty batch
         return x.new_empty(x.shape) if out is None else out

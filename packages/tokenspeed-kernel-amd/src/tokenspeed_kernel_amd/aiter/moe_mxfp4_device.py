@@ -100,7 +100,8 @@ def moe_apply(
     """See `tokenspeed_kernel_amd.moe_apply`, but activations are quantised as the kernel's declaration says.
 
     The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
-    device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to run.
+    device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to
+    run.
     """
     if not topk_ids.numel():  # AITER rejects an empty batch
         return x.new_empty(x.shape) if out is None else out

@@ -50,8 +50,8 @@ class TileShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Run-time arguments, in the order of the kernel's arguments. The first 16 words are preloaded into scalar registers when a wave
-    starts, so the arguments that are needed first come first.
+    """Run-time arguments, in the order of the kernel's arguments. The first 16 words are preloaded into scalar registers when a
+    wave starts, so the arguments that are needed first come first.
 
     Attributes:
         cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, sinks: the operator's.
@@ -194,7 +194,8 @@ class Call:
 
     @property
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """The caller's result. Read it only after all kernels are launched, because it may enqueue a copy to the caller's ``out``."""
+        """The caller's result. Read it only after all kernels are launched, because it may enqueue a copy to the caller's
+        ``out``."""
         out = deliver(self.out, self.given)
         return out if self.lse is None else (out, self.lse)
 

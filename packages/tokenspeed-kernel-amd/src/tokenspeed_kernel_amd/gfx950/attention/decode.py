@@ -3,11 +3,11 @@
 Decode is memory-bound. A workgroup is one wave and needs no barriers. At head_dim 64, 18 workgroups fit on a CU, each with 8 KB of
 loads in flight.
 
-The keys of a long sequence are divided into *splits* (split-KV), one per workgroup. The number of splits depends on sequence lengths,
-which only the device reads. The grid is therefore an upper bound: every workgroup finds its own split, and surplus workgroups exit at
-once. The splits of a sequence write partial results, which a second launch merges in a fixed order. The first launch writes the final
-output of a sequence with one split. If the host can tell that no sequence is worth splitting, as in layers with a short window, every
-sequence has one split and there is one launch.
+The keys of a long sequence are divided into *splits* (split-KV), one per workgroup. The number of splits depends on sequence
+lengths, which only the device reads. The grid is therefore an upper bound: every workgroup finds its own split, and surplus
+workgroups exit at once. The splits of a sequence write partial results, which a second launch merges in a fixed order. The first
+launch writes the final output of a sequence with one split. If the host can tell that no sequence is worth splitting, as in layers
+with a short window, every sequence has one split and there is one launch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Extend: attention of new tokens to a paged cache that holds these tokens and all earlier ones.
 
-The rows of a tile are all query heads of a KV head, for as many tokens as fit: eight tokens with a gqa_ratio of eight are one tile of
-64 rows. The tile is the smallest that holds the new tokens of the longest sequence, so that a few tokens cost less than many. A tile
-of 16 or 32 rows is one wave, as in decode; 64 and 128 rows are four waves, which share the keys in LDS. A tile loops from the first
-key visible to its first token to the last key visible to its last token. Blocks that every row sees entirely are not masked. A few
-new tokens of a few long sequences would leave most of the device idle, so their keys are divided into splits, as in decode.
+The rows of a tile are all query heads of a KV head, for as many tokens as fit: eight tokens with a gqa_ratio of eight are one tile
+of 64 rows. The tile is the smallest that holds the new tokens of the longest sequence, so that a few tokens cost less than many. A
+tile of 16 or 32 rows is one wave, as in decode; 64 and 128 rows are four waves, which share the keys in LDS. A tile loops from the
+first key visible to its first token to the last key visible to its last token. Blocks that every row sees entirely are not masked.
+A few new tokens of a few long sequences would leave most of the device idle, so their keys are divided into splits, as in decode.
 
-Only the device knows the lengths. If most sequences may have about equally many new tokens, every sequence gets as many tiles as the
-longest. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on:
-always enough for its rows, and at most one too many. Finding a slot's owner takes 0.3 us of the emulator's timing model.
+Only the device knows the lengths. If most sequences may have about equally many new tokens, every sequence gets as many tiles as
+the longest. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio // m +
+b`` on: always enough for its rows, and at most one too many. Finding a slot's owner takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations

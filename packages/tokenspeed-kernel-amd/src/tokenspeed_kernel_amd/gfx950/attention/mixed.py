@@ -1,9 +1,9 @@
 """Mixed batches: sequences that decode, extend and prefill, in one call.
 
 The decode kernel computes the sequences whose rows fit its small tile, and divides long caches into splits. The extend kernel
-computes all others. Only the device knows which sequences these are, so both kernels are launched for the whole batch and each skips
-the other's sequences. Extend is launched first, for two reasons: the host prepares the next launches while extend runs, and decode's
-partial results are merged right after decode, while they are still in the GPU's caches.
+computes all others. Only the device knows which sequences these are, so both kernels are launched for the whole batch and each
+skips the other's sequences. Extend is launched first, for two reasons: the host prepares the next launches while extend runs, and
+decode's partial results are merged right after decode, while they are still in the GPU's caches.
 
 One kernel computes the whole batch in three cases:
 

@@ -1,12 +1,13 @@
 """Device code of paged-cache attention: a tile of query rows against a range of key blocks.
 
-Blocks of keys and values are copied directly from global memory to LDS, in a pipeline of ``tile_shape.stages`` stages. The next copy
-into a key buffer starts as soon as the block's scores are computed; the next copy into a value buffer starts after the PV MFMAs. One
-stage therefore suffices with enough waves per CU: the softmax and the PV MFMAs overlap the copy of keys, and the next QK MFMAs
-overlap the copy of values.
+Blocks of keys and values are copied directly from global memory to LDS, in a pipeline of ``tile_shape.stages`` stages. The next
+copy into a key buffer starts as soon as the block's scores are computed; the next copy into a value buffer starts after the PV
+MFMAs. One stage therefore suffices with enough waves per CU: the softmax and the PV MFMAs overlap the copy of keys, and the next QK
+MFMAs overlap the copy of values.
 
-fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded into
-the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16 bits.
+fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded
+into the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16
+bits.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
 
 @gluon.jit
 def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
-    """Attention of q's rows to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see `summed`."""
+    """Attention of q's rows to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    `summed`."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     span: gl.constexpr = page_span(cache.page_size, block_n)
@@ -146,7 +148,8 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
 
 @gluon.jit
 def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, ENDS: gl.constexpr):
-    """One mainloop iteration: computes a block, and prefetches the block ``tile_shape.stages`` ahead into each buffer once it is read.
+    """One mainloop iteration: computes a block, and prefetches the block ``tile_shape.stages`` ahead into each buffer once it is
+    read.
 
     Args:
         first: the position at which the list of pages begins; ``block`` is counted from there.

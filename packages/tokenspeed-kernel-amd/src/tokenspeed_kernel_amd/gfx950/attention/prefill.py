@@ -1,6 +1,7 @@
 """Prefill: causal attention of whole sequences, with keys and values contiguous in memory, not paged.
 
-The kernel is persistent: a workgroup computes one query tile after another. The device finds the sequence of each tile and its length.
+The kernel is persistent: a workgroup computes one query tile after another. The device finds the sequence of each tile and its
+length.
 
 A tile starts at the diagonal. The row max of the first diagonal block is kept for the whole tile, so later weights may exceed 1;
 bf16 and fp32 represent these with the same relative precision as smaller weights. A fixed row max saves the max reduction and the
@@ -37,10 +38,10 @@ class Config:
     """Tile sizes and compiler options. Figures are microseconds of the emulator's timing model.
 
     Attributes:
-        waves_per_simd: occupancy in waves per SIMD: three leave 168 registers per lane, two leave 256. More waves hide more latency.
-            A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
-        block_n: keys per iteration. Twice as many need fewer instructions per key, but more registers than three waves per SIMD have:
-            40 for the same prefill.
+        waves_per_simd: occupancy in waves per SIMD: three leave 168 registers per lane, two leave 256. More waves hide more
+            latency. A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
+        block_n: keys per iteration. Twice as many need fewer instructions per key, but more registers than three waves per SIMD
+            have: 40 for the same prefill.
         block_m: query rows of one head in a workgroup's tile, twice block_n; each wave has 32 of them.
         warps: waves per workgroup.
         attributes: LLVM function attributes. Without accumulation registers (AGPRs), any register can hold any value. With AGPRs,
@@ -77,8 +78,8 @@ class Operands(NamedTuple):
 class Strides(NamedTuple):
     """Strides of tokens and heads. Those of q, k and v are in vectors of 16 bytes, those of the output in elements.
 
-    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not prove
-    the row alignment that copies to LDS need.
+    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not
+    prove the row alignment that copies to LDS need.
     """
 
     q_token: int

@@ -193,8 +193,8 @@ def attend_before_diagonal(
 ):
     """Updates the softmax state with the blocks from position ``begin`` to ``end``, an even number, all before the diagonal.
 
-    On entry, the copy of ``block`` (the block at ``begin``) to side 0 of LDS is in flight. On exit, the copy of the block at ``end``
-    is in flight, unless ``end`` is ``last``, where there is no further block.
+    On entry, the copy of ``block`` (the block at ``begin``) to side 0 of LDS is in flight. On exit, the copy of the block at
+    ``end`` is in flight, unless ``end`` is ``last``, where there is no further block.
 
     Returns:
         The block at ``end``, and the state.
@@ -286,8 +286,8 @@ def attend_tiles(
         rank = next_rank
         following = find_tile(operands.cu_seqlens, batch, place.level, place.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
-        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles, in 64 pairs of
-        # scalar registers, and spill them.
+        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles, in 64 pairs
+        # of scalar registers, and spill them.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
         async_copy.wait_group(0)

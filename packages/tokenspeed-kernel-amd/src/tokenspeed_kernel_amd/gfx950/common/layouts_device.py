@@ -47,8 +47,8 @@ def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
 
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
-    """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row, so that most of the row
-    max and row sum is computed within a lane."""
+    """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row, so that most of the
+    row max and row sum is computed within a lane."""
     return gl.amd.AMDMFMALayout(4, [mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 

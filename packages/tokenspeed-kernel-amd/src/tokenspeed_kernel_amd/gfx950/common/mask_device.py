@@ -67,8 +67,8 @@ def hide_outside_band(scores, row, start, window_left, CAUSAL: gl.constexpr, WIN
         WINDOWED: a token sees ``window_left`` tokens before itself.
     """
     if CAUSAL or WINDOWED:
-        # In a lane's column indices, all bits but bit 2 are known at compile time, and bit 2 is the same for all columns of the lane.
-        # With bit 2 moved to the other side of the comparison, the column indices are constants.
+        # In a lane's column indices, all bits but bit 2 are known at compile time, and bit 2 is the same for all columns of the
+        # lane. With bit 2 moved to the other side of the comparison, the column indices are constants.
         column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
         newest = (row - start)[:, None] - (column & 4)
         if CAUSAL and WINDOWED:

@@ -88,8 +88,8 @@ def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
         stage: the LDS buffer's index.
         page: the page of each position, from `find_pages`.
         start: the first position, a multiple of the smaller of page size and block size.
-        CLAMPED: slots without a token are not read, because they may hold NaN. The last slot with a token, or an earlier one, is read
-            in their place.
+        CLAMPED: slots without a token are not read, because they may hold NaN. The last slot with a token, or an earlier one, is
+            read in their place.
     """
     shared = rows.shared.index(stage)
     block_n: gl.constexpr = shared.shape[0]

@@ -63,8 +63,8 @@ class SoftmaxState:
 
 @gluon.jit
 def larger(a, b):
-    """The maximum, or NaN if an operand is NaN. gfx950 has a single instruction for the NaN-propagating maximum of three operands, and
-    it needs no canonicalisation of the operands first."""
+    """The maximum, or NaN if an operand is NaN. gfx950 has a single instruction for the NaN-propagating maximum of three operands,
+    and it needs no canonicalisation of the operands first."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -77,8 +77,8 @@ def add(a, b):
 def lane_sums(weights):
     """The partial sum of a row's elements in each lane, [rows, 4]; the reduction across lanes is deferred to `summed`.
 
-    If only two lanes hold a row, they are reduced at once, [rows, 1]: a prefill of 1024 tokens took 10.0 us of the emulator's timing
-    model, and 10.5 us with per-lane sums, which LLVM schedules worse.
+    If only two lanes hold a row, they are reduced at once, [rows, 1]: a prefill of 1024 tokens took 10.0 us of the emulator's
+    timing model, and 10.5 us with per-lane sums, which LLVM schedules worse.
     """
     rows: gl.constexpr = weights.shape[0]
     columns: gl.constexpr = weights.shape[1]
@@ -139,7 +139,8 @@ def pv_mma(weights, v, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def cap_scores(products, scaling):
-    """With a cap, ``logit_cap * tanh(score / logit_cap) * log2(e)``; without one the unscaled dot products, which are scaled later."""
+    """With a cap, ``logit_cap * tanh(score / logit_cap) * log2(e)``; without one the unscaled dot products, which are scaled
+    later."""
     if scaling.capped:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)). This form is correct even if exp overflows to infinity or underflows to 0.
         # The division is v_rcp_f32, with an error of 1 ulp; an IEEE division would be ten instructions.
@@ -191,8 +192,8 @@ def first_step(scores, v_head_dim: gl.constexpr, scaling):
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """The largest row sum at which no weight became infinite when it was rounded to ``dtype``. The PV accumulators also stay finite,
-    with values of up to 2**87."""
+    """The largest row sum at which no weight became infinite when it was rounded to ``dtype``. The PV accumulators also stay
+    finite, with values of up to 2**87."""
     return 2.0**15 if dtype == gl.float16 else 2.0**40
 
 

@@ -1,7 +1,7 @@
 """Tiles of query rows of one sequence.
 
-A row is one query head of one token. All rows of a tile use the same KV head, so that a key is loaded once for all of them. Row ``r``
-is the new token ``r // gqa_ratio`` and the query head ``r % gqa_ratio`` of the KV head's group.
+A row is one query head of one token. All rows of a tile use the same KV head, so that a key is loaded once for all of them. Row
+``r`` is the new token ``r // gqa_ratio`` and the query head ``r % gqa_ratio`` of the KV head's group.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """Loads the tile's rows of q, [m, head_dim]. The last valid row is loaded in place of padding rows. The load has no mask, so nothing
-    waits for q before the first MFMA."""
+    """Loads the tile's rows of q, [m, head_dim]. The last valid row is loaded in place of padding rows. The load has no mask, so
+    nothing waits for q before the first MFMA."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they are relative to the tile
