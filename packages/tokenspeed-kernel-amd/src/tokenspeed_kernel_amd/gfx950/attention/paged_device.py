@@ -93,8 +93,8 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
     layouts: gl.constexpr = attention_layouts(16, gl.num_warps(), tile_shape.block_n, shape.head_dim, shape.v_head_dim, stored)
     cache = open_cache(operands, shape, strides, variant, layouts, tile_shape, sequence, tile.kv_head, length)
     q = load_queries(operands.q, tile, strides, shape.head_dim, layouts.queries)
-    state = nothing_seen(tile_shape.m, shape.v_head_dim, layouts.product)
-    visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.product)
+    state = nothing_seen(tile_shape.m, shape.v_head_dim, layouts.mfma)
+    visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.mfma)
     if (begin < end) & (tile.first_row < tile.q_len * tile.gqa_ratio):
         scale = scaled(operands.scale, operands.k_scale, tile.kv_head, strides.k_scale_head)
         state = attend_blocks(q, cache, begin, end, visible, Scaling(scale, operands.cap, variant.capped), tile_shape)

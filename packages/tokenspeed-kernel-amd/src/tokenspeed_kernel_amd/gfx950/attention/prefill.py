@@ -131,13 +131,13 @@ class TileShape(NamedTuple):
     Attributes:
         block_m, block_n: see `Config`.
         block_b: how many sequences' lengths a workgroup loads at once: 1 for one sequence, otherwise at least the batch size.
-        units: CUs per XCD.
+        cus: CUs per XCD.
     """
 
     block_m: int
     block_n: int
     block_b: int
-    units: int
+    cus: int
 
 
 @register_kernel(
@@ -190,9 +190,9 @@ def mha_prefill(
     xcds = math.gcd(heads, _XCDS)
     # An upper bound of the tiles per XCD: every sequence's last tile may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
-    units = max(current_compute_units() // xcds, 1)
-    each = min(4 * config.waves_per_simd // config.warps, -(-most // units))  # workgroups per CU
-    device.mha_prefill_gfx950[(xcds * min(most, units) * each,)](
+    cus = max(current_compute_units() // xcds, 1)
+    each = min(4 * config.waves_per_simd // config.warps, -(-most // cus))  # workgroups per CU
+    device.mha_prefill_gfx950[(xcds * min(most, cus) * each,)](
         Operands(q, k, v, result, lse, sinks, cu_seqlens),
         batch,
         Strides(*(stride // _VECTOR for each in (q, k, v) for stride in each.stride()[:2]), *result.stride()[:2]),
@@ -207,7 +207,7 @@ def mha_prefill(
             sinks=sinks is not None,
             lse=return_lse,
         ),
-        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), units),
+        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), cus),
         num_warps=config.warps,
         waves_per_eu=config.waves_per_simd,
         llvm_fn_attrs=config.attributes,

@@ -34,7 +34,7 @@ VECTOR = gl.constexpr(8)
 
 
 @gluon.aggregate
-class Place:
+class TileLocation:
     """The tile that a workgroup computes.
 
     Attributes:
@@ -84,14 +84,14 @@ class Band:
 
 
 @gluon.jit
-def rank_of(turn, unit, units: gl.constexpr):
-    """The index, in the order of all tiles, of the tile that a CU computes in round ``turn``."""
-    return turn * units + gl.where(turn % 2 == 0, unit, units - 1 - unit)
+def rank_of(round_number, cu, cus: gl.constexpr):
+    """The index, in the order of all tiles, of the tile that a CU computes in round ``round_number``."""
+    return round_number * cus + gl.where(round_number % 2 == 0, cu, cus - 1 - cu)
 
 
 @gluon.jit
 def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.constexpr, block_b: gl.constexpr):
-    """The `Place` of the tile that is ``rank`` tiles after the first one of ``level``.
+    """The `TileLocation` of the tile that is ``rank`` tiles after the first one of ``level``.
 
     Tiles are ordered from most keys to fewest: from the highest level down, within a level by sequence, and within a sequence by
     head.
@@ -116,11 +116,11 @@ def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.c
             members = gl.sum((tiles > level).to(gl.int32), 0)
         sequence = rank // heads
         if members < batch:  # some sequence is too short for this level
-            place = gl.associative_scan((tiles > level).to(gl.int32), 0, add)
-            sequence = gl.sum((place <= sequence).to(gl.int32), 0)
+            location = gl.associative_scan((tiles > level).to(gl.int32), 0, add)
+            sequence = gl.sum((location <= sequence).to(gl.int32), 0)
         start = gl.sum(gl.where(index == sequence, begins, 0), 0)
         length = gl.sum(gl.where(index == sequence, lengths, 0), 0)
-    return Place(level, rank, start, length)
+    return TileLocation(level, rank, start, length)
 
 
 # -- one tile ------------------------------------------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ def attend_before_diagonal(
 
 
 @gluon.jit
-def load_queries(q, place, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
+def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
     """Loads a tile of q; the sequence's last row is loaded in place of missing rows."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     q_token = strides.q_token * VECTOR
-    base = q + (place.start + first_row).to(gl.int64) * q_token + head * (strides.q_head * VECTOR)
-    offsets = gl.minimum(row, place.length - 1 - first_row) * q_token
+    base = q + (location.start + first_row).to(gl.int64) * q_token + head * (strides.q_head * VECTOR)
+    offsets = gl.minimum(row, location.length - 1 - first_row) * q_token
     return cdna4.buffer_load(base, offsets[:, None] + column[None, :])
 
 
@@ -241,7 +241,7 @@ def attend_tiles(
     block_n: gl.constexpr = tile_shape.block_n
     heads: gl.constexpr = shape.heads
     dtype: gl.constexpr = operands.q.dtype.element_ty
-    row_layout: gl.constexpr = gl.SliceLayout(1, layouts.product)
+    row_layout: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
     too_large = gl.zeros([block_m], gl.int32, row_layout)
     # Consecutive workgroups run on different XCDs. Each XCD computes its own heads, so that its L2 holds the keys of few heads.
     xcd = gl.program_id(0) % shape.xcds
@@ -249,14 +249,14 @@ def attend_tiles(
     worker = gl.program_id(0) // shape.xcds
     # Load balancing: each round assigns every CU one tile, the longest tiles first. Every second round assigns in reverse order, so
     # that the CU with the longest tile of a round gets the shortest of the next. A CU's workgroups alternate between rounds.
-    units: gl.constexpr = tile_shape.units
-    turn = worker // units
-    rank = rank_of(turn, worker % units, units)
-    place = find_tile(operands.cu_seqlens, batch, 1 << 30, rank, heads, block_m, tile_shape.block_b)
-    while place.level >= 0:
-        head = xcd * heads + place.rank % heads
+    cus: gl.constexpr = tile_shape.cus
+    round_number = worker // cus
+    rank = rank_of(round_number, worker % cus, cus)
+    location = find_tile(operands.cu_seqlens, batch, 1 << 30, rank, heads, block_m, tile_shape.block_b)
+    while location.level >= 0:
+        head = xcd * heads + location.rank % heads
         kv_head = head // shape.gqa_ratio
-        first_row = place.level * block_m
+        first_row = location.level * block_m
 
         # Every row sees all keys before first_row that are inside its window.
         begin = 0
@@ -267,24 +267,24 @@ def attend_tiles(
             inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
             full_begin = gl.minimum((inside + block_m - 1) // block_m * block_m, first_row)
         sequence = Block(
-            operands.k + place.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
-            operands.v + place.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
+            operands.k + location.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
+            operands.v + location.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
         )
         # The diagonal blocks come first: only they may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
-        left = place.length - first_row
+        left = location.length - first_row
         # Loads return in order. q comes from HBM; the keys are often in L2 already, because other workgroups read them too.
-        q = load_queries(operands.q, place, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
+        q = load_queries(operands.q, location, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
         copy_block(within(keys, left), within(values, left), 0, block)
         sink = None
         if variant.sinks:
             sink = gl.load(operands.sinks + head).to(gl.float32) * LOG2_E
         # Find the next tile while this tile's keys are in flight, not after the output store: loads wait for earlier stores.
-        turn += (workers + units - 1) // units
-        next_rank = rank_of(turn, worker % units, units)
+        round_number += (workers + cus - 1) // cus
+        next_rank = rank_of(round_number, worker % cus, cus)
         step = next_rank - rank
         rank = next_rank
-        following = find_tile(operands.cu_seqlens, batch, place.level, place.rank + step, heads, block_m, tile_shape.block_b)
+        following = find_tile(operands.cu_seqlens, batch, location.level, location.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
         # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles, in 64 pairs
         # of scalar registers, and spill them.
@@ -317,18 +317,18 @@ def attend_tiles(
             too_large |= gl.where(state.row_sum <= largest_sum(dtype), 0, 1)
 
         result, log_sum = normalise(state, sink)
-        first_token = (place.start + first_row).to(gl.int64)
+        first_token = (location.start + first_row).to(gl.int64)
         out_row = gl.arange(0, block_m, row_layout)
-        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.product))
+        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.mfma))
         out = operands.out + first_token * strides.out_token + head * strides.out_head
         offsets = out_row[:, None] * strides.out_token + column[None, :]
-        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < place.length)[:, None])
+        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < location.length)[:, None])
         if variant.lse:
             all_heads: gl.constexpr = shape.xcds * heads
             lse = operands.lse + first_token * all_heads + head
-            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < place.length)
+            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < location.length)
 
-        place = following
+        location = following
     return too_large
 
 

@@ -15,13 +15,13 @@ class Layouts:
     """The layouts of a tile of query rows and a block of keys.
 
     Attributes:
-        product: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, v_head_dim].
+        mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, v_head_dim].
         queries: operand layout of q for the QK MFMA, [rows, head_dim].
         keys, values: LDS layouts, [block_n, head_dim] and [block_n, v_head_dim].
         key_copy, value_copy: layouts of the copies to LDS: the elements that each lane copies.
     """
 
-    product: Any
+    mfma: Any
     queries: Any
     keys: Any
     values: Any
@@ -32,12 +32,12 @@ class Layouts:
 @gluon.constexpr_function
 def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
     """The layouts for MFMA instructions of ``mfma_rows`` rows, 16 or 32, and for keys and values of a dtype."""
-    product = mfma_layout(mfma_rows, warps)
-    keys = key_storage(product, block_n, head_dim, dtype)
-    values = value_storage(product, block_n, v_head_dim, dtype)
+    mfma = mfma_layout(mfma_rows, warps)
+    keys = key_storage(mfma, block_n, head_dim, dtype)
+    values = value_storage(mfma, block_n, v_head_dim, dtype)
     return Layouts(
-        product=product,
-        queries=gl.DotOperandLayout(0, product, key_width(dtype)),
+        mfma=mfma,
+        queries=gl.DotOperandLayout(0, mfma, key_width(dtype)),
         keys=keys,
         values=values,
         key_copy=copy_layout(keys, dtype, warps),
@@ -53,9 +53,9 @@ def mfma_layout(mfma_rows, warps):
 
 
 @gluon.constexpr_function
-def lanes_of_row(product):
+def lanes_of_row(mfma):
     """How many lanes hold the elements of one row: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
-    return 64 // product.instr_shape[0]
+    return 64 // mfma.instr_shape[0]
 
 
 @gluon.constexpr_function
@@ -90,23 +90,23 @@ def byte_storage(head_dim):
 
 
 @gluon.constexpr_function
-def key_storage(product, block_n, head_dim, dtype):
+def key_storage(mfma, block_n, head_dim, dtype):
     """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(head_dim)
     # Keys are stored row by row, as in memory. cdna4's function returns the layout of the MFMA operand, the transposed keys.
-    operand = gl.DotOperandLayout(1, product, 8)
+    operand = gl.DotOperandLayout(1, mfma, 8)
     transposed = cdna4.compute_efficient_padded_shared_layout(operand, [head_dim, block_n], dtype, True)
     padding = [list(pair) for pair in transposed.interval_padding_pairs]
     return gl.PaddedSharedLayout(padding, [[n, d] for d, n in transposed.offset_bases], [], [block_n, head_dim])
 
 
 @gluon.constexpr_function
-def value_storage(product, block_n, v_head_dim, dtype):
+def value_storage(mfma, block_n, v_head_dim, dtype):
     """LDS layout of values [block_n, v_head_dim], without bank conflicts in transposing reads."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(v_head_dim)
-    operand = gl.DotOperandLayout(1, product, 4)
+    operand = gl.DotOperandLayout(1, mfma, 4)
     return cdna4.compute_efficient_padded_shared_layout(operand, [block_n, v_head_dim], dtype, False)
 
 

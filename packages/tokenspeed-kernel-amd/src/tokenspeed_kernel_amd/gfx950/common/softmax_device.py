@@ -138,14 +138,14 @@ def pv_mma(weights, v, acc, dtype: gl.constexpr):
 
 
 @gluon.jit
-def cap_scores(products, scaling):
+def cap_scores(dot_products, scaling):
     """With a cap, ``logit_cap * tanh(score / logit_cap) * log2(e)``; without one the unscaled dot products, which are scaled
     later."""
     if scaling.capped:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)). This form is correct even if exp overflows to infinity or underflows to 0.
         # The division is v_rcp_f32, with an error of 1 ulp; an IEEE division would be ten instructions.
-        products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(products * scaling.scale))
-    return products
+        dot_products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(dot_products * scaling.scale))
+    return dot_products
 
 
 @gluon.jit
