@@ -172,11 +172,11 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     few = batch * columns <= 2 * compute_units
     # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Converting fp8 needs more waves: 17.9, with 1: 28.6
     waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
-    at_once = shares = 0
+    at_once = extra_splits = 0
     if in_view > CONFIG.whole:
         at_once = max(1, 2 * compute_units // columns)
-        shares = min(at_once * waves, batch * -(-in_view // CONFIG.least))
-    splits = batch + shares if shares > 1 else batch
+        extra_splits = min(at_once * waves, batch * -(-in_view // CONFIG.least))
+    splits = batch + extra_splits if extra_splits > 1 else batch
     has_splits = splits > batch
     stages = (CONFIG.stages if has_splits or tile.num_warps > 1 else 2 * CONFIG.stages) if few else 1
     if call.fp8 and tile.num_warps == 1:
@@ -214,7 +214,7 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
             sinks=variant.sinks,
             lse=variant.lse,
             # About the number of splits per sequence, if all sequences have about the same length.
-            at_once=min(CONFIG.merged, max(4, 1 << (shares // batch - 1).bit_length())),
+            at_once=min(CONFIG.merged, max(4, 1 << (extra_splits // batch - 1).bit_length())),
         )
         device.merge_kernel[(heads * q_len * batch,)](
             call.cu_seqlens_q, partial, call.sinks, call.out, call.lse, merge,

@@ -28,19 +28,19 @@ def blocks_at(operands, first, plan, layout: gl.constexpr):
 
     Sequences with 1 to plan.q_len new tokens are computed; others have 0 blocks.
     """
-    place = first + gl.arange(0, plan.lengths, layout)
-    real = place < operands.batch
-    at = gl.minimum(place, operands.batch - 1)  # not masked: loads without branches
-    served = real
+    index = first + gl.arange(0, plan.lengths, layout)
+    real = index < operands.batch
+    at = gl.minimum(index, operands.batch - 1)  # not masked: loads without branches
+    computed = real
     if operands.cu_seqlens_q is not None:
         new = gl.load(operands.cu_seqlens_q + at + 1) - gl.load(operands.cu_seqlens_q + at)
-        served = real & (new > 0) & (new <= plan.q_len)
+        computed = real & (new > 0) & (new <= plan.q_len)
     _, keys = visible_keys(gl.minimum(gl.load(operands.cache_seqlens + at), operands.max_seqlen_k), plan)
-    return gl.where(served, (keys + plan.block_n - 1) // plan.block_n, 0), real, served
+    return gl.where(computed, (keys + plan.block_n - 1) // plan.block_n, 0), real, computed
 
 
 @gluon.jit
-def share_of(blocks, plan):
+def blocks_per_split(blocks, plan):
     """The number of blocks per split, if the sequences of the batch have ``blocks`` blocks in total.
 
     A large batch is divided into ``waves * at_once`` splits, plus less than one per sequence because of rounding. A batch that does
@@ -58,19 +58,19 @@ def find_split(split, operands, plan):
     for first in range(0, operands.batch, plan.lengths):
         some, _, _ = blocks_at(operands, first, plan, layout)
         blocks += gl.sum(some, 0)
-    share = share_of(blocks, plan)
+    split_blocks = blocks_per_split(blocks, plan)
     sequence = 0
     before = 0
     first_split = 0
     for first in range(0, operands.batch, plan.lengths):
-        some, real, served = blocks_at(operands, first, plan, layout)
-        splits = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
+        some, real, computed = blocks_at(operands, first, plan, layout)
+        splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
         ends = before + gl.associative_scan(splits, 0, add)
         passed = real & (ends <= split)
         sequence += gl.sum(passed.to(gl.int32), 0)
         first_split = gl.maximum(first_split, gl.max(gl.where(passed, ends, 0), 0))
         before += gl.sum(splits, 0)
-    return sequence, first_split, share
+    return sequence, first_split, split_blocks
 
 
 @gluon.jit
@@ -96,21 +96,21 @@ def decode_kernel(
     rows: gl.constexpr = plan.q_len * shape.gqa_ratio
     tiles: gl.constexpr = (rows + tile_shape.m - 1) // tile_shape.m
     kv_head = gl.program_id(0) % shape.kv_heads
-    place = gl.program_id(0) // shape.kv_heads
+    index = gl.program_id(0) // shape.kv_heads
     all_splits = gl.num_programs(0) // (shape.kv_heads * tiles)
-    split = place % all_splits
-    number = place // all_splits
+    split = index % all_splits
+    number = index // all_splits
     sequence = split
     first_split = 0
-    share = 0
+    split_blocks = 0
     if plan.split_kv:
         if plan.lengths == 1:  # a batch of one
             _, count = visible_keys(gl.minimum(gl.load(operands.cache_seqlens), operands.max_seqlen_k), plan)
             blocks = (count + block_n - 1) // block_n
-            share = share_of(blocks, plan)
-            sequence = (split * share >= gl.maximum(blocks, 1)).to(gl.int32)
+            split_blocks = blocks_per_split(blocks, plan)
+            sequence = (split * split_blocks >= gl.maximum(blocks, 1)).to(gl.int32)
         else:
-            sequence, first_split, share = find_split(split, operands, plan)
+            sequence, first_split, split_blocks = find_split(split, operands, plan)
     first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
     if (sequence < operands.batch) & (new > 0) & (new <= plan.q_len):
         length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
@@ -119,10 +119,13 @@ def decode_kernel(
         first_block = 0
         after_block = blocks
         if plan.split_kv:
-            first_block = (split - first_split) * share
-            after_block = gl.minimum(first_block + share, blocks)
+            first_block = (split - first_split) * split_blocks
+            after_block = gl.minimum(first_block + split_blocks, blocks)
             if split == first_split and number + kv_head == 0:
-                gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
+                gl.store(
+                    partial.plan + sequence,
+                    (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + split_blocks - 1) // split_blocks,
+                )
         start = begin + first_block * block_n
         if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
             # Split bounds assume plan.q_len new tokens. With fewer, a split's first keys may be in a page that was freed.
@@ -140,7 +143,7 @@ def decode_kernel(
             start, gl.minimum(begin + after_block * block_n, length),
             variant.is_causal and plan.q_len > 1,
         )  # fmt: skip
-        if plan.split_kv and blocks > share:
+        if plan.split_kv and blocks > split_blocks:
             heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
             v_head_dim: gl.constexpr = shape.v_head_dim
             result, log_sum = normalise(state, None)
@@ -186,9 +189,9 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         begin = (first_split.to(gl.int64) * merge.q_len + query) * merge.heads + head
         for first in range(0, splits, merge.at_once):
             split = first + gl.arange(0, merge.at_once, gl.SliceLayout(1, layout))
-            place = gl.minimum(split, splits - 1) * (merge.q_len * merge.heads)
-            log_sums = gl.where(split < splits, gl.load(partial.log_sums + begin + place), float("-inf"))
-            results = gl.load(partial.results + begin * v_head_dim + (place[:, None] * v_head_dim + at[None, :]))
+            index = gl.minimum(split, splits - 1) * (merge.q_len * merge.heads)
+            log_sums = gl.where(split < splits, gl.load(partial.log_sums + begin + index), float("-inf"))
+            results = gl.load(partial.results + begin * v_head_dim + (index[:, None] * v_head_dim + at[None, :]))
             top = larger(row_max, gl.reduce(log_sums, 0, larger))
             weights = gl.exp2(log_sums - top)
             shrink = gl.exp2(row_max - top)

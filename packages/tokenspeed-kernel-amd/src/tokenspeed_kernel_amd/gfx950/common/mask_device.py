@@ -34,7 +34,7 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
         LAST: ``end`` may be in this block.
     """
     if LAST or ENDS or visible.windowed:
-        place = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+        index = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         row_end = end
         if ENDS:
             row_end = visible.end
@@ -43,14 +43,14 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
         if visible.windowed and (ENDS or LAST):
             # One unsigned comparison instead of two signed ones, because every comparison mask takes scalar registers. As unsigned
             # values, the negative distances of keys before the window are large.
-            behind = place[None, :] - (visible.begin - start)[:, None]
+            behind = index[None, :] - (visible.begin - start)[:, None]
             seen = behind.to(gl.uint32) < gl.maximum(row_end - visible.begin, 0).to(gl.uint32)[:, None]
         elif visible.windowed:
-            seen = place[None, :] >= (visible.begin - start)[:, None]
+            seen = index[None, :] >= (visible.begin - start)[:, None]
         elif ENDS:
-            seen = place[None, :] < (row_end - start)[:, None]
+            seen = index[None, :] < (row_end - start)[:, None]
         else:
-            seen = (place < end - start)[None, :]
+            seen = (index < end - start)[None, :]
         scores = gl.where(seen, scores, float("-inf"))
     return scores
 
