@@ -1,5 +1,6 @@
-"""Builds every distribution of this repository: wheels into dist/wheels, which pip takes with ``--find-links``, and sdists into
-dist/sdists. Needs `build` and `hatchling`. Each wheel is built from its sdist, so that a file that the sdist lacks is noticed.
+"""Builds every distribution of this repository: wheels into dist/wheels, for pip's ``--find-links``, and sdists into dist/sdists.
+
+Needs `build` and `hatchling`. Each wheel is built from its sdist, so that files missing from the sdist are noticed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ DIST = ROOT / "dist"
 
 
 def projects() -> list[Path]:
-    """The folder of every distribution."""
+    """The folders of all distributions."""
     return sorted(path.parent for path in [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("tools/*/pyproject.toml")])
 
 
@@ -30,7 +31,7 @@ def build(project: Path, folder: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as built, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # Consumed, so that an error of any is raised.
+        # Consumes the results, so that errors are raised.
         list(pool.map(lambda project: build(project, Path(built)), projects()))
         for suffix, name in ((".whl", "wheels"), (".tar.gz", "sdists")):
             shutil.rmtree(DIST / name, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Compiles every CuteDSL program in every configuration, without a GPU, and reports what each takes of a multiprocessor.
+"""Compiles every CuteDSL program in every configuration, without a GPU, and reports the SM resources of each.
 
     python ci/compile_cutedsl.py --kernel decode --arch sm_90
 
-Fails on a program that does not compile, on one that keeps anything in local memory (a stack, or registers that were spilled), and
-on one whose asynchronous products ptxas has serialised.
+Fails on a program that does not compile, that uses local memory (a stack, or register spills), or whose wgmma instructions ptxas
+serialised.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Compiled:
     """One configuration of a program.
 
     Attributes:
-        name: what `warmup.describe` says of it.
-        registers: a thread's when it begins.
-        local_bytes: a thread's stack in local memory, spills included.
-        shared_bytes: of a block, or None if the launch does not show it.
-        code_bytes: of the kernel.
-        seconds: how long it was compiled.
-        serialised: whether ptxas waits for each asynchronous product before the next one.
-        error: why it could not be.
+        name: the name from `warmup.describe`.
+        registers: registers per thread at the start.
+        local_bytes: stack per thread in local memory, spills included.
+        shared_bytes: shared memory per CTA, or None if the launch does not show it.
+        code_bytes: size of the kernel's code.
+        seconds: compile time.
+        serialised: whether ptxas waits for each wgmma before the next one.
+        error: why the compilation failed.
     """
 
     name: str
@@ -79,7 +79,8 @@ def _numbers(image: bytes) -> dict[int, int]:
 
 
 def _shared_bytes(host: str) -> int | None:
-    """The dynamic shared memory of a launch, from the host's code: a constant that is stored as the third member of its options."""
+    """The dynamic shared memory of a launch, from the host code: a constant that is stored as the third field of the launch
+    options."""
     stored = re.search(
         r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*array<3 x i32>, array<3 x i32>, i64.*\n\s*llvm\.store (%\d+), \1", host
     )
@@ -95,7 +96,7 @@ def _compile(program: Program[Any], config: Any) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}")
-        except Exception as error:  # reported with the others
+        except Exception as error:  # reported with the other results
             return Compiled(name, error=f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - begun
         image, ptx = bytes(compiled.__cubin__), str(compiled.__ptx__)

@@ -1,14 +1,14 @@
-"""Compiles every Triton kernel for GPUs that this machine does not have, and reports what each takes of a multiprocessor.
+"""Compiles every Triton kernel for GPUs that this machine does not have, and reports the SM/CU resources of each.
 
-Launchers run as they would on the device, on tensors of the operators' own cases, with a driver in Triton's place that compiles
-and never launches. So what is compiled is what would run: every kernel, in every configuration that some case reaches. Large
-cases lend their shapes alone; their values are never drawn.
+Launchers run as on the device, on tensors of the operators' own cases, with a Triton driver that compiles and never launches. So
+exactly the configurations that the cases reach are compiled, for every kernel. For large cases only the shapes are used; their
+values are never drawn.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
-Fails on a kernel that does not compile or wants more shared memory than there is, on operands that are overwritten while they are
-in use, on Hopper's products where they are serialised, on machine code that reads registers which nothing wrote, and on spills to
-local memory beyond ``ci/spill_allowances.toml``.
+Fails on a kernel that does not compile or needs too much shared memory, on wgmma operands that are overwritten while in use, on
+wgmma instructions that ptxas serialised, on machine code that reads uninitialised registers, and on spills to local memory beyond
+``ci/spill_allowances.toml``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import machine_code
 
-# The most shared memory (bytes) that a block may have.
+# The most shared memory per CTA, in bytes.
 ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
 ALLOWANCES = Path(__file__).with_name("spill_allowances.toml")
 SOLUTION = "triton"
@@ -42,13 +42,13 @@ class Compiled:
     """One device function in one configuration.
 
     Attributes:
-        kernel: the registered kernel whose launcher asked for it.
+        kernel: the registered kernel whose launcher launches it.
         function: the device function.
-        cases: how many cases reach it, and the first of them.
-        registers: a thread's (vector registers on AMD, accumulation registers included).
-        spilled_bytes: a thread's spills and stack in local memory.
+        cases: the number of cases that reach it, and the first of them.
+        registers: registers per thread (vector registers on AMD, accumulation registers included).
+        spilled_bytes: spills and stack per thread in local memory.
         sgpr_spills: scalar registers spilled to vector lanes (AMD).
-        shared_bytes: of a block.
+        shared_bytes: shared memory per CTA.
     """
 
     arch: str
@@ -80,7 +80,7 @@ def main() -> int:
     compiled: list[Compiled] = []
     failures: list[Failure] = []
     began = time.monotonic()
-    # One process a kernel and architecture: Triton's state is a process's, and memory goes back.
+    # One process per kernel and architecture, because Triton's state is per process, and to release memory.
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         work = [(arch, kernel, options.small, options.dump, options.case) for arch, kernel in jobs]
         for done, missed in pool.imap_unordered(_compile, work):
@@ -142,7 +142,7 @@ def _kernels(pattern: str) -> list[str]:
 def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compiled], list[Failure]]:
     arch, kernel, small, dump, pattern = work
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default to date; Triton 3.9 warns that 3.10 will change it
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the current default; Triton 3.9 warns that 3.10 will change it
     import tokenspeed_kernel  # noqa: F401  (declares the kernels)
     from tokenspeed_kernel_base.operator import get_operator
     from tokenspeed_kernel_base.platform import named_platform, use_platform
@@ -150,7 +150,7 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
 
     registry = KernelRegistry.get()
     spec = registry.get_by_name(kernel)
-    # The multiprocessors and memory of the largest device of its kind do not matter to the code, but for a kernel's choices.
+    # The largest device of each kind. Its number of SMs/CUs and its memory only affect a kernel's choice of configuration.
     platform = dataclasses.replace(named_platform(arch), sm_count={"sm_90": 132, "sm_100": 148, "sm_80": 108}.get(arch, 256))
     if spec.capability.gap(platform) is not None:
         return [], []
@@ -164,7 +164,7 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
             recorder.case = case.name
             try:
                 _launch(op, spec, registry, case)
-            except Exception as error:  # whatever a compiler raises is a finding
+            except Exception as error:  # any compiler error is a finding
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
                 failures.append(Failure(arch, kernel, case.name, text[-1500:]))
@@ -186,7 +186,7 @@ def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
 
 
 def _blank_draw() -> Any:
-    """A `Draw` whose random tensors have shapes and no values: memory that is never touched costs nothing."""
+    """A `Draw` whose random tensors have shapes but uninitialised values, because untouched memory costs nothing."""
     import torch
 
     from tokenspeed_kernel_base.cases import Draw
@@ -211,7 +211,7 @@ def _blank_draw() -> Any:
 
 
 class Recorder:
-    """Takes Triton's launches, compiles them, and keeps what came out."""
+    """Intercepts Triton's launches, compiles the kernels, and stores the results."""
 
     def __init__(self, arch: str, kernel: str, dump: Path | None) -> None:
         self.arch, self.kernel, self.dump = arch, kernel, dump
@@ -243,7 +243,7 @@ class Recorder:
 
         @contextlib.contextmanager
         def replaced() -> Iterator[None]:
-            # There is no driver to put back: this process was made for one kernel and architecture.
+            # The driver is not restored, because this process is for one kernel and architecture only.
             triton.runtime.driver.set_active(_NoDevice(self.arch))
             JITFunction.run = compile_only
             try:
@@ -290,7 +290,7 @@ class Recorder:
 
 
 class _NoDevice:
-    """What Triton asks of a driver in order to compile."""
+    """The driver functions that Triton needs to compile."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -314,21 +314,21 @@ class _NoDevice:
 
 
 def _overtaken(ttgir: str) -> bool:
-    """Whether Hopper's asynchronous products, whose left operand lies in registers, may outlive the turn of the loop that gave it
-    to them, with nothing that waits before the next turn writes these registers."""
+    """Whether a wgmma with its left operand in registers may still be in flight when the next loop iteration overwrites these
+    registers, because nothing waits for it in between."""
     in_registers = re.search(r"warp_group_dot .*#ttg\.dot_op", ttgir)
     unfinished = re.search(r"warp_group_dot_wait.*pendings = [1-9]", ttgir)
     return bool(in_registers and unfinished) and "wgmma.wait_group" not in ttgir
 
 
 def _faults(compiled: Any) -> str:
-    """What is wrong with the machine code of a kernel with Hopper's asynchronous products; empty if nothing is."""
+    """The problems in the machine code of a kernel with wgmma; empty if there are none."""
     ptx = compiled.asm.get("ptx", "")
     if "wgmma.mma_async" not in ptx:
         return ""
     if machine_code.serialised(compiled.asm["cubin"], ptx):
         return "products are serialised by ptxas, which waits for each before the next: its -v says why"
-    # There are no life ranges of a program whose warps have different numbers of registers.
+    # nvdisasm prints no life ranges for a kernel whose warps have different numbers of registers (setmaxnreg).
     ranges = _tool(compiled, "nvdisasm", "-c", "--print-life-ranges", "--life-range-mode", "narrow", may_fail=True)
     text = ranges or _tool(compiled, "nvdisasm", "-c")
     unwritten = machine_code.unwritten_uniform_registers(machine_code.instructions(text))
@@ -337,7 +337,7 @@ def _faults(compiled: Any) -> str:
 
 
 def _tool(compiled: Any, name: str, *options: str, may_fail: bool = False) -> str:
-    """What one of CUDA's tools, which come with Triton, says of a kernel's machine code; nothing if it fails, where it may."""
+    """The output of a CUDA tool, which Triton includes, for a kernel's machine code; empty if it fails and ``may_fail``."""
     import tempfile
 
     import triton
@@ -351,7 +351,7 @@ def _tool(compiled: Any, name: str, *options: str, may_fail: bool = False) -> st
 
 
 def _resources(compiled: Any) -> tuple[int, int, int]:
-    """Registers and bytes of local memory of a thread, and scalar registers spilled."""
+    """Registers and bytes of local memory per thread, and spilled scalar registers."""
     if "amdgcn" in compiled.asm:
         text = compiled.asm["amdgcn"]
         found = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}

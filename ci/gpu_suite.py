@@ -1,15 +1,14 @@
-"""Runs every test that needs an NVIDIA GPU, in parts that fit a time limit, and records what became of them.
+"""Runs every test that needs an NVIDIA GPU, in parts that fit a time limit, and records the outcomes.
 
     python ci/gpu_suite.py --part 1/2
     python ci/gpu_suite.py --part 2/2
 
-A hash of its name decides which part a test belongs to, so that each part has its share of slow ones. A part is added to
-`gpu_suite.json`; one of another commit or machine begins a new record. What a test compiles stays in the caches on disk, for all
-workers and parts. No test is begun after the time limit. Tests that still run 30 s later are recorded as hanging, and the process
-ends.
+A hash of a test's name determines its part, so that slow tests are spread evenly. Each part is added to `gpu_suite.json`; a part of
+another commit or machine starts a new record. Compiled code stays in the caches on disk, for all workers and parts. No test starts
+after the time limit. Tests that still run 30 s later are recorded as hanging, and the process ends.
 
-It needs this tree's packages, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A failure's message is cut
-to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
+The script needs this tree's packages, CuteDSL, pytest and pytest-xdist beside the machine's PyTorch and Triton. A failure's message
+is truncated to 20 lines; `--full` names a file for the whole messages. The exit status is 0 if no test failed.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "ci" / "gpu_suite.json"
 TESTS = ("packages", "tools/gpt_oss/tests")
-LINES = 20  # of a failure's message
-SLOWEST = 12  # tests that the record names
+LINES = 20  # the most lines of a failure's message
+SLOWEST = 12  # number of slowest tests in the record
 GRACE_S = 30  # for tests that run at the time limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """This file is a plugin of pytest, too, which each worker loads."""
+    """This file is also a pytest plugin, which each worker loads."""
     parser.addoption("--part", default="1/1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the tests of the part."""
+    """Keeps only the tests of the part."""
     part, parts = map(int, config.getoption("--part").split("/"))
     kept = [zlib.crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
@@ -54,9 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> Iterator[None]:
-    """Ends a worker that has lost its CUDA context, in which all further tests would fail. pytest-xdist starts another in its
-    place, and counts the test as failed once more."""
-    yield  # what became of the test is sent first
+    """Ends a worker that has lost its CUDA context, because all further tests would fail in it. pytest-xdist starts another worker,
+    and counts the test as failed once more."""
+    yield  # the test's outcome is sent first
     if report.failed and "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -133,7 +132,7 @@ class Suite:
             os._exit(1)
 
     def result(self, command: str) -> dict[str, Any]:
-        """What the record says of the part."""
+        """The record's entry for the part."""
         slowest = sorted(self.durations.items(), key=lambda entry: -entry[1])[:SLOWEST]
         return {
             "part": self.part,
@@ -149,7 +148,7 @@ class Suite:
 
 
 def described(commit: str | None) -> dict[str, Any]:
-    """The machine and the tree, as benchmarks describe them."""
+    """Metadata of the machine and the tree, as in benchmark reports."""
     from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 
     found = dataclasses.asdict(collect_metadata())
@@ -158,7 +157,7 @@ def described(commit: str | None) -> dict[str, Any]:
 
 
 def added(record: Path, part: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
-    """The record with a part in the place of an earlier one of the same name; a new one for another commit, machine or division."""
+    """The record with a part added or replaced; a new record if the commit, the machine or the number of parts differs."""
     kept: list[dict[str, Any]] = []
     if record.exists():
         before = json.loads(record.read_text())

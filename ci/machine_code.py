@@ -1,6 +1,6 @@
-"""What machine code for Hopper says of how it was compiled: faults of ptxas that no test of values finds for certain.
+"""Checks of Hopper machine code for ptxas problems that tests of results do not reliably find.
 
-A cubin is an ELF image of 64 bits, an instruction 16 bytes.
+A cubin is a 64-bit ELF image; an instruction has 16 bytes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import struct
 from collections.abc import Iterator, Sequence
 
 _OPERATION = 0x1FF
-_PRODUCTS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA, whether their left operand lies in registers or not
+_PRODUCTS = {0x1F0, 0x1F1, 0x1F2, 0x1F3}  # HGMMA, IGMMA, BGMMA, QGMMA, with the left operand in registers or in shared memory
 _WARPGROUP, _WAITS = 0x1C5, 1 << 47  # WARPGROUP.ARRIVE, and with this bit WARPGROUP.DEPBAR.LE gsb0, n
 _IN_PTX = re.compile(r"\bwgmma\.(mma_async|wait_group)\b")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(\S+)\s*(.*?)\s*;", re.MULTILINE)
 _UNIFORM = re.compile(r"UR(\d+)")
-# Of nvdisasm --print-life-ranges: where the columns of general registers begin, and an instruction with its table.
+# Output of nvdisasm --print-life-ranges: the start of the general registers' columns, and an instruction with its table.
 _COLUMNS = re.compile(r"//\s\|(\s*# )0")
 _RANGES = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;\s*//\s\|([^|]*)", re.MULTILINE)
 
@@ -33,9 +33,9 @@ def sections(image: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def serialised(image: bytes, ptx: str) -> bool:
-    """Whether ptxas serialised the asynchronous products of a cubin that was made of this PTX: each is waited for before the next
-    begins, though the PTX lets several be under way. ptxas says so in a note of its option -v (C7510 to C7520, "Potential
-    Performance Loss"), which compilers that call it throw away."""
+    """Whether ptxas serialised the wgmma instructions of a cubin that was compiled from this PTX: each is waited for before the
+    next starts, although the PTX allows several in flight. ptxas -v prints a note about this (C7510 to C7520, "Potential
+    Performance Loss"), which compilers that call ptxas discard."""
     order = _IN_PTX.findall(ptx)
     if not any(pair == ("mma_async", "mma_async") for pair in itertools.pairwise(order)):
         return False
@@ -58,9 +58,9 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list[str]:
-    """Those of some instructions of sm_90 (name, operands) that read a uniform register which none before them writes.
+    """The sm_90 instructions (name, operands) that read a uniform register which no earlier instruction writes.
 
-    ptxas of CUDA 12.8 makes them now and then where descriptors of shared memory do not change in a loop.
+    ptxas of CUDA 12.8 sometimes generates them for shared-memory descriptors that are loop-invariant.
 
     >>> unwritten_uniform_registers([("UMOV", "UR4, 0x400"), ("UIADD3", "UR6, UP0, UR6, 0x20, URZ")])
     ['UIADD3 UR6, UP0, UR6, 0x20, URZ: UR6']
@@ -78,7 +78,7 @@ def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list
                     continue
                 first, count = int(match[1]), 1
                 if "gdesc[" in operand:
-                    # Two descriptors of two registers; that of the left operand is not there if it lies in registers.
+                    # Two descriptors of two registers each; the left operand has no descriptor if it is in registers.
                     left = 2 if "gdesc[" not in operands[1] else 0
                     first, count = first + left, 4 - left
                 elif f"desc[{match[0]}]" in operand or (".64" in name and name.startswith("U")):
@@ -94,11 +94,11 @@ def unwritten_uniform_registers(instructions: Sequence[tuple[str, str]]) -> list
 
 
 def unwritten_general_registers(text: str) -> list[str]:
-    """Instructions that read a general register which none before them writes, of what nvdisasm prints with
+    """Instructions that read a general register which no earlier instruction writes, from nvdisasm's output with
     ``--print-life-ranges --life-range-mode narrow``.
 
-    Ones that write part of a register, and so are said to read it, may be the first: halves are put together so. Accumulators of
-    products likewise, of which the first ignores them.
+    Two kinds of first reads are allowed. An instruction that writes a part of a register counts as reading it, for example when two
+    16-bit values are combined. The first MMA of an accumulator counts as reading it, but ignores its value.
 
     Raises:
         ValueError: there are no life ranges in the text.

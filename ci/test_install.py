@@ -1,8 +1,9 @@
-"""The wheels of dist/wheels, and every install line of every page, in fresh environments beside an index that is not ours.
+"""Tests the wheels of dist/wheels, and every install line of every page, in fresh environments with a foreign package index.
 
-``python -m nox -s build`` makes the wheels and runs this. The index here is a folder. It has what our wheels require of third
-parties, as empty wheels. Under each of our names it has what another project has uploaded or may upload: lower, equal and higher
-versions. A fresh environment sees PyTorch, pip and hatchling of the environment that runs the tests, which has nothing of ours.
+``python -m nox -s build`` builds the wheels and runs this. The index is a folder. It has our wheels' third-party requirements, as
+empty wheels. Under each of our names it has packages that another project has uploaded or may upload: lower, equal and higher
+versions. A fresh environment sees PyTorch, pip and hatchling of the environment that runs the tests, which has none of our
+packages.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def metadata_of(wheel: Path) -> email.message.Message:
 
 METADATA = {wheel: metadata_of(wheel) for wheel in WHEELS}
 OURS = {canonicalize_name(found["Name"]): found["Version"] for found in METADATA.values()}
-# What PyPI has today, the numbers of our own releases, and one that only a later upload could have.
+# PyPI's current versions, the numbers of our own releases, and a version that only a later upload could have.
 FOREIGN = sorted({"0.0.0", "0.1.4", "99.0", *(Version(version).public for version in OURS.values())})
 
 
 def install_lines(page: Path) -> Iterator[str]:
-    """What a page has people run to install something: commands of its blocks, and code within its sentences."""
+    """A page's install commands: from its code blocks, and from inline code."""
     text = page.read_text()
     blocks = re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`((?:python -m )?pip install [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
@@ -55,7 +56,7 @@ def install_lines(page: Path) -> Iterator[str]:
                 yield command.strip()
 
 
-# A package that a page's own files make is followed by the tests of that page, with these files.
+# Packages that consist of a page's own files are tested with that page, not here.
 LINES = sorted({line for page in PAGES for line in install_lines(page)} - {"pip install ./my_kernels"})
 
 
@@ -74,7 +75,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 
 
 def required() -> Iterator[tuple[str, str]]:
-    """Third parties that our wheels or the pages ask for, each with a version that all of them accept."""
+    """Third-party requirements of our wheels and the pages, each with a version that all of them accept."""
     asked = [text for found in METADATA.values() for text in found.get_all("Requires-Dist") or []]
     for requirement in map(Requirement, [*asked, "nox"]):
         name = canonicalize_name(requirement.name)
@@ -95,7 +96,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Environment:
-    """A fresh virtual environment whose `pip` is that of the environment that runs the tests."""
+    """A fresh virtual environment that uses the `pip` of the environment that runs the tests."""
 
     def __init__(self, folder: Path, index: str) -> None:
         venv.create(folder, with_pip=False, symlinks=True)
@@ -111,12 +112,12 @@ class Environment:
             "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": index,
-            "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say yes: hatchling is there
+            "PIP_NO_BUILD_ISOLATION": "0",  # pip's spelling of "no build isolation": hatchling is installed
             "PIP_RETRIES": "0",
         }
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command as a page has it, in the folder of the clone."""
+        """Runs a page's command in the folder of the clone."""
         command = command.replace("python -m pip ", "pip ", 1)
         return subprocess.run(command, shell=True, cwd=ROOT, env=self.variables, capture_output=True, text=True, check=False)
 
@@ -126,7 +127,7 @@ class Environment:
         return done
 
     def installed(self) -> dict[str, str]:
-        """What lies in it, by name."""
+        """The installed versions, by name."""
         pairs = (info.name.removesuffix(".dist-info").split("-") for info in self.site.glob("*.dist-info"))
         return {canonicalize_name(name): version for name, version in pairs}
 
@@ -149,7 +150,7 @@ def test_every_distribution_is_there_once() -> None:
 
 
 def test_they_require_one_another_in_this_version() -> None:
-    """Exactly, label included: a version without the label, or with another number, is not taken."""
+    """The requirement is exact, label included: a version without the label, or with another number, does not satisfy it."""
     for found in METADATA.values():
         for requirement in map(Requirement, found.get_all("Requires-Dist") or []):
             if (name := canonicalize_name(requirement.name)) in OURS:
@@ -184,7 +185,7 @@ def test_the_lines_are_found() -> None:
 
 
 def test_versions_on_pages_are_those_of_the_wheels() -> None:
-    """Also of requirements in files that pages show."""
+    """Includes requirements in files that pages show."""
     written = [
         (page.relative_to(ROOT).as_posix(), canonicalize_name(name), version)
         for page in PAGES
@@ -212,7 +213,7 @@ def test_an_index_that_does_not_answer(fresh: Environment) -> None:
 
 
 def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
-    """A folder that was forgotten, or is elsewhere: no other project's package is taken in place of ours."""
+    """If the folder is missing or elsewhere, no other project's package is installed instead of ours."""
     for name in ("tokenspeed-kernel", "tokenspeed-kernel-nvidia"):
         version = OURS[name]
         done = fresh.run(f"pip install '{name}=={version}'")
@@ -222,7 +223,7 @@ def test_without_the_folder_nothing_is_installed(fresh: Environment) -> None:
 
 
 def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> None:
-    """What the command line says where its libraries are missing, followed as it is said, without the folder of wheels."""
+    """Follows the command line's advice for missing libraries literally, without the folder of wheels."""
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel=={OURS['tokenspeed-kernel']}'")
     before = fresh.of_our_names()
     done = fresh.run("tokenspeed-kernel doctor")
@@ -233,7 +234,7 @@ def test_the_remedy_of_a_message_takes_the_extra_alone(fresh: Environment) -> No
 
 
 def test_another_projects_core_beside_our_wheels_is_named(fresh: Environment) -> None:
-    """As someone gets it who leaves the version out."""
+    """The state after an installation without a version."""
     fresh.succeeds("pip install tokenspeed-kernel==0.1.4")
     fresh.succeeds(f"pip install --find-links dist/wheels 'tokenspeed-kernel-amd=={OURS['tokenspeed-kernel-amd']}'")
     assert fresh.of_our_names()["tokenspeed-kernel"] == "0.1.4"

@@ -1,4 +1,4 @@
-"""Which calls of an operator a backend does not serve, from what its kernels declare. `hooks.py` puts it on a page."""
+"""The calls of an operator that a backend does not support, from its kernels' declarations. `hooks.py` inserts it into a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKENDS = {"triton": "Triton, any GPU", "cutedsl": "CuteDSL, H100 and H200", "g
 
 
 def coverage_table(family: str) -> str:
-    """A table of one family: what no kernel of a backend serves, among everything that the operators' small cases ask for."""
+    """A table of one family: the features of the operators' small cases that no kernel of a backend supports."""
     rows = ["| operator | backend | not served |", "|---|---|---|"]
     for op in operators():
         if op.family != family:
@@ -27,7 +27,7 @@ def coverage_table(family: str) -> str:
 
 
 def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
-    """Formats and values of traits that none of these kernels takes; then cases that only their combination keeps out."""
+    """Formats and trait values that none of these kernels supports; then cases that are rejected only for their combination."""
     formats: dict[str, None] = {}
     values: dict[str, set[Any]] = {}
     combined: list[str] = []
@@ -53,12 +53,12 @@ def _left_out(op: Operator[Any, Any], specs: list[KernelSpec]) -> str:
 
 
 def _refuses(spec: KernelSpec, traits: Mapping[str, Any]) -> bool:
-    """Whether these traits alone keep a kernel from a call. One that only exists for another feature is not asked about that."""
+    """Whether these traits alone make a kernel ineligible. Features for which the kernel exists exclusively are not considered."""
     return any(not gap.startswith("needs ") for gap in spec.trait_gaps(traits))
 
 
 def _dtypes(request: Request) -> str:
-    """The operands' formats; those that share one stand together."""
+    """The operands' formats; operands with the same format are grouped."""
     by_format: dict[str, list[str]] = {}
     for role, fmt in request.signature.roles:
         by_format.setdefault(str(fmt), []).append(role)

@@ -1,4 +1,4 @@
-"""Lets Griffe, which reads the docstrings for the reference, see some of what they say as it is meant."""
+"""Preprocesses docstrings for Griffe, which reads them for the reference."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import griffe
 
 _CHANGES = (
-    # Griffe shows as code what stands under Examples.
+    # Griffe shows the contents of the section Examples as code.
     (r"^( *)Example:$", r"\1Examples:"),
-    # Warns may follow Raises without an empty line.
+    # The section Warns may follow Raises without an empty line.
     (r"(?<=\S)\n( *)Warns:$", r"\n\n\1Warns:"),
-    # Two colons announce code that is indented; Markdown wants none.
+    # Two colons before indented code are not Markdown.
     (r"^( *)::$", r"\1For example, in code:"),
     (r"(?<=\S)::$", ":"),
 )
 
 
 class Sections(griffe.Extension):
-    """Changes the text of docstrings before they are taken apart."""
+    """Changes the text of docstrings before they are parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

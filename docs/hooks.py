@@ -1,7 +1,7 @@
-"""What the documentation site makes from the code and from the files at the root, so that it is never written twice.
+"""Generates parts of the documentation site from the code and from the files at the root, so that nothing is written twice.
 
-MkDocs calls the ``on_*`` functions while it builds. A comment on a page stands for something generated, such as
-``<!-- reference: Platforms: platform -->``; `_GENERATORS` lists them.
+MkDocs calls the ``on_*`` functions during the build. A comment on a page is replaced with generated content, for example
+``<!-- reference: Platforms: platform -->``; `_GENERATORS` lists these comments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _described: set[str] = set()
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lists a page for each family of operators behind the page that introduces them."""
+    """Adds a page per family of operators to the navigation, after the page that introduces them."""
     _described.clear()
     for section in config.nav:
         for entry in section.get("API reference", ()):
@@ -52,7 +52,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that no file in ``docs`` holds."""
+    """Adds the pages that are not files in ``docs``."""
     for family in _families():
         files.append(File.generated(config, f"{FAMILY_PAGES}/{family}.md", content=_family_page(family)))
     for page, source in ROOT_PAGES.items():
@@ -61,7 +61,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Puts what is generated where its comment stands."""
+    """Replaces comments with their generated content."""
 
     def generate(match: re.Match[str]) -> str:
         return _GENERATORS[match[1]](match[2].strip(), page.file.src_uri)
@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Raises PluginError for a public name without a description, and for a page that loads anything from another host."""
+    """Raises PluginError for a public name without a description, and for a page that loads resources from another host."""
     missing = sorted(set(tokenspeed_kernel.__all__) - _described - {"__version__"})
     if missing:
         raise PluginError(f"no page of the API reference describes {', '.join(missing)} of tokenspeed_kernel")
@@ -80,7 +80,7 @@ def on_post_build(config: MkDocsConfig) -> None:
             raise PluginError(f"{page} loads something from another host: {found[0]}")
 
 
-# -- what is generated ---------------------------------------------------------------------------------------------------------
+# -- generators -----------------------------------------------------------------------------------------------------------------
 
 
 def _families() -> list[str]:
@@ -88,7 +88,7 @@ def _families() -> list[str]:
 
 
 def _family_page(family: str) -> str:
-    """One page of the reference: every operator of a family."""
+    """A page of the reference: every operator of a family."""
     package: ModuleType = importlib.import_module(f"tokenspeed_kernel_base.ops.{family}")
     members = [op for op in operators() if op.family == family]
     _described.update(op.mode for op in members)
@@ -97,7 +97,7 @@ def _family_page(family: str) -> str:
 
 
 def _root_page(source: Path) -> str:
-    """A Markdown file of the root, with links as they are from inside ``docs``."""
+    """A Markdown file of the root, with links rewritten for ``docs``."""
     text = source.read_text().replace("](docs/", "](")
     for page, root_file in ROOT_PAGES.items():
         text = text.replace(f"]({root_file}", f"]({page}")
@@ -105,10 +105,10 @@ def _root_page(source: Path) -> str:
 
 
 def _reference(argument: str, page: str) -> str:
-    """A section with the public names of tokenspeed_kernel that some modules define.
+    """A section with the public names of tokenspeed_kernel that the given modules define.
 
-    ``"Selection: selection, explanation"`` gives the heading and the last parts of the modules' names; ``*`` stands for all names
-    that no section before has.
+    ``"Selection: selection, explanation"`` has the heading and the last parts of the modules' names; ``*`` means all names that no
+    earlier section has.
     """
     heading, _, modules = argument.partition(": ")
     operator_names = {op.mode for op in operators()}
@@ -132,7 +132,7 @@ def _variables(argument: str, page: str) -> str:
 
 
 def _tags(argument: str, page: str) -> str:
-    """What a kernel may be tagged with, as a table."""
+    """The tags of kernels, as a table."""
     return "\n".join(["| tag | says |", "|---|---|", *(f"| `{tag}` | {meaning} |" for tag, meaning in TAGS.items())])
 
 
@@ -147,11 +147,11 @@ def _operator_table(argument: str, page: str) -> str:
 
 
 def _coverage(argument: str, page: str) -> str:
-    """What the backends do not serve of a family, as a table."""
+    """The features of a family that the backends do not support, as a table."""
     return coverage_table(argument)
 
 
-# ``generate(argument, page)``: what stands behind the colon, and the page that it is for.
+# ``generate(argument, page)``: the text after the colon, and the page's path.
 _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "reference": _reference,
     "environment variables": _variables,

@@ -1,23 +1,24 @@
-"""Predicted times of the attention kernels at GPT-OSS shapes, and of the published wheel's, by one model. **For ratios only.**
+"""Predicts times of our attention kernels and of the published wheel's at GPT-OSS shapes, with one model. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py --peer peer --output timing_model.json --readme
 
-``--peer`` is a folder into which the wheel to compare with was installed: ``pip install --no-deps --target peer
-tokenspeed-kernel-amd==0.1.4``. Without it only our side is measured. The peer is measured through its public functions, in another
-process, because its package has the same name as ours. It imports Triton as ``tokenspeed_triton``; it gets the installed one.
+The published wheel is the baseline; code and tables call it *peer*. ``--peer`` is the folder into which it was installed: ``pip
+install --no-deps --target peer tokenspeed-kernel-amd==0.1.4``. Without ``--peer`` only our side is measured. The baseline is called
+through its public functions in another process, because its package has the same name as ours. It imports Triton as
+``tokenspeed_triton``, an alias of the installed Triton here.
 
-The public function is called on the gfx950 emulator, with the same inputs for both sides, and the output of the last sequence is
-checked against the float32 reference. For decode and extend the emulator executes whole grids and counts instructions, from which
-`gfx950_emulator.timing.predict` computes a time; its docstring describes the model, and the emulator's README what the model leaves
-out. The time of a call is the sum of the times of its launches.
+The public function is called on the gfx950 emulator, with the same inputs for both sides. The output of the last sequence is
+checked against the fp32 reference. For decode and extend, the emulator executes whole grids and counts instructions;
+`gfx950_emulator.timing.predict` computes a time from these counts. Its docstring describes the model, and the emulator's README
+says what the model omits. The time of a call is the sum of the times of its launches.
 
-Prefill of 64 heads is too much work for the emulator. It executes one key head, with at most four sequences of at most SAMPLED
-tokens, so that every workgroup of both sides computes at most one tile of 128 queries, and some compute none. That gives the
-cycles of a tile at every index in its sequence, for one workgroup alone and for several on one compute unit, and the cycles of
-a workgroup without a tile. For tiles further back, the cycles of one more step are taken from the second half of the indices.
-Then the tiles of the whole call are handed out to 256 compute units (`prefill_seconds`).
+Prefill of 64 heads is too much work for the emulator. The emulator executes one KV head, with at most four sequences of at most
+SAMPLED tokens, so that every workgroup of both sides computes at most one tile of 128 queries, and some compute none. The result is
+the cycles of a tile at every index in its sequence, for one workgroup alone and for several on one CU, and the cycles of a
+workgroup without a tile. For tiles at larger indices, the cycles per additional iteration come from the second half of the indices.
+The tiles of the whole call are then scheduled on 256 CUs (`prefill_seconds`).
 
-ASSUMPTIONS lists what this rests on; it is printed with the table.
+ASSUMPTIONS lists the model's assumptions; they are printed with the table.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
 MARKS = ("<!-- predicted times -->", "<!-- end -->")
 
-ERROR = 5e-3  # relative, of the output that is checked
+ERROR = 5e-3  # largest relative error of the checked output
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW = 64, 8, 64, 64, 127
 SAMPLED = 15 * 128
 
@@ -74,17 +75,17 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call, of bfloat16, with sinks.
+    """A bf16 call with sinks.
 
     Attributes:
         operator: ``"prefill"``, ``"decode"`` or ``"extend"``.
-        sequences: of one length.
-        length: tokens of a sequence, those included that are new.
-        new: new tokens of a sequence, for extend.
+        sequences: number of sequences, all of one length.
+        length: tokens of a sequence, the new ones included.
+        new: new tokens per sequence, for extend.
         window_left: -1 for none.
-        bar: whether the bars apply to it; otherwise it is shown for information.
-        heads, kv_heads: of queries and keys.
-        measured_us: of the peer on an MI355X, as its authors published (pull requests 165, 191 and 464 of their project).
+        bar: whether the pass criteria apply to this call; otherwise it is shown for information.
+        heads, kv_heads: query heads and KV heads.
+        measured_us: the baseline's time on an MI355X, as its authors published (pull requests 165, 191 and 464 of their project).
     """
 
     operator: str
@@ -174,7 +175,7 @@ def ours(operator: str) -> Function:
 
 
 class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes ``tokenspeed_triton`` and its submodules other names of Triton's modules."""
+    """Makes ``tokenspeed_triton`` and its submodules aliases of Triton's modules."""
 
     name = "tokenspeed_triton"
 
@@ -187,11 +188,11 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._real
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias's there
+        module.__spec__ = self._spec  # undo the import system's change to the alias's spec
 
 
 class _Device:
-    """The properties of the device that the peer asks PyTorch for."""
+    """The device properties that the baseline queries from PyTorch."""
 
     multi_processor_count = 256
     gcnArchName = "gfx950"
@@ -199,7 +200,7 @@ class _Device:
 
 
 def prepare_peer(folder: Path) -> None:
-    """Makes the peer importable in this process, and lets it take CPU tensors for those of a GPU."""
+    """Makes the baseline importable in this process, and lets it treat CPU tensors as GPU tensors."""
     sys.path.insert(0, str(folder))
     sys.meta_path.insert(0, _Alias())
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
@@ -208,7 +209,7 @@ def prepare_peer(folder: Path) -> None:
 
 
 def peer(operator: str) -> Function:
-    """The peer's public function of an operator, as a function of our arguments."""
+    """The baseline's public function of an operator, adapted to our arguments."""
     module = importlib.import_module(f"tokenspeed_kernel_amd.ops.gfx950.attention.mha.{operator}")
     function = getattr(module, f"launch_gluon_mha_{operator}_gfx950")
     if operator != "prefill":
@@ -251,9 +252,9 @@ def measure(case: Case, function: Function, own_order: bool) -> dict[str, Any]:
     """Calls the function, checks what it returns, and predicts its launches' times.
 
     Args:
-        case: what is called.
-        function: of an operator, see `ours` and `peer`.
-        own_order: whether prefill's tiles go to workgroups in our kernel's order.
+        case: the call.
+        function: the operator's function, see `ours` and `peer`.
+        own_order: whether prefill's tiles are assigned to workgroups in our kernel's order.
     """
     from gfx950_emulator import emulated_gfx950, timing
 
@@ -305,15 +306,15 @@ class Cycles:
     """Cycles of a prefill's workgroups.
 
     Attributes:
-        idle: of a workgroup that finds no tile.
-        busy: of one that has one tile, by the tile's index in its sequence.
+        idle: cycles of a workgroup without a tile.
+        busy: cycles of a workgroup with one tile, by the tile's index in its sequence.
     """
 
     idle: float
     busy: list[float]
 
     def tile(self, place: int) -> float:
-        """The cycles that a tile adds, also one further back than those that were executed."""
+        """The cycles that a tile adds; extrapolated for indices beyond the executed ones."""
         last, middle = len(self.busy) - 1, len(self.busy) // 2
         beyond = max(0, place - last)
         step = (self.busy[last] - self.busy[middle]) / (last - middle) if beyond else 0.0
@@ -325,9 +326,9 @@ class Tiles:
     """The cost of a prefill's tiles.
 
     Attributes:
-        rows: queries of a tile.
-        resident: workgroups that fit on a compute unit.
-        alone: cycles of a workgroup alone on a compute unit.
+        rows: queries per tile.
+        resident: workgroups that fit on a CU.
+        alone: cycles of a workgroup alone on a CU.
         together: cycles of as many copies as fit, divided by their number.
     """
 
@@ -341,9 +342,9 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
     """The cost of a launch's tiles, and the simulation of the longest ones together.
 
     Args:
-        case: what was called, with so few tiles that no workgroup has two, and some have none.
+        case: the call, with so few tiles that no workgroup has two, and some have none.
         launch: the launch.
-        fits: how many of its workgroups fit on a compute unit.
+        fits: how many of its workgroups fit on a CU.
     """
     from gfx950_emulator import timing
 
@@ -372,8 +373,8 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
 def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
     """The indices of each workgroup's tiles, in the order of our kernel (gfx950/attention/prefill_device.py).
 
-    Each XCD has heads of its own. Its tiles, those with most keys first, go to its compute units in rounds, each in the opposite
-    order of the last one. The workgroups of a unit share its rounds.
+    Each XCD computes its own heads. Its tiles, those with most keys first, are assigned to its CUs in rounds; every second round
+    goes in reverse order. The workgroups of a CU alternate between its rounds.
     """
     from gfx950_emulator import hardware as hw
 
@@ -392,7 +393,7 @@ def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
 
 
 def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
-    """The time that a prefill computes on the whole device: that of the compute unit with most work."""
+    """The compute time of a prefill on the whole device: the time of the CU with the most work."""
     from gfx950_emulator import hardware as hw
 
     units = hw.COMPUTE_UNITS
@@ -407,7 +408,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
             alone[unit] = max(alone[unit], tiles.alone.idle + sum(map(tiles.alone.tile, places)))
             load[unit] += tiles.together.idle + sum(map(tiles.together.tile, places))
     else:
-        # On every compute unit as many workgroups begin as fit, or as there are tiles for.
+        # Every CU starts as many workgroups as fit, or as there are tiles for.
         each = min(tiles.resident, -(-count * case.sequences * case.heads // units))
         loads = [(each * tiles.together.idle, unit) for unit in range(units)]
         alone = [0.0] * units
@@ -446,7 +447,7 @@ def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
 
 
 def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str, Any]:
-    """Measures cases one after another: what `measure` returns, by the case's name."""
+    """Measures cases one after another. Returns the results of `measure` by the case's name."""
     from gfx950_emulator import emulated_gfx950
 
     torch.set_num_threads(1)
@@ -454,7 +455,7 @@ def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str,
     for case in cases:
         start = time.perf_counter()
         with emulated_gfx950(counters=True, sanitize=False):
-            function = side(case.operator)  # the peer asks for its device when it is imported
+            function = side(case.operator)  # the baseline queries its device when it is imported
         rows[case.name] = measure(case, function, own_order=side is ours)
         seconds = time.perf_counter() - start
         print(f"{side.__name__}: {case.name}: {rows[case.name]['us']:.2f} us ({seconds:.0f} s)", file=sys.stderr, flush=True)
@@ -462,7 +463,7 @@ def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str,
 
 
 def measure_peer(folder: Path, only: str) -> dict[str, Any]:
-    """Measures the peer in a process of its own."""
+    """Measures the baseline in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(folder), "--only", only]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -474,7 +475,7 @@ def measure_peer(folder: Path, only: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst ratio and the geometric mean, over the rows to which the bars apply."""
+    """The worst ratio and the geometric mean, over the rows to which the pass criteria apply."""
     ratios = [row["ratio"] for row in rows if row["bar"] and "ratio" in row]
     if not ratios:
         return {}
@@ -482,7 +483,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row a case, and the two figures that the bars are about."""
+    """Markdown: a row per case, and the two figures that the pass criteria limit."""
     lines = [
         "| call | ours, µs | peer, µs | ours / peer | achievable: ours, µs | peer, µs | peer measured, µs | ours is bound by |",
         "|---|---|---|---|---|---|---|---|",
@@ -506,7 +507,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def in_readme(report: dict[str, Any], text: str, shown: str, marks: tuple[str, str] = MARKS) -> str:
-    """The README with this report between its marks. ``shown``: the report's table."""
+    """The README with this report between its markers. ``shown``: the report's table."""
     metadata = report["metadata"]
     versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
     assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
@@ -516,7 +517,7 @@ def in_readme(report: dict[str, Any], text: str, shown: str, marks: tuple[str, s
 
 
 def metadata_of(program: Path, folder: Path | None) -> dict[str, Any]:
-    """Of a report that a program of this folder writes. ``folder``: the peer's."""
+    """Metadata of a report that a script of this folder writes. ``folder``: the baseline's folder."""
     from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]

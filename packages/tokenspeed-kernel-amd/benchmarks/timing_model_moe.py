@@ -1,22 +1,24 @@
-"""Predicted times of the experts of GPT-OSS-120B's layer (mxfp4 weights, fp8 activations), ours, the published wheel's and the
-portable kernel's, by one model. **For ratios only.**
+"""Predicts times of GPT-OSS-120B's MoE layer (mxfp4 weights, fp8 activations) with one model: for our kernels, the published
+wheel's and the portable kernel. **For ratios only.**
 
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
 
-``--peer`` is the folder of `timing_model`; without it our side and the portable kernel are measured. All sides get the same tokens,
-routing and weights. The peer takes static scales of activations, and so does ours; the portable kernel makes a scale a token, and
-ours is measured so as well. The peer takes router logits, and so does ours, by `moe_topk_apply`; the portable kernel takes routed
-tokens: so the time of `moe_topk`, by the core's portable kernel, is added to its own.
+The published wheel is the baseline, called *peer* as in `timing_model`. ``--peer`` is its folder; without it our kernels and the
+portable kernel are measured. All sides get the same tokens, routing and weights. The baseline uses static activation scales, and so
+does ours; the portable kernel uses per-token scales, and ours is measured with these as well. The baseline takes router logits, and
+so does ours, by `moe_topk_apply`. The portable kernel takes routed tokens, so the time of the core's portable `moe_topk` is added
+to it.
 
-A second table has what the first has not: ours with activations that are not rounded, or rounded to mxfp4; and other formats of
-weights, by the portable kernel, and by ours where it serves them.
+A second table has further configurations: ours with activations that are not quantised or quantised to mxfp4, and other weight
+formats on the portable kernel and, if supported, on ours.
 
-Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
-features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
-which come the second product and what is before it. A product has 2880 / 256 times as many workgroups, and its time grows as much.
-For 8192, both slices have an eighth of the tokens and of the experts, and all launches have eight times as many workgroups.
+Up to 16 tokens the whole layer is executed. For more tokens, two slices with all experts and tokens are executed. The slice with
+256 intermediate features gives the first GEMM, the launches before it, and the launches after the second GEMM. The slice with 256
+hidden features gives the second GEMM and the launches between the GEMMs. The full GEMM has 2880 / 256 times as many workgroups, and
+its time is scaled by this factor. For 8192 tokens, both slices have an eighth of the tokens and of the experts, and all launches
+are scaled to eight times as many workgroups.
 
-ASSUMPTIONS lists what this rests on; it is printed with the table.
+ASSUMPTIONS lists the model's assumptions; they are printed with the table.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
 EXPERTS, TOP_K, SIZE, SLICE, DISTINCT = 128, 4, 2880, 256, 4
 TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 WHOLE = 16  # tokens up to which the whole layer is executed
-MANY, PART = 1024, 8  # for more tokens, so small a part of tokens and experts is executed
+MANY, PART = 1024, 8  # for more than MANY tokens, 1 / PART of the tokens and experts is executed
 LAUNCH_US = 2.3
 ACTIVATIONS = {
     "ours": "fp8_static",
@@ -57,9 +59,9 @@ ACTIVATIONS = {
     "fp8_block": "fp8",
     "fp8_block_ours": "fp8",
 }
-# Relative, of the output. A code that an error of bfloat16 turns into its neighbour weighs the more, the fewer codes there are.
+# Largest relative error of the output. A one-step code error from bf16 rounding matters more in formats with fewer codes.
 ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
-LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # magnitudes of which static scales are made
+LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # amax values from which the static scales are computed
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
 ASSUMPTIONS = (
@@ -81,8 +83,8 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, or a slice of one: sizes, and what goes in. There are four experts, which repeat. Those whose weights are not mxfp4
-    have neither biases nor limits."""
+    """A layer or a slice of one: sizes and inputs. The weights of four experts are repeated for all experts. Experts with other
+    weights than mxfp4 have neither biases nor limits."""
 
     tokens: int
     hidden: int
@@ -93,7 +95,7 @@ class Layer:
 
     def inputs(self) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(self.tokens)
-        logits = torch.randn(self.tokens, self.experts, generator=draw).bfloat16()  # first: slices choose as the whole layer does
+        logits = torch.randn(self.tokens, self.experts, generator=draw).bfloat16()  # drawn first: slices get the same routing
         return {"x": torch.randn(self.tokens, self.hidden, generator=draw).bfloat16(), "logits": logits}
 
     def weights(self, activation_dtype: str) -> Any:
@@ -128,8 +130,8 @@ class Layer:
         )  # fmt: skip
 
     def floor_us(self, activation_dtype: str) -> float:
-        """The least that memory or matrix cores allow: experts that are hit at 8 TB/s, or products at the rate of the activations'
-        format, twice as many where they are two planes of e4m3."""
+        """The roofline time: the weights of the routed experts at 8 TB/s, or the MFMAs at the rate of the activations' format, with
+        twice as many MFMAs for activations in two planes of e4m3."""
         experts = len(set(self.inputs()["logits"].topk(self.top_k).indices.flatten().tolist()))
         element = {"mxfp4": 0.5 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "dense": 2}[self.weight_format]
         rate = 10.06e15 if activation_dtype == "mxfp4" else 2.5e15 if activation_dtype == "none" else 5.03e15
@@ -143,12 +145,12 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 
 # -- the sides -----------------------------------------------------------------------------------------------------------------
 
-# Makes the call of a layer.
+# A function that makes the call of a layer.
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
 def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fused: str | None = None) -> Callable[[], Tensor]:
-    """Calls of a kernel of `moe_apply`, or of one of `moe_topk_apply` that takes its weights."""
+    """A call of a `moe_apply` kernel, or of a `moe_topk_apply` kernel that takes the same weights."""
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
@@ -172,7 +174,7 @@ def ours(layer: Layer) -> Callable[[], Tensor]:
 
 
 def by_token(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with a scale a token."""
+    """Ours, with per-token scales."""
     return _ours(layer, ACTIVATIONS["by_token"])
 
 
@@ -181,7 +183,7 @@ def _ours(layer: Layer, activation_dtype: str) -> Callable[[], Tensor]:
 
 
 def unrounded(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with bfloat16 activations."""
+    """Ours, with bf16 activations."""
     return _ours(layer, ACTIVATIONS["unrounded"])
 
 
@@ -195,23 +197,23 @@ def portable(layer: Layer) -> Callable[[], Tensor]:
 
 
 def dense(layer: Layer) -> Callable[[], Tensor]:
-    """The portable kernel, with bfloat16 weights."""
+    """The portable kernel, with bf16 weights."""
     return _operator(layer, ACTIVATIONS["dense"], "triton_moe_apply", "canonical")
 
 
 def fp8_block(layer: Layer) -> Callable[[], Tensor]:
-    """The portable kernel, with weights in fp8 blocks."""
+    """The portable kernel, with fp8 block-scaled weights."""
     return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
 
 
 def fp8_block_ours(layer: Layer) -> Callable[[], Tensor]:
-    """Ours, with the same weights."""
+    """Ours, with fp8 block-scaled weights."""
     kernels = ("gluon_moe_apply_fp8_block", "gfx950_fp8_block", "gluon_moe_topk_apply_fp8_block")
     return _operator(layer, ACTIVATIONS["fp8_block_ours"], *kernels)
 
 
 def peer(layer: Layer) -> Callable[[], Tensor]:
-    """The peer's public functions."""
+    """The baseline's public functions."""
     package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
     prepare = importlib.import_module(f"{package}.weight_preprocess").preprocess_gluon_mxfp4_gfx950_moe_weights
     function = importlib.import_module(f"{package}.fused").gluon_mxfp_fused_moe
@@ -237,12 +239,12 @@ def peer(layer: Layer) -> Callable[[], Tensor]:
 
 
 def repeated_view(tensor: Tensor, layer: Layer) -> Tensor:
-    """More experts of a tensor whose axes may lie in memory in any order, with the strides that such a tensor has."""
+    """Repeats a tensor's experts, and keeps the order of its axes in memory."""
     order = sorted(range(tensor.dim()), key=lambda axis: (axis != 0, -tensor.stride(axis)))
     back = [order.index(axis) for axis in range(tensor.dim())]
     plain = tensor.permute(order).contiguous()
     made = plain.repeat(layer.experts // DISTINCT, *(1 for _ in plain.shape[1:])).permute(back)
-    made.__dict__.update(tensor.__dict__)  # the peer notes sizes there
+    made.__dict__.update(tensor.__dict__)  # the baseline stores sizes as attributes
     return made
 
 
@@ -265,7 +267,7 @@ def check(side: str, layer: Layer, out: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """The predicted time of a launch, in microseconds. ``mfma``: cycles of all its MFMA instructions."""
+    """The predicted time of a launch, in microseconds. ``mfma``: total cycles of its MFMA instructions."""
 
     kernel: str
     mfma: float
@@ -279,8 +281,8 @@ class Launch:
 
 
 def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: int = 1) -> Launch:
-    """The time of a launch, or of one with ``scale`` times as many workgroups, which move scale times as many bytes, but for
-    some; or of one that has ``parts`` times the workgroups and bytes of that."""
+    """The time of a launch, extrapolated to ``scale`` times as many workgroups and bytes (except ``fixed_bytes``, which do not
+    scale), and then to ``parts`` times these workgroups and bytes."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator import timing
 
@@ -305,14 +307,14 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: 
 
 
 def _products(reports: list[Any]) -> list[int]:
-    """The indices of the two launches that keep the matrix cores busy the longest: the layer's products, the first one first."""
+    """The indices of the layer's two GEMM launches in order: those with the most MFMA cycles."""
     return sorted(sorted(range(len(reports)), key=lambda i: -predicted(reports[i]).mfma)[:2])
 
 
 def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
     from gfx950_emulator import emulated_gfx950
 
-    # The peer's routing writes into padding behind what it passes.
+    # The baseline's routing kernel writes into padding behind the tensors that it passes.
     with emulated_gfx950(counters=True, sanitize=False, bounds="storage") as emulator:
         call = side(layer)
         del emulator.launches[:]
@@ -321,7 +323,7 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
 
 
 def layer_of(name: str, tokens: int) -> Layer:
-    """The whole layer that a side is given."""
+    """The whole layer that a side computes."""
     if name == "dense":
         return Layer(tokens, 2048, 768, 128, 8, "dense")
     if name.startswith("fp8_block"):
@@ -360,7 +362,7 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
 
 
 def measure_all(name: str, side: Side, tokens: list[int], kept: Path | None = None) -> dict[str, Any]:
-    """What `measure` returns for each number of tokens. Those that ``kept``, a folder, has of the same commit are read."""
+    """The results of `measure` for each number of tokens. Results of the same commit in the folder ``kept`` are reused."""
     torch.set_num_threads(1)
     commit = metadata_of(Path(__file__), None)["git_commit"]
     rows: dict[str, Any] = {}
@@ -378,8 +380,8 @@ def measure_all(name: str, side: Side, tokens: list[int], kept: Path | None = No
 
 
 def measure_sides(counts: dict[str, list[int]], folder: Path | None, kept: Path | None, jobs: int) -> dict[str, Any]:
-    """What `measure_all` returns, for each side. Each has a process of its own, at most ``jobs`` at a time: the peer's package has
-    our name."""
+    """The results of `measure_all` for each side. Each side runs in its own process, at most ``jobs`` at a time, because the
+    baseline's package has the same name as ours."""
     if kept is not None:
         kept.mkdir(parents=True, exist_ok=True)
 
@@ -399,8 +401,8 @@ class Other:
     """A side of the second table.
 
     Attributes:
-        described: layer, kernel and activations.
-        tokens: that are measured.
+        described: layer, kernel and activation format, for the table.
+        tokens: the numbers of tokens to measure.
     """
 
     described: tuple[str, str, str]
@@ -424,7 +426,7 @@ def _mean(values: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means of the ratios to the peer, without and with the cost of launches."""
+    """Geometric means of the ratios to the baseline, without and with launch overhead."""
     rated = [row for row in rows if "peer" in row]
     if not rated:
         return {}
@@ -435,7 +437,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row a number of tokens."""
+    """Markdown: a row per number of tokens."""
     lines = [
         "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch "
         "| ours, a scale a token | portable, the same | portable / ours |",

@@ -1,4 +1,4 @@
-"""Where the tests run: on a gfx950 if this machine has one, else on the emulator, with its sanitizer."""
+"""Runs the tests on a gfx950 if this machine has one, otherwise on the emulator, with its sanitizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_GFX950 = _has_gfx950()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a gfx950, tests that use it get the vendor's marker."""
+    """On a machine with a gfx950, tests that use it get the vendor's marker."""
     for item in items:
         if ON_GFX950 and {"gfx950", "emulator"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.amd)
@@ -36,7 +36,7 @@ def _need_triton() -> None:
 
 @pytest.fixture
 def gfx950() -> Iterator[torch.device]:
-    """The device for tensors: kernels that are launched with them run on a gfx950 or on the emulator."""
+    """The device for test tensors: the kernels run on a gfx950 or on the emulator."""
     _need_triton()
     if ON_GFX950:
         yield torch.device("cuda")
@@ -51,7 +51,7 @@ def gfx950() -> Iterator[torch.device]:
 
 @pytest.fixture
 def emulator() -> Iterator[Any]:
-    """The emulator with counters, also where there is a gfx950: counts do not depend on the device."""
+    """The emulator with counters, even on a machine with a gfx950, because the counts do not depend on the device."""
     _need_triton()
     if importlib.util.find_spec("gfx950_emulator") is None:
         pytest.skip("needs the package gfx950-emulator")

@@ -1,4 +1,4 @@
-"""Layers of experts with random weights, for tests of what computes them."""
+"""MoE layers with random weights, for tests of the MoE kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702
 
 
 class RandomLayer:
-    """A layer as it is given and as the kernels want it."""
+    """A layer's weights as given and in the kernels' layout."""
 
     def __init__(
         self,
@@ -60,24 +60,24 @@ class RandomLayer:
         return torch.randn(shape, generator=self.random).to(self.device)
 
     def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, weights of experts, and experts, no expert twice for a token."""
+        """x, top-k weights and top-k ids; no token has an expert twice."""
         chosen = torch.rand(count, self.plan.num_experts, generator=self.random).topk(self.plan.top_k).indices
         weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
         return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int().to(self.device)
 
     def wide_tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`tokens` whose activations, and whose slots, exceed float16; the results do not."""
+        """`tokens` whose activations and per-slot outputs exceed fp16's range; the results do not."""
         x, weights, ids = self.tokens(count)
         return x * 512, weights / 2**18, ids
 
     def wanted(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """What the reference makes of it, without rounding at the end."""
+        """The reference's result, without rounding at the end."""
         result: Tensor = moe_apply.operator.body(x.float(), self.given, weights, ids, self.plan)
         return result
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference over that of what is wanted; NaN where there is one."""
+    """The norm of the difference divided by the norm of ``wanted``; NaN if either tensor has a NaN."""
     return float((got.float() - wanted).norm() / wanted.norm())
 
 

@@ -1,4 +1,4 @@
-"""What the tests of kernels with a paged cache share: inputs, the reference in float32, and what is compared."""
+"""Shared by the tests of paged-cache kernels: inputs, the fp32 reference, and the comparisons."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ LSE_ERROR = 1e-3
 
 
 def inputs(device: torch.device, kv_lens: list[int], q_lens: list[int] | None = None, **options: Any) -> dict[str, Any]:
-    """Arguments of an operator, with NaN in slots that hold no token."""
+    """Arguments of an operator, with NaN in cache slots without a token."""
     shape = {"heads": 8, "kv_heads": 2, **options}
     return paged(kv_lens, q_lens, stale=True, **shape)(Draw(device, sum(kv_lens)))
 
 
 def reference(operator: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp that the operator's body gives in float32."""
+    """The output and LSE of the operator's body, computed in fp32."""
     wide = {name: arguments[name].float() for name in ("q", "k_cache", "v_cache")}
     return operator(**{**arguments, **wide, "return_lse": True}, solution="reference")
 
 
 def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Compares the whole output, each of its rows, and the log-sum-exp, with the tolerances above."""
+    """Compares the whole output, each of its rows, and the LSE, with the tolerances above."""
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     assert (out.float() - wanted_out).norm() <= ERROR * wanted_out.norm()
     rows = (out.float() - wanted_out).norm(dim=-1) - 4 * ERROR * wanted_out.norm(dim=-1)
@@ -51,7 +51,7 @@ def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
 
 @contextlib.contextmanager
 def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails where a value of a tensor is read."""
+    """Fails if the host reads a tensor's value."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("a value of a tensor was read on the host")
@@ -63,7 +63,7 @@ def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
-    """Makes launchers divide work as for a device with this many compute units. With few of them, small inputs are much work."""
+    """Makes launchers divide work as for a device with this many CUs. With few CUs, small inputs count as a large batch."""
     from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed
 
     for module in (decode, extend, mixed):
@@ -71,8 +71,8 @@ def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
 
 
 def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Keys and values are slices of one cache, q and out slices of wider tensors, page table and sinks are not contiguous; and then
-    out has another axis last in memory."""
+    """Keys and values are slices of one cache, q and out are slices of wider tensors, page table and sinks are not contiguous. In a
+    second call, out has another axis innermost in memory."""
     heads = arguments["q"].shape[1]
     arguments["sinks"] = torch.linspace(-2, 2, 2 * heads, device=arguments["q"].device)[::2]
     wanted = reference(operator, arguments)
@@ -94,7 +94,7 @@ def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any])
 
 
 def check_padded_slots(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Rows of one key head are padded by 8: slots are a multiple of 8, and not of 16, elements apart, which needs no copy."""
+    """Rows of one KV head are padded by 8. The slot stride is then a multiple of 8, not of 16, elements, which needs no copy."""
     for name in CACHES:
         arguments[name] = torch.nn.functional.pad(arguments[name][:, :, :1], (0, 8))[..., :-8]
         assert arguments[name].stride(1) % 16 == 8
@@ -105,7 +105,7 @@ def check_padded_slots(function: Any, operator: Any, arguments: dict[str, Any]) 
 
 
 def check_copied_cache(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """A contiguous cache that begins between multiples of 16 bytes is copied: a warning says so once, and `explain` each time."""
+    """A cache whose address is not a multiple of 16 bytes is copied. A warning says so once; `explain` says so each time."""
     k_cache = arguments["k_cache"]
     assert not function.explain(**arguments).cards
     room = torch.empty(k_cache.numel() + 1, dtype=k_cache.dtype, device=k_cache.device)
@@ -123,7 +123,7 @@ def check_copied_cache(function: Any, operator: Any, arguments: dict[str, Any]) 
 
 
 def cases(mode: str) -> list[Any]:
-    """The cases of an operator, as parameters of a test. Those that are sized for a GPU have its marker."""
+    """The cases of an operator, as parameters of a test. Cases sized for a GPU have the GPU marker."""
     return [
         pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
         for case in get_operator(f"attention.{mode}").all_cases()
@@ -156,8 +156,8 @@ def check_compiled(launch: Any, waves: int, most: int, scalar_spills: int = 0) -
 
     Args:
         launch: the emulator's report, with counters.
-        most: instructions of the loop for 16 of the matrix cores.
-        scalar_spills: scalar registers that may be put aside in vector registers.
+        most: the most instructions in the loop per 16 MFMAs.
+        scalar_spills: the most SGPRs that may be spilled to VGPRs.
     """
     from gfx950_emulator.occupancy import occupancy
 
@@ -179,7 +179,7 @@ def spills(text: str) -> dict[str, int]:
 
 
 def longest_loop_without_loops(text: str) -> list[str]:
-    """Mnemonics of the loop that has the most matrix instructions among the innermost ones, shortest first among equals."""
+    """Mnemonics of the innermost loop with the most MFMAs; of several such loops, the shortest."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     loops: list[tuple[int, int]] = []

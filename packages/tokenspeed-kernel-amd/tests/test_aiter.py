@@ -1,9 +1,8 @@
-"""The adapters to AITER. They have not been run on hardware: there is no AITER without an AMD GPU.
+"""The adapters to AITER. They have not been run on hardware: AITER needs an AMD GPU.
 
-What runs everywhere is a stand-in: a module aiter whose functions have the signatures of the real ones, and compute in PyTorch on a
-CPU what those are documented to compute. Where the source shows that the real ones leave the operator's contract, the stand-in does
-too, or refuses: so a case that passes is one that the adapter's declaration may name. The last test is for a gfx950 with the real
-one.
+The tests use a stand-in that runs everywhere: a module aiter whose functions have AITER's signatures, and compute in PyTorch on a
+CPU the results that AITER documents. Where AITER's source violates the operator's contract, the stand-in does too, or raises. A
+case that passes is therefore one that the adapter may declare. The last test is for a gfx950 with AITER itself.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _CALLS: list[str] = []
 
 
 def _with_signature(name: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
-    """Makes a function with the real one's signature, whose body gets the arguments by name."""
+    """Gives a function AITER's signature; its body receives the arguments by name."""
     namespace: dict[str, Any] = {}
     exec(f"def function{SIGNATURES[name]}: ...", namespace)
     signature = inspect.signature(namespace["function"])
@@ -93,7 +92,8 @@ _READ = {
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``; negative bounds are none."""
+    """Attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``; negative bounds mean no
+    bound."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -149,7 +149,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["causal"]
     assert q.shape == out.shape
     assert k.shape == v.shape
-    assert 1 == q.stride(2) == out.stride(2) == table.stride(1)  # their other strides may be any
+    assert 1 == q.stride(2) == out.stride(2) == table.stride(1)  # their other strides are unrestricted
     assert lens.is_contiguous()
     assert given["cu_seqlens_q"].is_contiguous()
     assert given["cu_seqlens_q"].shape[0] == len(lens) + 1
@@ -157,7 +157,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["max_seqlen_k"] >= lens.max()
     assert given["max_seqlen_q"] <= q.shape[0]
     page_size, tile = k.shape[1], 64
-    # Tiles are masked only where a page has several. Where keys are split, a page smaller than a tile is the tile.
+    # Tiles are masked only if a page has several. With split-KV, a page smaller than a tile becomes the tile.
     masked = page_size % tile == 0 and page_size > tile
     begins = given["cu_seqlens_q"].tolist()
     for index, length in enumerate(lens.tolist()):
@@ -166,7 +166,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
         assert new <= given["max_seqlen_q"]
         if not new:
             continue
-        if length < new:  # some query sees no key: the real one divides by zero or reads old memory
+        if length < new:  # some query sees no key: AITER divides by zero or reads stale memory
             out[rows] = torch.nan
             continue
         pages = table[index, : -(-length // page_size)].long()
@@ -180,7 +180,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
 
 @pytest.fixture
 def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes amd-aiter seem not installed. Another package named aiter may be."""
+    """Makes amd-aiter seem not installed. PyPI's unrelated package named aiter may be installed."""
     real = metadata.version
 
     def version(name: str) -> str:
@@ -218,7 +218,7 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_adapters() -> None:
-    """Makes the adapters import AITER again: they keep the module that they found."""
+    """Makes the adapters import AITER again, because they keep a reference to the imported module."""
     for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_amd.aiter.") and name.endswith("_device")]:
         parent, _, last = name.rpartition(".")
         del sys.modules[name]
@@ -232,7 +232,7 @@ def _names() -> tuple[str, ...]:
 
 @pytest.fixture
 def specs() -> Iterator[dict[str, KernelSpec]]:
-    """The kernels as they are declared, none of them loaded or left out before or afterwards."""
+    """The kernels' declarations; none of them is loaded or excluded before or afterwards."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
     register_package("tokenspeed_kernel_amd")
@@ -250,7 +250,7 @@ def _unregister_all(registry: KernelRegistry) -> bool:
     return bool(names)
 
 
-# -- where there is none -------------------------------------------------------------------------------------------------------
+# -- without AITER -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("aiter_missing")
@@ -295,7 +295,7 @@ def test_a_package_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, specs: dict[str, KernelSpec]) -> None:
-    """Its kernels are left out with a warning, and the next ones serve the call."""
+    """Its kernels are excluded with a warning, and the call falls back to the next ones."""
     (tmp_path / "aiter.py").write_text("raise ValueError('an argument that this Triton does not know')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(aiter_package, "find_gap", lambda: None)
@@ -311,7 +311,7 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("name", _names())
 def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
-    """With the operator's parameters. Its source is read, because importing it imports AITER, which may be missing."""
+    """The adapter has the operator's parameters. Its source is parsed, because importing it would import AITER."""
     module = KernelRegistry.get().module_of(name)
     path = Path(tokenspeed_kernel_amd.__path__[0]).parent / (module.replace(".", "/") + ".py")
     defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
@@ -320,7 +320,7 @@ def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
     assert parameters == list(inspect.signature(getattr(tokenspeed_kernel, mode)).parameters)[: len(parameters)]
 
 
-# -- where there is one --------------------------------------------------------------------------------------------------------
+# -- with the stand-in ---------------------------------------------------------------------------------------------------------
 
 
 def _prefill(**options: Any) -> dict[str, Any]:
@@ -373,13 +373,13 @@ ATTENTION = [name for name in _names() if "_mha_" in name]
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("name", ATTENTION)
 def test_cases_of_the_operator(specs: dict[str, KernelSpec], name: str) -> None:
-    """The small cases that are declared, by the core's checks: values, out=, unchanged arguments."""
+    """The core's checks on the small declared cases: values, out=, unchanged arguments."""
     spec = specs[name]
     op = get_operator(spec.operator)
     results = [verify_case(spec, case, "cpu") for case in op.all_cases() if not case.large]
     wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
     assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
-    # No case has pages of 128; the tests below have them.
+    # No case has page size 128; the tests below do.
     assert any(result.status is Status.PASSED for result in results) == name.startswith("aiter_mha_prefill")
 
 
@@ -392,7 +392,7 @@ def test_prefill_of_wide_heads(specs: dict[str, KernelSpec]) -> None:
 
 
 def _paged_cases(mode: str) -> list[Case]:
-    """Cases like the operators', but with pages of 128 and 256, of which the operators have few."""
+    """Cases like the operators', but with page sizes 128 and 256, which the operators rarely use."""
     rows = {
         "mha_decode_with_kvcache": [([1, 127, 128, 129, 0, 300], None)],
         "mha_extend_with_kvcache": [([140, 20, 300, 128], [12, 20, 1, 0])],
@@ -416,7 +416,7 @@ def _paged_cases(mode: str) -> list[Case]:
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("mode", ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache"])
 def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
-    """With NaN in slots that hold no token."""
+    """Cache slots without a token hold NaN."""
     for case in _paged_cases(mode):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
         assert sorted(result.status.value for result in results) == ["passed", "skipped"], results
@@ -442,7 +442,7 @@ def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_other_strides(specs: dict[str, KernelSpec]) -> None:
-    """q is a slice, caches are views of one tensor, the page table is stored by columns, out is a slice of a wider tensor."""
+    """q is a slice, caches are views of one tensor, the page table is column-major, out is a slice of a wider tensor."""
     from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = _decode()
@@ -476,7 +476,7 @@ def test_a_prefill_into_columns() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """max_seqlen, otherwise the lengths on the host, otherwise all tokens; never the offsets on the device."""
+    """The bound is max_seqlen, otherwise the host's lengths, otherwise all tokens; the device's offsets are never read."""
     from tokenspeed_kernel_amd.aiter import prefill_device
 
     seen: list[int] = []
@@ -489,7 +489,7 @@ def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch)
     assert seen == [71, 75, 70, 70, 75]
 
 
-# -- the real one --------------------------------------------------------------------------------------------------------------
+# -- AITER itself --------------------------------------------------------------------------------------------------------------
 
 
 def need_the_real_one(device: torch.device) -> None:
@@ -504,7 +504,7 @@ def need_the_real_one(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], name: str) -> None:
-    """It has not been run yet."""
+    """This test has not been run yet."""
     need_the_real_one(gfx950)
     spec = specs[name]
     own = [Case("ragged", ragged([1, 90, 0, 7], 8, 2, 128))] if spec.mode == "mha_prefill" else _paged_cases(spec.mode)

@@ -1,4 +1,4 @@
-"""The adapter to AITER's experts. It has not been run on hardware; ``test_aiter`` says what the stand-in is for."""
+"""The adapter to AITER's MoE kernel. It has not been run on hardware; ``test_aiter`` explains the stand-in."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ aiter, specs = test_aiter.aiter, test_aiter.specs  # fixtures
 
 NAME = "aiter_moe_apply_dense"
 ACTIVATION, QUANT = SimpleNamespace(Silu=object(), Swiglu=object()), SimpleNamespace(No=object(), per_1x32=object())
-# The first parameters of aiter/fused_moe.py's fused_moe, from the commits that `test_aiter` names.
+# The first parameters of fused_moe in aiter/fused_moe.py, from the commits that `test_aiter` names.
 PARAMETERS = ("hidden_states", "w1", "w2", "topk_weight", "topk_ids", "expert_mask", "activation", "quant_type")
 OPTIONAL = set(PARAMETERS[5:])
 
 
 def shuffle_weight(x: Tensor, layout: tuple[int, int] = (16, 16)) -> Tensor:
-    """Tiles of 16 rows and 64 bytes, in pieces of 16 bytes of a row, as ``aiter.ops.shuffle.shuffle_weight``."""
+    """Shuffles tiles of 16 rows x 64 bytes in chunks of 16 bytes, as ``aiter.ops.shuffle.shuffle_weight`` does."""
     assert layout == (16, 16)
     assert x.is_contiguous()
     piece = 16 // x.element_size()
@@ -44,7 +44,7 @@ def unshuffled(x: Tensor) -> Tensor:
 
 
 def fused_moe(*arguments: Any, **named: Any) -> Tensor:
-    """What the real one documents: gates before ups, SiLU, experts that the mask leaves out are elsewhere."""
+    """AITER's documented function: gate rows before up rows, SiLU; masked experts are on other ranks."""
     assert len(arguments) == 5
     assert set(named) <= OPTIONAL
     given = {**dict(zip(PARAMETERS, arguments, strict=False)), **named}
@@ -71,7 +71,7 @@ def fused_moe(*arguments: Any, **named: Any) -> Tensor:
 
 @pytest.fixture
 def experts(aiter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in with experts."""
+    """The stand-in with MoE functions."""
     package = sys.modules["aiter"]
     monkeypatch.setattr(package, "ActivationType", ACTIVATION, raising=False)
     monkeypatch.setattr(package, "QuantType", QUANT, raising=False)
@@ -100,7 +100,7 @@ def test_cases(specs: dict[str, KernelSpec], case: Case) -> None:
 
 @pytest.mark.usefixtures("experts")
 def test_what_is_not_served(specs: dict[str, KernelSpec]) -> None:
-    """And that the stand-in serves a call whose result has a place."""
+    """Also checks that a call with ``out`` selects the stand-in."""
     sizes: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": 128, "intermediate_size": 128, "device": "cpu"}
     assert tokenspeed_kernel.moe_plan(**sizes, override=NAME).weight_layout == "aiter_dense"
     refused: list[dict[str, Any]] = [
@@ -124,6 +124,6 @@ def test_it_comes_before_the_portable_kernel(specs: dict[str, KernelSpec]) -> No
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], case: Case) -> None:
-    """It has not been run yet."""
+    """This test has not been run yet."""
     test_aiter.need_the_real_one(gfx950)
     assert verify_case(specs[NAME], case, gfx950).status is Status.PASSED

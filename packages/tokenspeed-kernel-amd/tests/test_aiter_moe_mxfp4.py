@@ -1,7 +1,7 @@
-"""The adapter to AITER's experts with mxfp4 weights. It has not been run on hardware; ``test_aiter`` says what the stand-in is for.
+"""The adapter to AITER's MoE kernels with mxfp4 weights. It has not been run on hardware; ``test_aiter`` explains the stand-in.
 
-The stand-in rounds as the real one does. How the real one arranges weights is its own business: the stand-in arranges them in a way
-that only it undoes, a different one where gates and ups are interleaved.
+The stand-in rounds as AITER does. It does not reproduce AITER's weight layout: it shuffles weights in its own reversible way, a
+different one if gate and up are interleaved.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SIGNATURES = {
     "shuffle_weight_a16w4": "(src, NLane, gate_up)",
     "shuffle_scale_a16w4": "(src, experts_cnt, gate_up)",
 }
-BOUND = 256  # tokens from which on GPT-OSS's activations are rounded
+BOUND = 256  # from this many tokens on, GPT-OSS's activations are quantised
 
 
 def turned(tensor: Tensor, by: int) -> Tensor:
@@ -70,7 +70,7 @@ def shuffle_weight(given: dict[str, Any]) -> Tensor:
 
 def shuffle_scale(given: dict[str, Any]) -> Tensor:
     assert given["src"].dim() == 2
-    assert given["src"].shape[0] % 256 == 0 == given["src"].shape[1] % 8  # others are padded by AITER
+    assert given["src"].shape[0] % 256 == 0 == given["src"].shape[1] % 8  # AITER pads other sizes
     return turned(given["src"], 3)
 
 
@@ -87,7 +87,7 @@ def shuffle_scale_a16w4(given: dict[str, Any]) -> Tensor:
 
 
 def rounded_to_mxfp4(x: Tensor) -> Tensor:
-    """With the scale of magnitudes that are rounded to a power of two, up from 1.75 times one on."""
+    """Quantises with scales from the block's amax, rounded to a power of two: up from 1.75 times the power on."""
     blocks = x.float().unflatten(-1, (-1, 32))
     bits = (blocks.abs().amax(-1).view(torch.int32) + 0x200000) & 0x7F800000
     scale = e8m0_to_float(((bits >> 23) - 2).clamp(min=0).to(torch.uint8))[..., None]
@@ -95,7 +95,7 @@ def rounded_to_mxfp4(x: Tensor) -> Tensor:
 
 
 def fused_moe(given: dict[str, Any]) -> Tensor:
-    """What the real one does for bfloat16 and mxfp4 weights, as its source shows."""
+    """AITER's computation for bf16 tokens and mxfp4 weights, according to its source."""
     x, ids, mask = given["hidden_states"], given["topk_ids"], given["expert_mask"]
     assert given["quant_type"] is QUANT.per_1x32
     assert x.dtype == torch.bfloat16
@@ -114,10 +114,10 @@ def fused_moe(given: dict[str, Any]) -> Tensor:
     else:
         assert given["activation"] is ACTIVATION.Silu
         assert given["gate_mode"] == "separated"
-        assert mask is None  # with one the real one raises for some shapes
+        assert mask is None  # with a mask, AITER raises for some shapes
         assert given["bias1"] is None
         assert given["bias2"] is None
-        unrounded = len(x) == 1  # as if k were split
+        unrounded = len(x) == 1  # as with split-K
     assert int(ids.min()) >= 0
     assert int(ids.max()) < experts + gpt_oss
 
@@ -156,7 +156,7 @@ def fused_moe(given: dict[str, Any]) -> Tensor:
 
 @pytest.fixture
 def experts(aiter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-in with experts."""
+    """The stand-in with MoE functions."""
     package = sys.modules["aiter"]
     monkeypatch.setattr(package, "ActivationType", ACTIVATION, raising=False)
     monkeypatch.setattr(package, "QuantType", QUANT, raising=False)
@@ -192,7 +192,7 @@ FEW = [
 @pytest.mark.usefixtures("experts")
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_few_tokens_of_gpt_oss(specs: dict[str, KernelSpec], case: Case) -> None:
-    """Activations are not rounded: what a plan without rounding says."""
+    """Activations are not quantised, as in a plan without quantisation."""
     verification = verify_case(replace(specs[NAMES[0]], only_by_name=""), case, "cpu")
     assert verification.status is Status.PASSED, verification
 
@@ -208,7 +208,7 @@ def test_few_tokens_of_gpt_oss(specs: dict[str, KernelSpec], case: Case) -> None
     ],
 )
 def test_rounding_is_its_own(specs: dict[str, KernelSpec], name: str, inputs: Any, error: float) -> None:
-    """Near what the plan says, but not that."""
+    """The result is near the plan's, but not equal: AITER quantises in its own way."""
     operator = get_operator("moe.moe_apply")
     arguments = operator.complete(inputs(Draw(torch.device("cpu"), 0)))
     wanted = moe_apply.operator.body(**{**arguments, "x": arguments["x"].float()})
@@ -222,7 +222,7 @@ def test_rounding_is_its_own(specs: dict[str, KernelSpec], name: str, inputs: An
 
 @pytest.mark.usefixtures("experts")
 def test_weights_are_whole_tiles() -> None:
-    """Gates before ups; codes and biases are padded with zeros, scales with ones."""
+    """Gate rows come before up rows; weights and biases are padded with zeros, scales with ones."""
     from tokenspeed_kernel_amd.aiter.moe_mxfp4_device import prepare_gpt_oss
 
     arguments = _inputs(1, 2, 1, 96, 64, **GATED)(Draw(torch.device("cpu"), 0))
@@ -242,7 +242,7 @@ def test_weights_are_whole_tiles() -> None:
 
 @pytest.mark.usefixtures("experts")
 def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
-    """Only a call that names it, with GPT-OSS's numbers."""
+    """Only a call that names the kernel, with GPT-OSS's alpha, limit and beta, selects it."""
     plan_of: dict[str, Any] = {
         "num_experts": 4,
         "top_k": 2,
@@ -267,6 +267,6 @@ def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], case: Case) -> None:
-    """It has not been run yet."""
+    """This test has not been run yet."""
     test_aiter.need_the_real_one(gfx950)
     assert verify_case(replace(specs[NAMES[0]], only_by_name=""), case, gfx950).status is Status.PASSED

@@ -1,4 +1,4 @@
-"""The program that predicts times, with small calls and without the peer."""
+"""The script that predicts times, with small calls and without the baseline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
@@ -61,7 +61,7 @@ def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
-    """Every tile is handed out once; and cycles of tiles against numbers computed by hand."""
+    """Every tile is assigned once; cycles of tiles equal values computed by hand."""
     cycles = program.Cycles(100.0, [300.0, 500.0, 700.0, 900.0])
     tiles = program.Tiles(128, 2, cycles, cycles)
     case = program.Case("prefill", 3, 1024, heads=16)
@@ -76,7 +76,7 @@ def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
 
 @pytest.mark.parametrize("own_order", [True, False])
 def test_prefill_on_idle_units(program: ModuleType, own_order: bool) -> None:
-    """With fewer tiles than compute units, a prefill takes as long as its longest tile alone."""
+    """With fewer tiles than CUs, a prefill takes as long as its longest tile alone."""
     tiles = program.Tiles(128, 2, program.Cycles(100.0, [300.0, 700.0]), program.Cycles(50.0, [200.0, 400.0]))
     case = program.Case("prefill", 1, 256, heads=8)
     assert program.prefill_seconds(case, tiles, own_order) == pytest.approx(700 / 2.4e9)
@@ -89,7 +89,7 @@ def test_a_folder_without_the_peer(program: ModuleType, tmp_path: Path, capsys: 
 
 
 def test_the_committed_report(program: ModuleType) -> None:
-    """The README shows the committed report, which meets the bars."""
+    """The README shows the committed report, which meets the pass criteria."""
     report = json.loads((FOLDER / "timing_model.json").read_text())
     assert program.table(report) in (FOLDER.parent / "README.md").read_text()
     assert [row["case"] for row in report["rows"]] == [case.name for case in program.CASES]

@@ -1,4 +1,4 @@
-"""The program that predicts times of experts: whole layers of GPT-OSS-120B at one and four tokens, and slices of more."""
+"""The script that predicts MoE times: whole layers of GPT-OSS-120B at one and four tokens, and slices for more tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_whole_layers(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A full-size layer of 128 experts takes two launches, in which experts are chosen, too, and 1.35 times its floor at most."""
+    """A full-size layer of 128 experts takes two launches, routing included, and at most 1.35 times its floor."""
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
     monkeypatch.setattr(program, "README", readme)
@@ -74,7 +74,7 @@ def test_whole_layers(
 
 @pytest.mark.slow
 def test_256_tokens_in_full_size(program: ModuleType) -> None:
-    """All 128 experts, which all have tokens, on two processes."""
+    """A layer whose 128 experts all have tokens, measured in two processes."""
     from gfx950_emulator import emulated_gfx950
 
     layer = program.Layer(256, program.SIZE, program.SIZE, program.EXPERTS)

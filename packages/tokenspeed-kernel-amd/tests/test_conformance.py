@@ -1,7 +1,7 @@
-"""The conformance kit on every kernel in Gluon: edges of what is declared, strides, bounds, padding, empty calls.
+"""The conformance kit on every Gluon kernel: limits of the declared traits, strides, bounds, padding, empty calls.
 
-By default one small call of each kernel goes through the kit, without the edges of its declaration, each of which is a kernel to
-compile. The slow test has these, and all cases of the operator.
+By default the kit checks one small call of each kernel, without the limits of its traits, because each limit compiles another
+kernel. The slow test covers these limits and all cases of the operator.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from .paging import check_case, kernel_of
 
 _SHAPE = {"heads": 8, "kv_heads": 2}
 _CACHE = {**_SHAPE, "page_size": 16, "stale": True}
-# Lengths that end within pages, blocks and tiles. The long sequences are divided, so that units are merged.
+# Lengths that end within pages, blocks and tiles. The long sequences are split, so that the merge kernel runs.
 SMALL = {
     "mha_prefill": ragged([3, 0, 20], **_SHAPE),
     "mha_decode_with_kvcache": paged([300, 1, 20], None, **_CACHE),
     "mha_extend_with_kvcache": paged([20, 5], [3, 5], is_causal=True, **_CACHE),
     "mha_with_kvcache": paged([300, 45, 20], [1, 33, 3], running_sums=False, **_CACHE),
 }
-# Which kernels these calls launch.
+# The kernels that these calls launch.
 LAUNCHED = {
     "mha_prefill": {"mha_prefill_gfx950"},
     "mha_decode_with_kvcache": {"decode_kernel", "merge_kernel"},
     "mha_extend_with_kvcache": {"extend_kernel"},
     "mha_with_kvcache": {"extend_kernel", "decode_kernel", "merge_kernel"},
 }
-# What the kit finds out of a call on the emulator. A graph needs a GPU.
+# The kit's checks of a call on the emulator. Graph capture needs a GPU.
 FOUND_OUT = {"values", "out=", "inputs unchanged", "determinism", "nothing to do", "bounds", "strides", "no waiting"}
 
 
 def check_small_call(spec: KernelSpec, device: torch.device) -> None:
-    """Holds a kernel to the kit with its operator's small call alone."""
+    """Runs the kit on a kernel with its operator's small call only."""
     case = Case("small", SMALL[spec.mode])
     op = get_operator(spec.operator)
     traits = op.request(op.complete(case.build(device))).traits
@@ -72,7 +72,7 @@ def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) 
     ],
 )
 def test_windows_beyond_every_sequence(gfx950: torch.device, mode: str, window_left: int) -> None:
-    """Neither the largest window that kernels are given overflows, nor the largest that a caller may state in 32 bits."""
+    """No overflow with the largest window that kernels receive, nor with the largest 32-bit value from a caller."""
     check_case(gfx950, mode, Case("small", SMALL[mode].vary(window_left=window_left)))
 
 
@@ -92,7 +92,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 
 def _with_stride_fault(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """A launcher that hands its kernel the strides of contiguous values."""
+    """A launcher that passes its kernel the strides of contiguous values."""
     signature = inspect.signature(launch)
     values = "v" if "v" in signature.parameters else "v_cache"
 

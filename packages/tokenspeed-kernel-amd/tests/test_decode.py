@@ -41,7 +41,7 @@ def test_lengths(gfx950: torch.device, page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """Sequences with many splits, with one, and without keys."""
+    """Sequences with many splits, with one split, and without keys."""
     _run(gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True)
 
 
@@ -51,7 +51,7 @@ def test_one_divided_sequence(gfx950: torch.device) -> None:
 
 
 def test_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many sequences for the device that splits are long, and waves have one block in flight."""
+    """The batch is large for the device, so splits are long and waves have one block in flight."""
     pretend_compute_units(monkeypatch, 2)
     _run(gfx950, [700, 0, 330, 1, 90], page_size=16)
 
@@ -73,7 +73,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """The window hides whole pages, which are gone."""
+    """The window hides whole pages, which were freed."""
     _run(gfx950, [5, 128, 805, 0, 400], window_left=100, max_seqlen_q=2, page_size=page_size, freed=True)
 
 
@@ -91,7 +91,7 @@ def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None
 
 @pytest.mark.parametrize("new", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
 def test_several_new_tokens(gfx950: torch.device, new: int) -> None:
-    """Also more new tokens than the cache has tokens."""
+    """Includes sequences with more new tokens than tokens in the cache."""
     _run(gfx950, [1, 20, 400, 0, 64], max_seqlen_q=new, page_size=64, sinks=True)
 
 
@@ -135,11 +135,11 @@ def test_caches_that_are_not_served(gfx950: torch.device, page_size: int, dtype:
 
 @pytest.mark.parametrize("case", cases("mha_decode_with_kvcache"))
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    """Through the operator, with out= and again without."""
+    """Calls the operator with and without out=."""
     check_case(gfx950, "mha_decode_with_kvcache", case)
 
 
-# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+# -- compiled code -------------------------------------------------------------------------------------------------------------
 
 GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
 
@@ -155,6 +155,6 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
 )
 def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Nothing is spilled, four waves fit on a SIMD, no bank conflict, no loop around a buffer instruction, a short hot loop."""
-    pretend_compute_units(monkeypatch, 1)  # much work: one block in flight
+    pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
     mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
     check_compiled(emulator.launches[0], 4, 319)

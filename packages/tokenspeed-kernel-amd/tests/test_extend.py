@@ -23,19 +23,19 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("longest", [1, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Every tile, of 16 to 128 rows; no, one and only new tokens in a sequence; caches that end at edges of pages and blocks."""
+    """Tiles of 16 to 128 rows; sequences with no, one and only new tokens; caches that end at edges of pages and blocks."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """The window hides whole pages, which are gone."""
+    """The window hides whole pages, which were freed."""
     _run(gfx950, [200, 63, 9, 300], [40, 7, 9, 1], page_size=page_size, window_left=30, freed=True)
 
 
 def test_uneven_stretches(gfx950: torch.device) -> None:
-    """Lengths are so different that sequences share slots. They end at edges of tiles, and some have no row in their last slot."""
+    """Lengths differ so much that sequences share slots. They end at tile edges; some have no row in their last slot."""
     _run(gfx950, [33, 200, 64, 9, 5, 31], [33, 100, 32, 0, 1, 31])
 
 
@@ -47,7 +47,7 @@ def test_more_uneven_stretches_than_lanes(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("longest", [8, *(pytest.param(longest, marks=pytest.mark.slow) for longest in (1, 3, 16))])
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, longest: int, is_causal: bool) -> None:
-    """The keys of long sequences are split; others have one split, or no new tokens at all."""
+    """Long sequences have several splits; others have one split, or no new tokens."""
     _run(gfx950, [900, 64, 0, 65, 700], [longest, 1, 0, 0, min(longest, 2)], page_size=64, is_causal=is_causal, sinks=True)
 
 
@@ -58,7 +58,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, pytest.param(13, marks=pytest.mark.slow)])
 def test_not_causal(gfx950: torch.device, window_left: int) -> None:
-    """Also with more queries than keys, and without keys."""
+    """Includes sequences with more queries than keys, and without keys."""
     _run(gfx950, [100, 5, 0], [9, 8, 2], window_left=window_left, is_causal=False)
 
 
@@ -104,11 +104,11 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pyt
 
 @pytest.mark.parametrize("case", cases("mha_extend_with_kvcache"))
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    """Through the operator, with out= and again without."""
+    """Calls the operator with and without out=."""
     check_case(gfx950, "mha_extend_with_kvcache", case)
 
 
-# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+# -- compiled code -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

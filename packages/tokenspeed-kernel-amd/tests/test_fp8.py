@@ -1,4 +1,4 @@
-"""Attention to paged caches in fp8 (e4m3) against the core's reference in float32, with the same numbers."""
+"""Attention to fp8 (e4m3) paged caches against the core's fp32 reference, with the same values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _make(function: str, device: torch.device, kv_lens: list[int], q_lens: list[
 
 
 def _wanted(function: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The reference's results for caches that are widened and scaled beforehand, because float32 caches have no scales."""
+    """The reference's results for dequantised caches, because fp32 caches have no scales."""
     wide = dict(arguments)
     for name in ("k", "v"):
         scale = wide.pop(f"{name}_scale", None)
@@ -88,7 +88,7 @@ def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> No
 
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 def test_decode_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """Sequences with many splits, with one, and without keys."""
+    """Sequences with many splits, with one split, and without keys."""
     _run(DECODE, gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True, **ONE_SCALE)
 
 
@@ -124,7 +124,7 @@ def test_decode_several_new_tokens(gfx950: torch.device, new: int, heads: int, k
 @pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
 @pytest.mark.parametrize("longest", [40, *map(_slow, (1, 3, 8, 16))])
 def test_extend_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Every tile; no, one and only new tokens in a sequence; caches that end at edges of pages and blocks."""
+    """Every tile; sequences with no, one and only new tokens; caches that end at edges of pages and blocks."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(EXTEND, gfx950, kv_lens, q_lens, page_size=page_size, **SCALE_A_HEAD)
 
@@ -200,7 +200,7 @@ def _scales(device: torch.device, which: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("function", "q_lens"), [(DECODE, None), _slow(EXTEND, [1, 9]), _slow(MIXED, [1, 9])])
 @pytest.mark.parametrize("which", ["one and a head", *map(_slow, ("keys", "values", "expanded"))])
 def test_scales(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, function: str, q_lens: list[int] | None, which: str) -> None:
-    """Scales of keys, of values or of both, with any stride. None is read on the host."""
+    """Scales of keys, of values or of both, with any stride. The host reads none of them."""
     arguments = {**_make(function, gfx950, [70, 9], q_lens, **NO_SCALES), **_scales(gfx950, which)}
     wanted = _wanted(function, arguments)
     module = {DECODE: "decode", EXTEND: "extend", MIXED: "mixed"}[function]
@@ -211,7 +211,7 @@ def test_scales(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, function:
 
 
 def test_other_strides(gfx950: torch.device) -> None:
-    """Keys and values are slices of one cache; and rows that do not begin at multiples of 16 bytes, which are copied."""
+    """Keys and values are slices of one cache. Rows not aligned to 16 bytes are copied."""
     arguments = inputs(gfx950, [140, 9], **SCALE_A_HEAD)
     wanted = _wanted(DECODE, arguments)
     keys, values = (arguments[name].view(torch.uint8) for name in ("k_cache", "v_cache"))
@@ -221,7 +221,7 @@ def test_other_strides(gfx950: torch.device) -> None:
     check(tokenspeed_kernel_amd.mha_decode_with_kvcache(**{**arguments, "k_cache": odd}, return_lse=True), wanted)
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- rejected ------------------------------------------------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "e5m2": ({"cache_dtype": torch.float8_e5m2}, {}, NoKernelFoundError, "formats: k_cache: float8_e5m2 wanted"),
@@ -260,11 +260,11 @@ def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: 
     assert not emulator.launches
 
 
-# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+# -- compiled code -------------------------------------------------------------------------------------------------------------
 
 
 def _check_widening(launch: Any, dtype: torch.dtype) -> None:
-    """Elements are widened two at a time, each of those read once, and nothing but lists of pages is written to LDS."""
+    """Elements are converted two at a time, each is read once, and only lists of pages are written to LDS."""
     body = Counter(longest_loop_without_loops(launch.program.assembly.text))
     converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
     assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]
@@ -287,7 +287,7 @@ def _check_widening(launch: Any, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_decode_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int, waves: int) -> None:
-    pretend_compute_units(monkeypatch, 1)  # much work: one block in flight
+    pretend_compute_units(monkeypatch, 1)  # a large batch: one block in flight
     shape = {"heads": 64, "kv_heads": 8, "sinks": True, "page_size": 64, **options}
     tokenspeed_kernel_amd.mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **shape, **SCALE_A_HEAD))
     check_compiled(emulator.launches[0], waves, most)

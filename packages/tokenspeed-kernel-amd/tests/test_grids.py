@@ -1,4 +1,4 @@
-"""What kernels launch for the largest calls is what a driver takes."""
+"""The grids of the largest calls are within the driver's limits."""
 
 from __future__ import annotations
 

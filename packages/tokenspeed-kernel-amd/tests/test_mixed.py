@@ -29,7 +29,7 @@ from .paging import (
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with one compute unit. Small inputs keep it busy, so that long and short sequences get separate launches."""
+    """A device with one CU. Small inputs keep it busy, so that long and short sequences get separate launches."""
     pretend_compute_units(monkeypatch, 1)
 
 
@@ -60,23 +60,23 @@ def test_every_tile(gfx950: torch.device, small_device: None, longest: int) -> N
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """Sequences that decode with many splits, with one and without keys, beside those that extend, which have no splits."""
+    """Decode sequences with many splits, with one split and without keys, beside extend sequences, which are not split."""
     _run(gfx950, [900, 40, 0, 1300, 64, 700, 65, 500], [1, 40, 0, 33, 4, 2, 65, 0], page_size=page_size, sinks=True)
 
 
 def test_room_for_all_at_once(gfx950: torch.device) -> None:
-    """There are so few keys that one launch suffices."""
+    """So few keys that one launch computes everything."""
     _run(gfx950, [70, 200, 9, 0, 33], [1, 64, 9, 0, 2])
 
 
 def test_few_tokens_of_few_sequences(gfx950: torch.device) -> None:
-    """All sequences are computed by the kernel of decode."""
+    """The decode kernel computes all sequences."""
     _run(gfx950, [800, 300, 0, 500], [1, 9, 0, 5], page_size=64)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
-    """One launch of decode for sequences with many, few and no new tokens: the window of each hides pages that are gone."""
+    """One decode launch for sequences with many, few and no new tokens. Each sequence's window hides freed pages."""
     _run(gfx950, [805, 300, 0, 500, 461], [1, 9, 0, 5, 4], page_size=page_size, window_left=100, freed=True)
 
 
@@ -91,14 +91,14 @@ def test_one_sequence(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("batch", [100, pytest.param(1100, marks=pytest.mark.slow)])
 def test_more_sequences_than_lanes(gfx950: torch.device, small_device: None, batch: int) -> None:
-    """Also more sequences than a workgroup reads together."""
+    """Includes more sequences than a workgroup loads at once."""
     kv_lens = [300, *[1, 0, 25, 3, 40] * (batch // 5)]
     q_lens = [1, *[1, 0, 25, 2, 1] * (batch // 5)]
     _run(gfx950, kv_lens, q_lens, heads=4, kv_heads=1)
 
 
 def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
-    """The bounds of lengths are those of the page table."""
+    """The upper bounds of lengths are the page table's capacity."""
     arguments = _inputs(gfx950, [70, 1, 40, 300], [1, 1, 33, 2])
     wanted = reference(operator, arguments)
     room = arguments["page_table"].shape[1] * 16
@@ -106,7 +106,7 @@ def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
 
 
 def test_order(gfx950: torch.device, small_device: None) -> None:
-    """The place of a sequence in the batch does not change the bits of its result."""
+    """A sequence's position in the batch does not change a bit of its result."""
     kv_lens, q_lens = [900, 40, 0, 130, 64, 700, 5], [1, 40, 0, 33, 4, 2, 5]
     arguments = _inputs(gfx950, kv_lens, q_lens, sinks=True)
     places = [3, 6, 0, 5, 2, 4, 1]
@@ -180,7 +180,7 @@ def test_caches_that_are_not_served(gfx950: torch.device, page_size: int, dtype:
 
 @pytest.mark.parametrize("case", cases("mha_with_kvcache"))
 def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
-    """Through the operator, with out= and again without."""
+    """Calls the operator with and without out=."""
     check_case(gfx950, "mha_with_kvcache", case)
 
 
@@ -210,7 +210,7 @@ def test_launches(emulator: Any, kv_lens: list[int], q_lens: list[int], options:
 
 
 def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
-    """The longest sequence does not determine how many tiles the others have."""
+    """The longest sequence does not determine the number of tiles of the others."""
     mha_with_kvcache(**_inputs(torch.device("cpu"), [300] * 40, [1] * 20 + [290] + [1] * 19, heads=4, kv_heads=1))
     assert emulator.launches[0].grid == (329 * 4 // 128 + 40, 1, 1)
 
@@ -219,7 +219,7 @@ def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
     "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"window_left": 127}, {"head_dim": 128}))], ids=str
 )
 def test_resources(emulator: Any, small_device: None, options: dict[str, Any]) -> None:
-    """Both kernels. With a window, a tile of 128 rows needs more scalar registers than there are."""
+    """Checks both kernels. With a window, a tile of 128 rows needs more SGPRs than there are."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, **options}
     mha_with_kvcache(**_inputs(torch.device("cpu"), [400, 300, 60], [1, 100, 2], **shape))
     extend, decode = emulator.launches[:2]

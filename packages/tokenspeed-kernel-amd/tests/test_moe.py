@@ -1,4 +1,4 @@
-"""moe_apply with mxfp4 weights: cases, errors against the portable kernel's, routing, and what compiled code is like."""
+"""moe_apply with mxfp4 weights: cases, errors compared with the portable kernel's, routing, and compiled code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TILES_OF = [
 
 @pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Sizes that end within steps, blocks of strips and tiles; an expert has most tokens, another has none."""
+    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, another has none."""
     layer = RandomLayer(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
     x, weights, ids = layer.tokens(150)
     ids[:139, 0] = 4
@@ -69,8 +69,8 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """A slot is skipped, a token names an expert twice that other tokens name as well, and an expert has more pairs than a
-    workgroup multiplies."""
+    """A slot is skipped. A token names an expert twice that other tokens name as well. An expert has more pairs than one workgroup
+    computes."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[4:13, 0] = 5
@@ -86,7 +86,7 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def allowed_error(layer: RandomLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> float:
-    """1.2 times the portable kernel's. That rounds activations to the tokens' dtype before static scales make codes of them."""
+    """1.2 times the portable kernel's error. That kernel rounds activations to the tokens' dtype before it quantises them."""
     if layer.plan.activation_dtype == "fp8_static":
         return 4e-3
     return 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
@@ -103,7 +103,7 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
 )
 def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
-    """They are other columns of a tile, and in other tiles."""
+    """In another order, tokens are in other columns and other tiles."""
     layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids[1 : tokens // 2, 0] = experts - 1
@@ -115,7 +115,7 @@ def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, 
 
 @pytest.mark.parametrize(("tokens_by", "w13_by", "w2_by"), [(80, -80, 0), (-80, 80, 0), (0, 55, -100)])
 def test_numbers_far_from_one(gfx950: torch.device, tokens_by: int, w13_by: int, w2_by: int) -> None:
-    """Tokens and weights times powers of 2: no projection's result is beyond float32, nor are the products of gates and ups."""
+    """Tokens and weights times powers of 2. No projection exceeds fp32's range, nor does any gate times up."""
     layer = RandomLayer(gfx950, 4, 2, 96, 64)
     assert layer.given.w13_weight_scale is not None
     assert layer.given.w2_weight_scale is not None
@@ -141,7 +141,7 @@ def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) ->
 
 @pytest.mark.parametrize("name", ["mxfp4, concatenated, fp8 activations", "mxfp4, float16"])
 def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
-    """In a call of few tokens, and in one of so many that they are sorted."""
+    """Checks a call of few tokens, and a call with enough tokens to be sorted by expert."""
     (case,) = (case for case in mxfp4_cases() if case.name == name)
     spec = kernel_of("moe_apply_mxfp4")
     traits = get_operator(spec.operator).request(get_operator(spec.operator).complete(case.build(gfx950))).traits
@@ -189,7 +189,7 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
 
 
 def test_the_tile_for_many_tokens() -> None:
-    """The wide one, whatever activations are."""
+    """Many tokens use the wide tile, whatever the activation format."""
     for options in ({"activation_dtype": "fp8"}, {}, {"activation_dtype": "mxfp4"}, {"dtype": torch.float16}):
         plan = RandomLayer(torch.device("cpu"), 2, 1, 32, 32, **options).plan
         tile = grouped.tile_for(1000, plan)
@@ -209,13 +209,13 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
-    """GPT-OSS-120B's sizes, but for the number of experts: four tokens choose eight, as different ones seldom do of 128."""
+    """GPT-OSS-120B's sizes with eight experts, so that four tokens share experts, which is rare among 128."""
     layer = RandomLayer(gfx950, 8, 4, 2880, 2880, activation_dtype="fp8", **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
     wanted = layer.wanted(x, weights, ids)
-    # The emulation of the portable kernel takes minutes. What it does, rounding to bfloat16 between the products and then to codes,
-    # has an error of 1.60e-2 for one token and 1.42e-2 for four if it is done exactly.
+    # Emulating the portable kernel takes minutes. Its rounding between the GEMMs, to bf16 and then to quantised values, causes an
+    # error of 1.60e-2 for one token and 1.42e-2 for four in exact arithmetic.
     assert relative_error(got, wanted) <= 1.2 * (1.60e-2 if tokens == 1 else 1.42e-2)
     assert torch.equal(moe_apply(x, layer.prepared, weights, ids, layer.plan), got)
 
@@ -232,7 +232,7 @@ def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("k", [320, 2880, 9312])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: int) -> None:
-    """Rows in registers, and rows that are too long for that. Codes beyond k are zeros; rows beyond the count stay as they are."""
+    """Rows in registers, and rows too long for registers. Values beyond k are zeros; rows beyond the count are not written."""
     x = torch.randn(7, k, device=gfx950).to(dtype)
     x[2] = 0
     x[3] *= 1e-6
@@ -243,7 +243,7 @@ def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: i
     grouped.encode(x, count, Encoded(codes[None], scale), Encoding("e4m3", 1, "token"))
     wanted, wanted_scale = quantize_fp8.operator.body(x[:6], "token")
     assert torch.equal(scale[:6], wanted_scale[:, 0])
-    # A product with the reciprocal may be on the other side of the middle between two codes.
+    # Multiplying by the reciprocal may round to the adjacent quantised value.
     apart = (codes[:6, :k].int() - wanted.view(torch.uint8).int()).abs()
     assert int(apart.max()) <= 1
     assert int(apart.sum()) <= 0.01 * apart.numel()
@@ -275,9 +275,9 @@ def test_activations_beyond_float16(
 
 @pytest.mark.parametrize(("dtype", "planes", "least"), [(torch.bfloat16, 2, 22), (torch.float16, 3, 27), (torch.float32, 3, 19)])
 def test_planes_restore_numbers(gfx950: torch.device, dtype: torch.dtype, planes: int, least: int) -> None:
-    """Up to a bound that the largest number of 32 gives; without an error where a number is not much smaller.
+    """The error is bounded by the amax of 32 values, and is 0 for values that are not much smaller than the amax.
 
-    float32 is what float16 activations are where they exceed its range: three planes round it to 12 bits.
+    fp16 activations that exceed fp16's range are fp32; three planes round these to 12 bits.
     """
     random = torch.Generator().manual_seed(0)
     octaves = 10 if dtype == torch.float16 else 40
@@ -309,7 +309,7 @@ def test_exact_activations_are_refused_and_the_bound_is_explained() -> None:
 
 
 def test_static_scales_saturate(gfx950: torch.device) -> None:
-    """Numbers beyond what the scales allow become the largest, in tokens and between the products, in all three kernels."""
+    """Values beyond the scales' range saturate, in tokens and between the GEMMs, in all three kernels."""
     layer = RandomLayer(gfx950, 2, 1, 96, 64, activation_dtype="fp8_static")
     for name in ("w13_input_scale", "w2_input_scale"):
         for each in (layer.given, layer.prepared):

@@ -1,4 +1,5 @@
-"""moe_apply and moe_topk_apply with weights in fp8 blocks: layout, cases, errors against the portable kernel's, compiled code."""
+"""moe_apply and moe_topk_apply with fp8 block-scaled weights: layout, cases, compiled code, errors against the portable
+kernel's."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def layer_of(device: torch.device, *sizes: int, **options: Any) -> RandomLayer:
 
 
 def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
-    """Weights ``[experts, rows of strips, k]`` as the docstring of the layout says they are found, one by one."""
+    """Weights ``[experts, rows of strips, k]``, read one by one at the positions that the layout's docstring describes."""
     experts, strips, pieces = weight.shape[:3]
     found = torch.empty(experts, strips, 32, pieces * 64, dtype=torch.float32)
     factors = torch.empty(experts, strips, 32, scale.shape[2] * 4, dtype=torch.float32)
@@ -53,7 +54,7 @@ def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
     ("hidden", "intermediate", "interleaved"), [(96, 64, True), (160, 224, False), (736, 32, True), (512, 544, False)]
 )
 def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, interleaved: bool) -> None:
-    """Also where ups begin within a block, which the rows of a strip then end in."""
+    """Includes up rows that begin within a scale block, in which the gate rows of a strip end."""
     layer = layer_of(torch.device("cpu"), 3, 2, hidden, intermediate, w13_interleaved=interleaved, bias=True)
     given, arranged = layer.given, layer.prepared
     assert arranged.layout == layout.LAYOUT
@@ -64,7 +65,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     assert arranged.w2_weight_scale is not None
     assert arranged.w13_weight_bias is not None
     feature, both = torch.arange(intermediate), torch.arange(2 * intermediate)
-    at = feature // 16 * 32 + feature % 16  # where a feature's gate is; its up is 16 rows on
+    at = feature // 16 * 32 + feature % 16  # the row of a feature's gate; its up is 16 rows further
     gates = both[::2] if interleaved else both[:intermediate]
     ups = both[1::2] if interleaved else both[intermediate:]
     w13 = read_back(arranged.w13_weight, arranged.w13_weight_scale, hidden)
@@ -80,7 +81,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
 
 
 def cases(mode: str) -> list[Case]:
-    """The operator's cases with such weights that are not sized for a GPU, but for those that no kernel here declares."""
+    """The operator's cases with such weights that are not sized for a GPU, except those that no kernel here declares."""
     small = [case for case in get_operator(f"moe.{mode}").all_cases() if not case.large and "fp8 blocks" in case.name]
     return [case for case in small if "cut short" not in case.name]
 
@@ -93,7 +94,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
 @pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
-    """Sizes that end within steps, blocks of strips and tiles; an expert has most tokens, another has none."""
+    """Sizes that end within k steps, blocks of strips and tiles. One expert has most tokens, another has none."""
     if tile == BROAD and options.get("dtype") == torch.float16:
         tile = grouped.tile_for(10**6, layer_of(gfx950, 2, 1, 32, 32, **options).plan)
         assert tile == NARROW
@@ -123,7 +124,7 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """A slot is skipped, a token names an expert twice, and an expert has more pairs than a workgroup multiplies."""
+    """A slot is skipped, a token names an expert twice, and an expert has more pairs than one workgroup computes."""
     layer = layer_of(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[:5, 0] = 5
@@ -138,7 +139,7 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
 
 
 def check(layer: RandomLayer, got: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> None:
-    """The error is at most 1.2 times the portable kernel's, which does not know static scales; those are rounded once."""
+    """The error is at most 1.2 times the portable kernel's, which has no static scales; static scales are rounded once."""
     wanted = layer.wanted(x, weights, ids)
     allowed = 4e-3
     if layer.plan.activation_dtype != "fp8_static":
@@ -172,7 +173,7 @@ def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) ->
 
 
 def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
-    """In a call of few tokens, and in one of so many that they are sorted."""
+    """Checks a call of few tokens, and a call with enough tokens to be sorted by expert."""
     (case,) = (case for case in cases("moe_apply") if case.name == "fp8 blocks, fp8 activations")
     findings = conform(kernel_of("moe_apply_fp8_block"), gfx950, Options(shrink_seconds=0), [case])
     assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
@@ -188,7 +189,7 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, mode: str, kind: str
 
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
 def test_compiled_code(emulator: Any, options: dict[str, Any]) -> None:
-    """Nothing is spilled at DeepSeek-V3's sizes; no loops around buffer instructions, no bank conflicts in products of tiles."""
+    """No spills at DeepSeek-V3's sizes, no loops around buffer instructions, no bank conflicts in the tiled GEMMs."""
     cpu = torch.device("cpu")
     for sizes, tokens in (((4, 2, 7168, 32), 4), ((8, 8, 32, 2048), 4), ((4, 1, 7168, 32), 1)):
         layer = layer_of(cpu, *sizes, **options)
@@ -213,7 +214,7 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
 
 
 def test_launches(emulator: Any) -> None:
-    """As with mxfp4 weights, but never the wide kernel."""
+    """The launches are those of mxfp4 weights, but never the wide kernel."""
     layer = layer_of(torch.device("cpu"), 4, 2, 96, 64, activation_dtype="fp8")
     moe_apply(*_arguments(layer, 1))
     assert [launch.kernel for launch in emulator.launches] == ["first_kernel", "second_kernel"]
@@ -223,7 +224,7 @@ def test_launches(emulator: Any) -> None:
 
 
 def test_who_serves_what(gfx950: torch.device) -> None:
-    """Sizes that 32 does not divide are the portable kernel's."""
+    """Sizes that are not multiples of 32 fall back to the portable kernel."""
     options: dict[str, Any] = {"weight_format": "fp8_block", "device": gfx950}
     assert tokenspeed_kernel.moe_plan(4, 2, 128, 96, **options).kernel == "gluon_moe_apply_fp8_block"
     assert tokenspeed_kernel.moe_plan(4, 2, 128, 136, **options).kernel == "triton_moe_apply"

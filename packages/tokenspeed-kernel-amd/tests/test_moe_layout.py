@@ -13,7 +13,7 @@ from .experts import RandomLayer
 
 
 def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
-    """Weights ``[experts, rows of strips, k]`` as the docstring of the layout says they are found, one by one."""
+    """Weights ``[experts, rows of strips, k]``, read one by one at the positions that the layout's docstring describes."""
     experts, strips, steps = weight.shape[:3]
     codes = torch.empty(experts, strips, 32, steps * 128, dtype=torch.uint8)
     exponents = torch.empty(experts, strips, 32, steps * 4, dtype=torch.uint8)
@@ -44,7 +44,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     assert arranged.w13_weight_scale is not None
     assert arranged.w2_weight_scale is not None
     feature, both = torch.arange(intermediate), torch.arange(2 * intermediate)
-    at = feature // 16 * 32 + feature % 16  # where a feature's gate is; its up is 16 rows on
+    at = feature // 16 * 32 + feature % 16  # the row of a feature's gate; its up is 16 rows further
     gates = both[::2] if interleaved else both[:intermediate]
     ups = both[1::2] if interleaved else both[intermediate:]
     w13 = read_back(arranged.w13_weight, arranged.w13_weight_scale, hidden)
@@ -68,7 +68,7 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
 def test_padding_is_zeros() -> None:
     layer = RandomLayer(torch.device("cpu"), 2, 1, 96, 608)
     w13, w2 = layer.prepared.w13_weight, layer.prepared.w2_weight
-    assert not w13.view(2, -1, 1, 2, 4, 16, 16)[..., 3, :, :].any()  # 96 elements of a step of 128
+    assert not w13.view(2, -1, 1, 2, 4, 16, 16)[..., 3, :, :].any()  # 96 elements in a k step of 128
     assert not w2.view(2, -1, 5, 2, 4, 16, 16)[:, :, 4, :, 3:].any()  # 608 = 4 * 128 + 96
     assert layer.prepared.w2_weight_scale is not None
     assert not layer.prepared.w2_weight_scale[:, :, 1, :, :, 1:].any()

@@ -1,4 +1,4 @@
-"""moe_topk_apply with mxfp4 weights: what the router's logits choose, by the first product or by a launch of its own."""
+"""moe_topk_apply with mxfp4 weights: routing by the router logits, in the first GEMM or in a launch of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .paging import check_case, kernel_of, spills
 moe_topk_apply = unchecked(operator, launcher_of_moe_topk_apply)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Tokens, experts and experts a token. Of the first eight the first product chooses, of the next three what sorts pairs.
+# Tokens, experts and top-k. The first GEMM routes the first eight; the launch that sorts pairs routes the next three.
 SIZES = [
     *((1, 128, 4), (4, 8, 4), (16, 9, 4), (5, 9, 3), (2, 12, 8), (3, 5, 1), (24, 9, 2), (7, 300, 6)),
     *((37, 9, 3), (64, 128, 4), (100, 8, 8)),
@@ -32,7 +32,7 @@ SIZES = [
 
 
 def random_logits(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
-    """Logits of which some are equal, in the first row all that are positive."""
+    """Random logits with some ties; in the first row, all positive logits are equal."""
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens + experts)) * 2
     logits[0].clamp_(max=0.0)
     return logits.to(dtype)
@@ -46,7 +46,7 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
-    """Also of equal logits, zeros of both signs, infinities and NaN, and of more tokens than a program takes."""
+    """Includes ties, zeros of both signs, infinities and NaN, and more tokens than one workgroup routes."""
     for tokens, experts, top_k in ((1, 128, 4), (5, 8, 3), (37, 300, 6), (3, 1024, 8), (70, 4, 1), (9, 5, 5), (0, 8, 2)):
         logits = random_logits(max(tokens, 5), experts, dtype)[:tokens].to(gfx950)
         logits[1:2, 1::2], logits[1:2, ::2] = -0.0, 0.0
@@ -60,13 +60,13 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
 def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-    """One after another; logits need not be contiguous."""
+    """The same as routing and then moe_apply; logits need not be contiguous."""
     layer = RandomLayer(gfx950, experts, top_k, 96, 64, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     logits = random_logits(tokens, 2 * experts, dtype).to(gfx950)[:, :experts]
     weights, ids = moe_topk.operator.body(logits, top_k)
     got = moe_topk_apply(x, logits, layer.prepared, layer.plan)
-    # The weights may differ in their last bit, and the results then by one rounding to bfloat16.
+    # The weights may differ in their last bit, and then the results by one rounding to bf16.
     assert relative_error(got, moe_apply(x, layer.prepared, weights, ids, layer.plan).float()) <= 1e-3
     out = torch.full_like(got, torch.nan)
     assert moe_topk_apply(x, logits, layer.prepared, layer.plan, out=out) is out
@@ -74,8 +74,8 @@ def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k:
 
 
 def test_launches(emulator: Any) -> None:
-    """Two for the fewest tokens; one more where as many pairs do not fit the lanes of a wave, padded, or are too many to be chosen
-    where they are sorted."""
+    """Two launches for the fewest tokens. Routing takes one more launch if the padded pairs exceed the lanes of a wave, or if there
+    are too many tokens for the launch that sorts."""
     layer = RandomLayer(torch.device("cpu"), 8, 3, 96, 64, activation_dtype="fp8_static")
     sorted_products = ["grouped_kernel", "grouped_kernel", "combine_kernel"]
     for tokens, wanted in (
@@ -96,7 +96,7 @@ def test_launches(emulator: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_compiled_code(emulator: Any, tokens: int, dtype: torch.dtype) -> None:
-    """Nothing is spilled, and there are no loops around buffer instructions: the compiler knows that an expert is a wave's."""
+    """No spills, and no loops around buffer instructions: the compiler knows that the expert is uniform in a wave."""
     layer = RandomLayer(torch.device("cpu"), 128, 4, 2880, 32, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     moe_topk_apply(x, random_logits(tokens, 128, dtype), layer.prepared, layer.plan)

@@ -1,4 +1,4 @@
-"""The package: what importing it imports, its errors for wrong calls and on other machines, and its declarations."""
+"""The package: the modules that importing it imports, its errors for wrong calls and on other machines, and its declarations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"
 
 
 def _python(code: str) -> str:
-    """What a script prints in a new interpreter that finds this package and the one that it requires."""
+    """The output of a script in a new interpreter that finds this package and the one that it requires."""
     base = Path(tokenspeed_kernel_base.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, base)))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -73,7 +73,7 @@ def test_nothing_imports_the_core() -> None:
 
 
 def test_every_module_is_scanned_or_device_code() -> None:
-    """Otherwise a kernel in it would not be found."""
+    """A kernel in any other module would not be found."""
     modules = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -181,7 +181,7 @@ def test_a_newer_triton(triton_of: Any, version: str) -> None:
     ],
 )
 def test_wrong_arguments(changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    """The operator's checks refuse them on any machine."""
+    """The operator's checks reject them on any machine."""
     with pytest.raises(error, match=f"^mha_prefill: .*{message}"):
         tokenspeed_kernel_amd.mha_prefill(**_arguments(**changed))
 

@@ -49,7 +49,7 @@ def _check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     error = (out.float() - wanted_out).norm() / wanted_out.norm()
     assert error <= ERROR
-    # Also row by row: one wrong row hardly changes the norm of all.
+    # Also compare row by row, because one wrong row hardly changes the norm of all.
     rows = (out.float() - wanted_out).norm(dim=-1) / wanted_out.norm(dim=-1).clamp(min=1e-6)
     assert rows.max() <= 4 * ERROR
     assert (lse - wanted_lse).abs().max() <= LSE_ERROR
@@ -64,13 +64,13 @@ def _run(device: torch.device, lengths: Sequence[int], shape: dict[str, Any] | N
     "lengths", [[1], _slow([127]), [128], _slow([129, 0, 0, 1]), [0, 1, 64, 65, 127, 128, 129, 0, 260], [400]], ids=str
 )
 def test_lengths(gfx950: torch.device, lengths: list[int]) -> None:
-    """One sequence and several; lengths of 0, of 1, and of one more and one less than a tile or a step of keys."""
+    """One sequence and several; lengths of 0 and 1, and of one more and one less than a tile or a block of keys."""
     _run(gfx950, lengths)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (10, 2), _slow(8, 8), _slow(3, 3), _slow(32, 8)])
 def test_heads(gfx950: torch.device, heads: int, kv_heads: int) -> None:
-    """Ratios of 1, 4, 5 and 8; numbers of heads that are and are not a multiple of 8, the number of XCDs."""
+    """GQA ratios of 1, 4, 5 and 8; numbers of heads that are and are not a multiple of 8, the number of XCDs."""
     _run(gfx950, [70, 140], {"heads": heads, "kv_heads": kv_heads})
 
 
@@ -87,7 +87,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[800], _slow([1300]), _slow([1023, 200])], ids=str)
 def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
-    """A tile has steps at the window's edge, unmasked steps, and the diagonal."""
+    """A tile has blocks at the window's edge, unmasked blocks, and the diagonal."""
     _run(gfx950, lengths, {"heads": 1, "kv_heads": 1}, window_left=500)
 
 
@@ -110,7 +110,7 @@ def test_everything_together(gfx950: torch.device, head_dim: int) -> None:
 
 
 def test_scores_far_from_zero(gfx950: torch.device) -> None:
-    """Scores of several hundred, which fall and rise along the keys: the running maximum matters, and nothing overflows."""
+    """Scores of several hundred, which fall and rise along the keys: the running row max matters, and nothing overflows."""
     inputs = _inputs([300, 200], gfx950, heads=2, kv_heads=1)
     tokens = torch.arange(500, device=gfx950).view(-1, 1, 1)
     inputs["k"] = (inputs["k"] * torch.where(tokens < 300, 300 - tokens, tokens - 300) / 10).bfloat16()
@@ -124,7 +124,7 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Scores far from the diagonal exceed those on it by 60, so that tiles are computed again; those of one head do not."""
+    """Scores far from the diagonal exceed those on it by 60, so tiles are computed again. The scores of one head do not."""
     inputs = _inputs([400, 70], gfx950, heads=2, kv_heads=2, dtype=dtype)
     inputs["q"][:, 0] = 1.0
     inputs["k"][:, 0] *= 0.1
@@ -149,7 +149,7 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
 
 
 def test_rows_that_are_padded(gfx950: torch.device) -> None:
-    """Tokens and heads are a multiple of 8, and not of 16, elements apart."""
+    """The strides of tokens and heads are multiples of 8, not of 16, elements."""
     inputs = _inputs([140], gfx950, heads=3, kv_heads=1)
     padded = {name: torch.nn.functional.pad(inputs[name], (0, 8))[..., :-8] for name in ("q", "k", "v")}
     assert all(each.stride(0) % 16 == each.stride(1) % 16 == 8 for each in padded.values())
@@ -173,7 +173,7 @@ def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
 
 
 def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
-    """NaN and infinity in the next sequence, whose keys are copied with the last ones of a sequence, change no result."""
+    """NaN and infinity in the next sequence change no result, although its keys are copied with a sequence's last keys."""
     inputs = _inputs([70, 90, 50], gfx950, heads=2, kv_heads=1)
     clean = mha_prefill(**inputs)
     for name, value in (("k", float("nan")), ("v", float("inf"))):
@@ -190,7 +190,7 @@ def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
 def test_more_tiles_than_workgroups(
     gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
 ) -> None:
-    """Workgroups compute several tiles. Which ones depends on the number of workgroups; results are the same bits."""
+    """Workgroups compute several tiles. The assignment depends on the number of workgroups; results are bitwise equal."""
     from tokenspeed_kernel_amd.gfx950.attention import prefill
 
     inputs = _inputs(lengths, gfx950, heads=8, kv_heads=2)
@@ -236,7 +236,7 @@ def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, "mha_prefill", case)
 
 
-# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+# -- compiled code -------------------------------------------------------------------------------------------------------------
 
 
 def _launch(emulator: Any, length: int, head_dim: int, **options: Any) -> Any:
@@ -256,7 +256,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("head_dim", "options"), VARIANTS)
 def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> None:
-    """No VGPR and few SGPRs are spilled, three waves fit on a SIMD (two with heads of 128), no scratch, no bank conflict, no loop
+    """No VGPRs and few SGPRs are spilled, three waves fit on a SIMD (two with head_dim 128), no scratch, no bank conflict, no loop
     around a buffer instruction."""
     from gfx950_emulator.occupancy import occupancy
 
@@ -268,15 +268,16 @@ def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> Non
     assert int(spills["sgpr_spill_count"]) <= 40
     assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= (3 if head_dim == 64 else 2)
     assert launch.counters.total("lds_conflicts") == 0
-    # A waterfall loop removes the lanes that it has served from EXEC, and repeats while there are others.
+    # A waterfall loop removes the lanes that it has handled from EXEC, and repeats while lanes remain.
     assert not re.search(r"s_(xor|andn2)_b64 exec, exec,.*\n(\s*[.;].*\n)*\s*s_cbranch_execnz", text)
 
 
 @pytest.mark.parametrize(("head_dim", "most"), [(64, 172), _slow(128, 120)])
 def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None:
-    """Instructions for 16 matrix instructions of the unmasked loop, as executed: copies, branches and waits included.
+    """Executed instructions per 16 MFMAs of the unmasked loop, copies, branches and waits included.
 
-    Sequences of n tiles have n - 1, n - 2, ... of the loop's steps in their tiles: twice the difference gives one tile's worth.
+    The tiles of a sequence of n tiles run n - 1, n - 2, ... steps of the loop. Taking the difference twice isolates one tile's
+    step.
     """
     counts = []
     for tiles in (2, 3, 4):

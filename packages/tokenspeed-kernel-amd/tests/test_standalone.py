@@ -1,7 +1,8 @@
-"""The wheels, built and installed into an empty environment: ours with what it requires first, then with tokenspeed-kernel too.
+"""Builds the wheels and installs them into a new environment: first our wheel with its requirements, then tokenspeed-kernel as
+well.
 
-The environment is new. Of the one that runs the tests it has PyTorch, Triton and what those need, as links, and nothing of this
-project: an editable installation there is a file of paths, and such files are not linked. Kernels run on the emulator.
+The new environment links PyTorch, Triton and their requirements from the environment that runs the tests. It contains nothing else
+of this project: editable installations are files of paths (.pth), which are not linked. Kernels run on the emulator.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ print(json.dumps({{
 
 
 class Environment:
-    """A virtual environment with links to what PyTorch and Triton need, and the emulator."""
+    """A virtual environment with links to PyTorch, Triton, their requirements, and the emulator."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -127,12 +128,12 @@ class Environment:
         _output([*pip, "install", "--no-index", "--no-deps", str(wheel)])
 
     def run(self, code: str, *arguments: str) -> str:
-        """What a script prints. The current folder is not on its path."""
+        """The output of a script. The current folder is not on its path."""
         return _output([str(self.python), "-I", "-c", code, *arguments])
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints, run without environment variables of this project or of Python."""
+    """The output of a command, run without environment variables of this project or of Python."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENSPEED_", "PYTHON"))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

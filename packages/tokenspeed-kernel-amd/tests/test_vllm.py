@@ -1,4 +1,4 @@
-"""The functions as an attention backend of vLLM calls them, with its metadata, its caches and its padded buffers.
+"""Calls the functions as an attention backend of vLLM does, with vLLM's metadata, caches and padded buffers.
 
 Names and shapes are those of vllm/v1/attention/backends in vllm-project/vllm, in order of age: flash_attn.py at commit
 0084b783bcda6d7ee15c337b1062cbee9985c954, triton_attn.py at 001ceb3e98e7a19ebe33f542a368fa73bf6c76ad, and
@@ -30,7 +30,7 @@ UNTOUCHED = 7.0
 
 @dataclass
 class AttentionMetadata:
-    """The fields that `TritonAttentionMetadata` and `FlashAttentionMetadata` have in common and attention reads."""
+    """The fields read by attention that `TritonAttentionMetadata` and `FlashAttentionMetadata` have in common."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -66,7 +66,7 @@ def _unpacked(kv_cache: Tensor) -> Sequence[Tensor]:
     return kv_cache.transpose(1, 2).split(HEAD_DIM, dim=-1)
 
 
-# vLLM calls orders in memory by the letters of block (B), head (H), slot in a block (N), and content (D or C).
+# vLLM names memory orders by letters: block (B), head (H), slot in a block (N), and content (D or C).
 LAYOUTS = {
     "flash NHD": Layout(lambda b, n: (2, b, n, KV_HEADS, HEAD_DIM), (0, 1, 2, 3, 4), lambda cache: cache.unbind(0)),
     "flash HND": Layout(lambda b, n: (2, b, n, KV_HEADS, HEAD_DIM), (0, 1, 3, 2, 4), lambda cache: cache.unbind(0)),
@@ -84,11 +84,11 @@ def _batch(
     layout: str = "packed BNHC",
     block_size: int = 16,
 ) -> Batch:
-    """Requests whose tokens have been written to the cache through slots, as vLLM does before it attends; NaN is all around them.
+    """Requests whose tokens were written to the cache through slots, as vLLM does before attention; all other slots hold NaN.
 
     Args:
-        seq_lens, query_lens: of each request; 0 for those that only pad the batch.
-        rows: of query and output, more than there are tokens.
+        seq_lens, query_lens: lengths of each request; 0 for padding requests.
+        rows: rows of query and output, more than there are tokens.
     """
     draw = torch.Generator().manual_seed(sum(seq_lens))
 
@@ -148,7 +148,7 @@ def _options(layer: Any) -> dict[str, Any]:
 
 
 def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
-    """Compares the rows of tokens with attention over whole histories, and checks that other rows were not written."""
+    """Compares the tokens' rows with attention over whole histories, and checks that other rows were not written."""
     tokens = batch.metadata.num_actual_tokens
     wanted = []
     for query, (keys, values) in zip(batch.query[:tokens].split(list(batch.query_lens)), batch.histories, strict=True):
@@ -203,7 +203,7 @@ MIXED = ([37, 150, 33, 16, 0], [1, 20, 33, 1, 0])
     ],
 )
 def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | None, block_size: int) -> None:
-    """Requests that decode, continue with a chunk, and prefill, and one that pads the batch."""
+    """Requests that decode, extend by a chunk, and prefill, and one padding request."""
     batch = _batch(gfx950, *MIXED, rows=64, layout=layout, block_size=block_size)
     layer, metadata = _layer(gfx950, sliding_window), batch.metadata
     k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
@@ -216,7 +216,7 @@ def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | No
 
 
 def test_a_cache_of_fp8(gfx950: torch.device) -> None:
-    """An fp8 cache is a tensor of bytes. A layer has one scale for keys and one for values, by which they were divided."""
+    """An fp8 cache is a uint8 tensor. Keys and values were divided by the layer's key scale and value scale."""
     batch, layer = _batch(gfx950, *MIXED, rows=60), _layer(gfx950, 128)
     layer._k_scale, layer._v_scale = (torch.tensor(scale, device=gfx950) for scale in (0.02, 0.05))
     k_cache, v_cache = _unpacked(batch.kv_cache)

@@ -1,4 +1,4 @@
-"""moe_apply as a quantisation method of vLLM for mxfp4 experts calls it, with its parameters' names and shapes.
+"""Calls moe_apply as vLLM's quantisation method for mxfp4 experts does, with the names and shapes of vLLM's parameters.
 
 Names and shapes are those of vllm 0.26.0, model_executor/models/gpt_oss.py and model_executor/layers/fused_moe. vLLM itself is not
 needed.
@@ -23,7 +23,7 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 4, 96, 64
 
 
 def readme_code() -> dict[str, Any]:
-    """What the README defines."""
+    """The names that the README's code defines."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     section = readme.partition("### Experts in vLLM")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -33,7 +33,7 @@ def readme_code() -> dict[str, Any]:
 
 
 def layer_of(device: torch.device) -> SimpleNamespace:
-    """A layer of RoutedExperts as vLLM's loader leaves it: gate and up interleaved."""
+    """A RoutedExperts layer after vLLM's loader: gate and up rows are interleaved."""
     draw = torch.Generator().manual_seed(3)
 
     def codes(*shape: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""How fast the emulator is on kernels of the core: attention prefill and a mixture-of-experts layer.
+"""Measures the emulator's speed on kernels of the core: attention prefill and a mixture-of-experts layer.
 
     python tools/gfx950_emulator/benchmarks/throughput.py --output tools/gfx950_emulator/benchmarks/throughput.json
 
-Times are wall time of the public call, medians of several, after a first call that compiles and decodes. A *lockstep
-instruction* is one that a workgroup executes, counted once for all its waves; the emulator itself executes several workgroups at
-once, so that it dispatches fewer. Results are checked against the float32 reference first.
+Times are wall times of the public call, medians of several calls after a first call that compiles and decodes. A *lockstep
+instruction* is an instruction of a workgroup, counted once for all its waves. The emulator executes several workgroups at once, so
+it dispatches fewer. Results are checked against the float32 reference first.
 """
 
 from __future__ import annotations

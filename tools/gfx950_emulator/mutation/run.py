@@ -1,12 +1,12 @@
-"""Mutation tests of the emulator: one fact of the hardware at a time is made wrong, and the tests must notice.
+"""Mutation tests of the emulator: each mutant makes one modelled hardware fact wrong, and the tests must fail.
 
-For every mutant of ``mutants/*.toml`` the package is copied to a temporary folder, one text of the copy is replaced, and the tests
-that the mutant names run against the copy. Verdicts:
+For every mutant of ``mutants/*.toml`` the package is copied to a temporary folder, one passage of the copy is replaced, and the
+tests that the mutant names run against the copy. Verdicts:
 
 - killed: a test failed by an assertion, or by an error that the emulator reports (`gfx950_emulator.errors`), and passes without the
   mutant.
 - survived: the tests passed.
-- error: anything else, which says nothing about the tests: the copy cannot be imported, a test cannot be collected, a test
+- error: anything else, which is inconclusive: the copy cannot be imported, a test cannot be collected, a test
   crashes in Python (NameError, IndexError, ...), or the run takes too long.
 
 Run it as::
@@ -42,13 +42,13 @@ HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
 SOURCE = HERE.parent / "src" / "gfx950_emulator"
 TABLE = HERE / "mutants"
-# Classes of exceptions by which a test tells that something is wrong. By others Python tells that the mutant makes no sense.
+# Exception classes by which a test reports a failure. Any other exception means that the mutant is not valid code.
 _TELLING = frozenset({"AssertionError", "Failed", "EmulationError", "Fault"})
-_SECONDS = 300  # that one run may take
+_SECONDS = 300  # time limit of one run
 
 
 class MutationError(Exception):
-    """The table does not fit the sources, or nothing can be judged."""
+    """The mutants do not match the sources, or no verdict is possible."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Mutant:
 
     Attributes:
         name: in lower case with hyphens.
-        fact: what the hardware does, in one sentence; the mutant does something else.
+        fact: the hardware's behaviour in one sentence; the mutant violates it.
         file: relative to the package.
         old, new: the text, which must occur exactly once, and its replacement.
-        tests: pytest targets that should notice, relative to the folder of the tests, the cheapest first.
+        tests: pytest targets that should fail, relative to the folder of the tests, the cheapest first.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """How a mutant fared.
+    """The verdict on a mutant.
 
     Attributes:
         verdict: ``"killed"``, ``"survived"`` or ``"error"``.
         test: the first test that failed.
-        raised: the class of the exception by which it did.
-        reason: what it said, or what went wrong.
+        raised: the class of the exception that the test raised.
+        reason: the exception's message, or what went wrong.
     """
 
     mutant: Mutant
@@ -127,7 +127,7 @@ def load(folder: Path = TABLE) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of pytest ended: what the witness reports (see witness.py), and the seconds that it took."""
+    """The result of a pytest run: the witness's report (see witness.py), and the run's duration in seconds."""
 
     passed: int = 0
     failures: tuple[dict[str, Any], ...] = ()
@@ -136,11 +136,11 @@ class Outcome:
 
 
 def _run(mutant: Mutant | None, targets: Iterable[str]) -> Outcome:
-    """Runs tests against a copy of the package, in which a mutant was applied or nothing."""
+    """Runs tests against a copy of the package, with or without a mutant."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = Path(name)
         package = folder / SOURCE.name
-        shutil.copytree(SOURCE, package)  # with compiled modules, which are good as long as their sources keep their times
+        shutil.copytree(SOURCE, package)  # compiled modules included, which stay valid while their sources keep their timestamps
         if mutant is not None:
             changed = package / mutant.file
             changed.write_text(mutant.apply(SOURCE))
@@ -150,14 +150,14 @@ def _run(mutant: Mutant | None, targets: Iterable[str]) -> Outcome:
 
 
 def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Outcome:
-    """Runs tests against the package in a folder; `stop`: until the first one fails."""
+    """Runs tests against the package in a folder; with `stop`, until the first failure."""
     report = folder / "report.json"
     paths = [str(folder), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # a quarter of the time
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # takes a quarter of the time
         "MUTATION_ROOT": str(folder),
         "MUTATION_MODULE": module,
         "MUTATION_REPORT": str(report),
@@ -166,7 +166,7 @@ def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Ou
     command += [str(TESTS / target) for target in targets]
     begin = time.monotonic()
     try:
-        # The working directory is the folder, so that hypothesis keeps there what it finds.
+        # The working directory is the folder, so that hypothesis stores its examples there.
         process = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
@@ -183,7 +183,7 @@ def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Ou
 
 
 def _short(nodeid: str) -> str:
-    """A test's name from the folder of the tests on."""
+    """A test's name relative to the folder of the tests."""
     return nodeid.rpartition(f"{TESTS.name}/")[2]
 
 
@@ -225,7 +225,7 @@ def run_all(mutants: list[Mutant], jobs: int = 1) -> list[Result]:
 
 
 def without_false_alarms(results: list[Result]) -> list[Result]:
-    """The results, where mutants count as killed only by tests that pass against an unchanged copy of the package.
+    """The results, with mutants counted as killed only by tests that pass against an unchanged copy of the package.
 
     Raises:
         MutationError: those tests cannot run there.

@@ -1,7 +1,8 @@
-"""A pytest plugin for runs against a mutated copy of the emulator: it refuses any other copy, and writes down how the run ended.
+"""A pytest plugin for runs against a mutated copy of the emulator: it rejects any other copy, and writes the run's result to a
+file.
 
-The environment says what to do: ``MUTATION_ROOT`` is the folder that holds the copy, ``MUTATION_MODULE`` the module that was
-changed in it (every module of the package is looked at, this one is imported for certain), ``MUTATION_REPORT`` the file to write.
+Environment variables configure it: ``MUTATION_ROOT`` is the folder of the copy, ``MUTATION_MODULE`` the changed module (all
+imported modules of the package are checked, and this one is always imported), ``MUTATION_REPORT`` the file to write.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _PACKAGE = "gfx950_emulator"
 
 
 class Witness:
-    """Collects what the report holds.
+    """Collects the contents of the report.
 
     Attributes:
         passed: tests that passed.
         failures: tests that failed in their own code: name, the exception's classes (most derived first) and its text.
-        broken: what failed outside of a test: imports, collection, fixtures.
+        broken: failures outside of tests: imports, collection, fixtures.
     """
 
     def __init__(self, root: Path, module: str, report: Path) -> None:
@@ -35,7 +36,7 @@ class Witness:
         self.broken: list[str] = []
         try:
             importlib.import_module(module)
-        except Exception as error:  # a mutant may fail to import in any way
+        except Exception as error:  # a mutant's import may raise any exception
             self.broken.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -49,7 +50,7 @@ class Witness:
         report = yield
         if report.failed and report.when == "call":
             error: BaseException | None = call.excinfo.value if call.excinfo is not None else None
-            while isinstance(getattr(error, "exceptions", None), tuple):  # a group: what hypothesis raises for several failures
+            while isinstance(getattr(error, "exceptions", None), tuple):  # an exception group: several hypothesis failures
                 error = error.exceptions[0]
             classes = [cls.__name__ for cls in type(error).__mro__]
             self.failures.append({"test": report.nodeid, "classes": classes, "text": str(error)})

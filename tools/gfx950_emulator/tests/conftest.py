@@ -1,4 +1,4 @@
-"""What the tests of whole kernels share."""
+"""Fixtures for the tests of whole kernels."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import torch
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    """A generator of random numbers that depends on the test's name alone, not on which others run."""
+    """A random generator seeded by the test's name alone, so that it does not depend on other tests."""
     return torch.Generator().manual_seed(sum(request.node.name.encode()))

@@ -1,4 +1,4 @@
-"""What the instruction tests share: numbers that instructions trip over, and the list of what is implemented."""
+"""Shared by the instruction tests: corner-case values, and the list of implemented instructions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def signed(value: int, bits: int = 32) -> int:
 
 
 def random_words(rng: np.random.Generator, count: int, bits: int = 32) -> list[int]:
-    """Random numbers of all magnitudes: as many short ones as long ones."""
+    """Random integers of all magnitudes: all bit lengths are equally frequent."""
     return [int(rng.integers(0, 1 << 63)) * 2 + int(rng.integers(2)) >> int(rng.integers(64 - bits, 64)) for _ in range(count)]
 
 
@@ -48,7 +48,7 @@ def bits_of(mask: int) -> np.ndarray:
     return np.array([mask >> lane & 1 for lane in range(WAVE)], bool)
 
 
-# What atomics do
+# Definitions of atomics
 
 
 def _bf16(bits: int) -> float:
@@ -56,7 +56,8 @@ def _bf16(bits: int) -> float:
 
 
 def _add_bf16(a: int, b: int) -> int:
-    """In single precision, then rounded to nearest even. The sum of two such numbers is exact enough in double precision."""
+    """The sum in single precision, then rounded to nearest even. Double precision is exact enough for the sum of two bf16
+    values."""
     total = np.float32(_bf16(a)) + np.float32(_bf16(b))
     bits = struct.unpack("<I", struct.pack("<f", total))[0]
     if np.isnan(total):
@@ -89,7 +90,8 @@ def _float(function: Callable[[float, float], float], bits: int) -> Callable[[in
 
 
 def atomics(bits: int) -> dict[str, Callable[[int, int], int]]:
-    """What an atomic leaves in memory, of what was there (a) and the operand (b), from the ISA document's pseudocode."""
+    """Functions from the old value (a) and the operand (b) to the value that an atomic stores, from the ISA document's
+    pseudocode."""
     mask = (1 << bits) - 1
     return {
         "swap": lambda a, b: b,

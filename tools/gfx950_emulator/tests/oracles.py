@@ -1,7 +1,7 @@
-"""What the tests of vector instructions share: number formats in exact arithmetic, and instructions that run beside an oracle.
+"""Shared by the tests of vector instructions: number formats in exact arithmetic, and comparison of instructions with an oracle.
 
-An oracle is a function of Python numbers that says what one lane's result is: integers for integer operands, bit patterns for
-floating-point ones. It is written from the ISA document's definition of the instruction and knows nothing of the emulator.
+An oracle is a function of Python numbers that returns one lane's result: integers for integer operands, bit patterns for
+floating-point ones. It is written from the ISA document's definition of the instruction and does not use the emulator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAN = "any quiet NaN"
 
 @dataclass(frozen=True)
 class Binary:
-    """An IEEE 754 binary format, whose numbers are bit patterns here."""
+    """An IEEE 754 binary format; values are represented as bit patterns."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -77,7 +77,7 @@ class Binary:
         return self.magnitude(bits) >> self.mantissa_bits
 
     def value(self, bits: int) -> Fraction:
-        """Of a finite number."""
+        """The value of a finite number."""
         exponent, mantissa = self.exponent(bits), bits & ((1 << self.mantissa_bits) - 1)
         if exponent:
             mantissa |= 1 << self.mantissa_bits
@@ -85,7 +85,7 @@ class Binary:
         return -scaled if self.negative(bits) else scaled
 
     def round(self, value: Fraction, negative: bool = False, toward_zero: bool = False) -> int:
-        """Nearest, ties to even; `negative` is the sign of an exact zero."""
+        """Rounds to nearest, ties to even; `negative` is the sign of an exact zero."""
         if value == 0:
             return self.sign_bit if negative else 0
         sign, magnitude = (self.sign_bit, -value) if value < 0 else (0, value)
@@ -102,11 +102,11 @@ class Binary:
         return sign | min(bits, self.largest if toward_zero else self.infinity)
 
     def key(self, bits: int) -> int:
-        """An integer that orders numbers, -0 below +0, and counts the numbers between two of them."""
+        """An integer key that orders values, with -0 below +0; the difference of two keys is their distance in ulps."""
         return -1 - self.magnitude(bits) if self.negative(bits) else bits
 
     def flush(self, bits: int) -> int:
-        """A denormal becomes a zero of its sign."""
+        """Flushes a denormal to a zero of its sign."""
         return bits & self.sign_bit if self.is_denormal(bits) else bits
 
 
@@ -198,7 +198,7 @@ def _special_floats(form: Binary) -> list[int]:
         one + normal // 2, one + exponent + normal // 4, one + 5 * exponent + 7, form.largest, form.largest - normal, form.infinity,
         quiet, quiet | 5, form.infinity | 1, form.infinity | 3 << (form.mantissa_bits - 3),
     ]  # fmt: skip
-    # around the ends of integer types, and the largest float16 in wider formats
+    # near the limits of integer types, and the largest float16 in wider formats
     for value in (255, 256, 32767, 32768, 65504, 65519, 65520, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
         rounded = form.round(Fraction(value))
         if rounded < form.infinity:
@@ -215,7 +215,7 @@ for _name, _form in FORMATS.items():
 
 
 def random_bits(type_: str, rng: random.Random) -> int:
-    """Any bits; for floats half of the time a number near 1, so that sums and products of them round."""
+    """Random bits; for floats, half of them are values near 1, so that sums and products of them need rounding."""
     width = width_of(type_)
     bits = rng.getrandbits(width)
     if type_ in FORMATS and rng.random() < 0.6:
@@ -223,7 +223,7 @@ def random_bits(type_: str, rng: random.Random) -> int:
         spread = 3 if rng.random() < 0.5 else form.mantissa_bits
         exponent = form.bias + rng.randint(-min(spread, form.bias - 2), min(spread, form.bias - 2))
         mantissa = bits & ((1 << form.mantissa_bits) - 1)
-        if rng.random() < 0.3:  # few significant bits make ties
+        if rng.random() < 0.3:  # few significant bits cause ties
             mantissa &= -1 << (form.mantissa_bits - rng.randint(0, 4))
         return (bits & form.sign_bit) | exponent << form.mantissa_bits | mantissa
     return bits
@@ -239,7 +239,7 @@ def operands(types: Sequence[str], lanes: int, seed: int) -> list[list[int]]:
         for column, type_, specials in zip(columns, types, pool, strict=True):
             special = kind < 2 or (kind == 2 and rng.random() < 0.5)
             column.append(rng.choice(specials) if special else random_bits(type_, rng))
-    # every special value at least once in every place, as far as there are lanes
+    # every special value at least once for every source, as far as there are lanes
     for place, (column, specials) in enumerate(zip(columns, pool, strict=True)):
         for i, value in enumerate(specials):
             at = (2 * i + place) * 3 % lanes
@@ -248,7 +248,7 @@ def operands(types: Sequence[str], lanes: int, seed: int) -> list[list[int]]:
 
 
 def decoded(type_: str, bits: int) -> int:
-    """What an oracle gets: signed integers as such, everything else as bits."""
+    """An oracle's input: signed integers as integers, everything else as bits."""
     return signed(bits, width_of(type_)) if type_[0] == "i" else bits
 
 
@@ -271,13 +271,13 @@ def register(file: str, index: int, width: int) -> str:
 
 
 def read_lanes(snippet: Snippet, index: int, width: int) -> list[int]:
-    """A vector register, or several as one number."""
+    """A vector register, or several as one integer."""
     rows = [snippet.v(index + i) for i in range((width + 31) // 32)]
     return [sum(int(row[lane]) << 32 * i for i, row in enumerate(rows)) for lane in range(len(rows[0]))]
 
 
 def same(type_: str, expected: int | str, got: int, ulp: int = 0) -> bool:
-    """Whether a result is what the oracle says."""
+    """Whether a result equals the oracle's."""
     form = FORMATS.get(type_)
     if expected == NAN:
         return form is not None and form.is_nan(got) and not form.is_signalling(got)
@@ -296,13 +296,13 @@ class Case:
     Attributes:
         name: the mnemonic, without the suffix of an encoding.
         result: type of the destination; ``"lanes"`` is a bit per lane in scalar registers.
-        sources: their types.
-        oracle: of the sources' values to the result's bits.
-        suffix: of the encoding, ``"_e32"``.
+        sources: types of the sources.
+        oracle: function from the sources' values to the result's bits.
+        suffix: suffix of the encoding, ``"_e32"``.
         tail: modifiers.
-        accumulates: the oracle also gets what the destination held.
+        accumulates: the oracle also gets the destination's old value.
         keeps: a 16-bit result keeps the upper half of the register.
-        ulp: how far the result may be off.
+        ulp: the permitted error.
         scalar: the first source may be a scalar register or an inline constant.
     """
 
@@ -332,7 +332,7 @@ class Case:
 
     @property
     def lines(self) -> list[str]:
-        """All that `check` runs."""
+        """All instructions that `check` runs."""
         if not self.scalar:
             return [self.line()]
         return [self.line(), self.line(register("s", 4, width_of(self.sources[0]))), *(self.line(c[0]) for c in self._constants())]
@@ -353,8 +353,8 @@ def _seed(text: str) -> int:
 
 
 def check(case: Case, waves: int = 5) -> None:
-    """Runs an instruction on vector registers in all lanes; on a scalar register that differs between waves, in some lanes; and
-    on inline constants."""
+    """Runs an instruction on vector registers with all lanes active, on a scalar register that differs between waves with some
+    lanes active, and on inline constants."""
     _check_one(case, case.line(), waves, None, None)
     if not case.scalar:
         return
@@ -381,7 +381,7 @@ def _check_one(case: Case, line: str, waves: int, scalar: str | None, constant: 
             for j, word in enumerate(words(column[::WAVE], width_of(type_))):
                 scalars[4 + j] = word
         else:
-            # what a 16-bit operand does not use is not zero
+            # the unused half of a 16-bit operand is not zero
             filled = [x | rng.getrandbits(16) << 16 for x in column] if width_of(type_) == 16 else column
             vectors |= {8 + 4 * i + j: word for j, word in enumerate(words(filled, width_of(type_)))}
     if scalar and width_of(case.sources[0]) == 16:

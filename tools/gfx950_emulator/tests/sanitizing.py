@@ -1,4 +1,4 @@
-"""Snippets under the sanitizer, for its tests: registers and memory to work on, and what a report must say."""
+"""Runs snippets under the sanitizer, for its tests: registers and memory, and checks of the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LANES = np.arange(4 * WAVE, dtype=np.uint32)
 
 
 class Memory:
-    """Two arrays for instructions to work on: 4 KiB, addressed by s[4:5] and the buffer s[4:7], and 4 KiB at s[8:9]."""
+    """Two arrays for the instructions: 4 KiB, addressed by s[4:5] and the buffer s[4:7], and 4 KiB at s[8:9]."""
 
     def __init__(self) -> None:
         self.x = np.arange(1024, dtype=np.uint32)
@@ -23,7 +23,7 @@ class Memory:
 
 
 def run(text: str, memory: Memory | None = None, **state) -> Snippet:
-    """Runs with v1 = 4 * lane; v2 and the registers that the text writes are all that is initialised besides it."""
+    """Runs with v1 = 4 * lane. Besides v1, only v2 and the registers that the text writes are initialised."""
     memory = memory or Memory()
     waves = state.get("waves", 1)
     vectors = {1: 4 * LANES[: waves * WAVE], 2: LANES[: waves * WAVE] + np.uint32(1000), **state.pop("v", {})}
@@ -32,7 +32,7 @@ def run(text: str, memory: Memory | None = None, **state) -> Snippet:
 
 
 def reported(text: str, kind: str, at: str, match: str | None = None, **state) -> SanitizerError:
-    """Asserts that running the text is reported, as of a kind, at an instruction (its first words)."""
+    """Asserts that running the text raises a report of this kind at this instruction (its first words)."""
     with pytest.raises(SanitizerError, match=match) as caught:
         run(text, **state)
     assert caught.value.kind == kind
@@ -42,4 +42,4 @@ def reported(text: str, kind: str, at: str, match: str | None = None, **state) -
     return caught.value
 
 
-FULL = np.zeros(1024, np.uint8)  # LDS that is initialised; a number makes LDS that is not
+FULL = np.zeros(1024, np.uint8)  # initialised LDS; an int instead of an array means uninitialised LDS

@@ -126,7 +126,7 @@ def test_labels_and_entry(kernel) -> None:
 
 
 def test_source_lines(kernel) -> None:
-    """Line 0 is code of the compiler's own, and belongs to what was before."""
+    """Line 0 marks compiler-generated code; it keeps the previous source line."""
     load, _, branch, move, maximum, buffer, *_ = kernel.instructions
     assert load.source == branch.source == move.source == ("/home/kernels/attend.py", 74)
     assert load.location == "attend.py:74:0"
@@ -198,7 +198,7 @@ def test_the_kernel_need_not_come_first() -> None:
 
 @pytest.mark.parametrize("callee", ["near", "a.b.c__i32__", '"quoted"'])
 def test_distances_to_functions(callee: str) -> None:
-    """They are added to what s_getpc_b64 wrote, the address of the instruction behind it; also backwards."""
+    """Distances are relative to the result of s_getpc_b64, the address of the next instruction; they may be negative."""
     text = f"""
 k:
 	s_getpc_b64 s[4:5]
@@ -327,8 +327,8 @@ def _double(value: float) -> int:
     ],
 )
 def test_literals_as_bits(text: str, bits: tuple[int | None, ...]) -> None:
-    """Numbers as written take the operand's type. Hexadecimal is 32 bits: extended to wider integers, or the upper half
-    of a double."""
+    """Decimal literals take the operand's type. Hexadecimal literals are 32 bits: extended to wider integers, or the upper half of
+    a double."""
     kinds = (np.uint16, np.uint32, np.int32, np.uint64, np.int64, np.float16, np.float32, np.float64)
     operand = parse_operand(text, 0)
     assert (operand.file, operand.count, list(operand.ids)) == ("literal", 0, [])
@@ -339,7 +339,7 @@ def test_literals_as_bits(text: str, bits: tuple[int | None, ...]) -> None:
             assert int.from_bytes(value.tobytes(), "little") == expected, kind
 
 
-# Errors name what they are about
+# Error messages
 
 
 def test_unknown_instructions_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The command line, in this process and, where Python's start matters, in one of its own."""
+"""The command line, in this process and, if interpreter start-up matters, in a new process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def takes(x, y, z=1):
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with kernels. What the command does to the interpreter is undone."""
+    """A file with kernels. The command's changes to the interpreter's state are undone."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "160")
     path = tmp_path / "kernels_of_a_test.py"

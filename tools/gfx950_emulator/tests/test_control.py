@@ -1,7 +1,7 @@
-"""Control flow: branches, waves that part and meet, barriers, wait counters, the MODE register, and the groups behind it all.
+"""Control flow: branches, divergence and reconvergence of waves, barriers, wait counters, the MODE register.
 
-Waves run in lockstep while they agree. What they compute must not depend on that: random programs are compared with a walk through
-them, one wave after the other.
+Waves with the same control flow run in lockstep. Results must not depend on this, so random programs are compared with a
+wave-by-wave interpreter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_control_instruction_is_tested() -> None:
 
 
 def _run(text: str, waves: int, **state) -> tuple[list[int], Snippet]:
-    """What every wave left in s10, when the text has run and all have met again."""
+    """Every wave's s10 after the text has run and all waves have reconverged."""
     out = np.zeros(waves, np.uint32)
     scalars = {2: out.ctypes.data, **state.pop("s", {})}
     s = Snippet(f"{text}\ns_mov_b64 exec, -1\n{_STORE}", s=scalars, waves=waves, arrays=[out], registers=4, **state).run()
@@ -79,7 +79,7 @@ def test_vcc_is_looked_at_whether_or_not_lanes_are_on(mnemonic: str) -> None:
 
 
 def test_lanes_from_compares_decide_branches() -> None:
-    """VCC and EXEC as lanes rather than numbers."""
+    """Branches on VCC and EXEC that are stored as lane masks."""
     values = np.zeros(4 * WAVE, np.uint32)
     values[[WAVE + 17, 3 * WAVE + 63]] = 1
     result, _ = _run(
@@ -113,7 +113,7 @@ def test_loops_with_different_trip_counts(trips: list[int]) -> None:
 
 
 def test_waves_meet_behind_an_if_without_else() -> None:
-    """The part that runs the body falls into the label where the other waits."""
+    """The group that runs the body falls through to the label where the other group waits."""
     body = "s_add_u32 s10, s10, 1\n" * 10
     result, s = _run(f"s_mov_b32 s10, 0\ns_cmp_eq_u32 s4, 0\ns_cbranch_scc1 .Lend\n{body}.Lend:", 4, s={4: np.array([0, 1, 0, 1])})
     assert result == [0, 10, 0, 10]
@@ -163,7 +163,7 @@ def test_loop_in_a_loop_with_early_exits() -> None:
 
 
 def _random_program(rng: np.random.Generator, blocks: int) -> tuple[str, list[tuple]]:
-    """Blocks that change s10 and go on by one of its bits, forwards and backwards; s11 counts the steps that are left."""
+    """Blocks that change s10 and branch on one of its bits, forwards and backwards; s11 counts the remaining steps."""
     text, plan = ["s_mov_b32 s10, s4"], []
     for i in range(blocks):
         add, turn, bit = int(rng.integers(1, 1 << 30)), int(rng.integers(1, 32)), int(rng.integers(32))
@@ -216,7 +216,7 @@ def test_branch_to_no_label() -> None:
 
 
 def _address_of(label: str, pair: int) -> str:
-    """As compilers take the address of a function: a distance from the instruction after s_getpc_b64."""
+    """A function's address as compilers compute it: a distance from the instruction after s_getpc_b64."""
     return f"""
         s_getpc_b64 s[{pair}:{pair + 1}]
         s_add_u32 s{pair}, s{pair}, {label}@rel32@lo+4
@@ -226,7 +226,7 @@ def _address_of(label: str, pair: int) -> str:
 
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_calls(sanitize: bool) -> None:
-    """A function in a loop, that calls another one; one lies before its caller, one behind it."""
+    """A function called in a loop calls another one; one is placed before its caller, the other after it."""
     text = f"""
         s_branch .Lmain
         twice:
@@ -258,7 +258,7 @@ def test_calls(sanitize: bool) -> None:
 
 
 def test_calls_of_different_functions() -> None:
-    """Every wave calls the function that it chose; all meet behind the code that they return to."""
+    """Every wave calls the function that it chose; all reconverge after the return."""
     text = f"""
         {_address_of("first", 12)}
         {_address_of("second", 14)}
@@ -289,7 +289,7 @@ def test_jump_to_nowhere(address: int) -> None:
 
 # Barriers
 
-# Every wave writes its number at 4 * wave (v3), then reads its neighbour's (v4).
+# Every wave writes its index at 4 * wave (v3), then reads the next wave's (v4).
 _EXCHANGE = """
     v_lshrrev_b32_e32 v2, 6, v0
     v_lshlrev_b32_e32 v3, 2, v2
@@ -301,7 +301,7 @@ _EXCHANGE = """
 @pytest.mark.parametrize("sanitize", [False, True])
 @pytest.mark.parametrize("delays", [[0, 0, 0, 0], [5, 0, 9, 2], [0, 1, 2, 3]])
 def test_barrier_waits_for_all_waves(delays: list[int], sanitize: bool) -> None:
-    """Waves that arrive at different times see what the others wrote before."""
+    """Waves that arrive at different times see the other waves' earlier writes."""
     out = np.zeros(4, np.uint32)
     text = f"""
         {_EXCHANGE}
@@ -341,7 +341,7 @@ def test_barrier_waits_for_all_waves(delays: list[int], sanitize: bool) -> None:
 
 @pytest.mark.parametrize("late", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1, 0]])
 def test_barrier_waits_for_waves_that_are_elsewhere(late: list[int]) -> None:
-    """Late waves write from code that lies behind the barrier, which runs when the others already wait there."""
+    """Late waves write from code after the barrier in program order, which runs while the others already wait."""
     waves = len(late)
     out = np.zeros(waves, np.uint32)
     text = f"""
@@ -417,7 +417,7 @@ def test_setreg_with_a_number() -> None:
 
 
 def test_mode_belongs_to_the_wave() -> None:
-    """Waves that set FP16_OVFL saturate, the others do not, wherever they meet; 1000 is beyond fp8 (448 is 0x7e, NaN 0x7f)."""
+    """Waves that set FP16_OVFL saturate, the others do not, even after reconvergence; 1000 exceeds fp8 (448 is 0x7e, NaN 0x7f)."""
     result, _ = _run(
         """
         v_mov_b32_e32 v1, 0x447a0000
@@ -444,7 +444,7 @@ def test_xcc_of_the_only_workgroup() -> None:
     assert Snippet("s_getreg_b32 s4, hwreg(HW_REG_XCC_ID)").run().s(4) == 0
 
 
-# What only affects timing, and what ends a kernel
+# Instructions that only affect timing, and the end of a kernel
 
 
 @pytest.mark.parametrize("text", sorted(NO_OPERATION))

@@ -19,7 +19,7 @@ from .kernels import elementwise, products
 
 LANES = np.arange(64)
 
-# Lanes that access the banks together, and how many banks there are, as measured on gfx950 hardware:
+# The lanes of each phase and the number of banks, as measured on gfx950 hardware:
 # github.com/HazyResearch/HipKittens, analysis/paper_experiments/phases/*/phase_results.txt and bank_results.txt.
 MEASURED = {
     (16, False): (64, [[0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25, 26, 27],
@@ -253,7 +253,7 @@ def test_without_counters_nothing_is_counted() -> None:
 
 
 def _kernel(vgprs: int, accum_offset: int = 0, sgprs: int = 30) -> Assembly:
-    """A kernel of which only the registers are known; vgprs counts from v0 to the last accumulation register."""
+    """A kernel with nothing but register counts; vgprs counts from v0 to the last accumulation register."""
     descriptor = {"next_free_vgpr": vgprs, "accum_offset": accum_offset or -(-vgprs // 4) * 4, "next_free_sgpr": sgprs - 6}
     return Assembly("kernel", (), {}, descriptor, (), {"sgpr_count": sgprs})
 
@@ -275,9 +275,9 @@ def test_occupancy_by_vector_registers(vgprs: int, accum_offset: int, per_simd: 
     ("lds", "waves", "workgroups", "limiter"),
     [
         (0, 4, 8, "waves"),
-        (16 * 1024, 4, 8, "waves"),  # 16640 bytes are given out: 9 would fit
+        (16 * 1024, 4, 8, "waves"),  # 16640 bytes are allocated: 9 would fit
         (49712, 4, 3, "LDS"),  # 49920
-        (54272, 4, 2, "LDS"),  # 55040: three would fit as they are
+        (54272, 4, 2, "LDS"),  # 55040: three would fit without rounding up
         (66368, 4, 2, "LDS"),  # 66560
         (105376, 4, 1, "LDS"),
         (160 * 1024, 4, 1, "LDS"),

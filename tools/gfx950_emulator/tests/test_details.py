@@ -1,4 +1,4 @@
-"""Details that random operands hardly ever meet: each has a test of its own here.
+"""Corner cases that random operands rarely hit; each has its own test.
 
 Definitions: CDNA4 ISA document, chapters of the instructions; order of k: `gfx950_emulator.mfma` and what it cites.
 """
@@ -54,8 +54,8 @@ def test_swizzle_with_masks_that_overlap() -> None:
 
 
 def test_fma_rounds_denormal_results_once() -> None:
-    """An addend of at least 2**-127 and a product just beside half of the smallest denormal: more than 53 bits lie between the
-    first and the last bit of the sum."""
+    """An addend of at least 2**-127 and a product next to half of the smallest denormal: the sum's first and last bit are more than
+    53 bits apart."""
     # 2**46 + 1 and 2**46 - 1 as products of numbers of at most 24 bits
     above, below = (277 * 30269, 5 * 1013 * 1657), (2**23 - 1, 2**23 + 1)
     assert above[0] * above[1] == 2**46 + 1
@@ -76,7 +76,7 @@ def test_fma_rounds_denormal_results_once() -> None:
 
 
 def _quotient(form: Binary, numerator: int, denominator: int) -> int | str | None:
-    """IEEE 754's quotient where one of the operands is zero, infinite or NaN, else None."""
+    """IEEE 754's quotient if an operand is zero, infinite or NaN, otherwise None."""
     sign = (numerator ^ denominator) & form.sign_bit
     if form.is_nan(numerator) or form.is_nan(denominator):
         return NAN
@@ -89,7 +89,7 @@ def _quotient(form: Binary, numerator: int, denominator: int) -> int | str | Non
 
 @pytest.mark.parametrize("type_", FORMATS)
 def test_division_of_special_numbers(type_: str) -> None:
-    """Every pair of zeros, infinities, NaNs and others, whatever the quotient so far is."""
+    """Every pair of zeros, infinities, NaNs and others, with any intermediate quotient."""
     form = FORMATS[type_]
     positive = [0, 1, form.one, form.largest, form.infinity, form.infinity | 1 << (form.mantissa_bits - 1)]
     numbers = [x | sign for x in positive for sign in (0, form.sign_bit)]
@@ -106,7 +106,8 @@ def test_division_of_special_numbers(type_: str) -> None:
 
 @pytest.mark.parametrize(("type_", "power"), [("f32", 64), ("f64", 128)])
 def test_direction_in_which_a_quotient_is_scaled_back(type_: str, power: int) -> None:
-    """In lanes that VCC names v_div_fmas multiplies by 2**power where S2's exponent is above that of 1.0, else by 2**-power."""
+    """In lanes whose VCC bit is set, v_div_fmas multiplies by 2**power if S2's exponent is above that of 1.0, otherwise by
+    2**-power."""
     form = FORMATS[type_]
     two = form.one + (1 << form.mantissa_bits)
     magnitudes = [form.one, two - 1, two, two + 1]
@@ -125,11 +126,11 @@ def test_direction_in_which_a_quotient_is_scaled_back(type_: str, power: int) ->
 @pytest.mark.parametrize("mask", [2**64 - 1, 0x00FF00FF0F0F3333])
 @pytest.mark.parametrize("place", [0, 1])
 def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, place: int) -> None:
-    """Both halves of the result are made of what v[0:1], source number `place`, held before."""
+    """Both halves of the result use the old value of v[0:1], which is also source number `place`."""
     before, other = (np.arange(2, 66, dtype=np.float32), np.arange(100, 164, dtype=np.float32)), (3.0, 5.0)
     on = np.array([mask >> lane & 1 for lane in range(64)], bool)
     sources = ["v[0:1]", "v[2:3]"] if place == 0 else ["v[2:3]", "v[0:1]"]
-    for low, high in product(range(2), range(2)):  # the register of v[0:1] that either half is made of
+    for low, high in product(range(2), range(2)):  # the register of v[0:1] that each half uses
         if mnemonic == "v_pk_mov_b32":  # the lower half is of the first source, the upper one of the second
             modifiers = f"op_sel:[{low},{high}]"
             expected = [before[low], np.float32(other[high])] if place == 0 else [np.float32(other[low]), before[high]]
@@ -154,7 +155,7 @@ def test_packed_instructions_whose_result_is_a_source(mnemonic: str, mask: int, 
 
 @pytest.mark.parametrize("mask", [0, 1, 0xFF00FF00FF00FF00])
 def test_matrix_instructions_ignore_exec(mask: int) -> None:
-    """Lanes that are off give their rows and columns, and receive their sums."""
+    """Inactive lanes contribute their rows and columns, and receive their results."""
     v = {register: np.arange(64, dtype=np.float32) + register for register in range(6)}
     text = "v_mfma_f32_16x16x4_f32 v[2:5], v0, v1, v[2:5]"
     all_, some = (Snippet(text, v=v, s={"exec": on}).run() for on in ((1 << 64) - 1, mask))
@@ -166,7 +167,7 @@ def test_matrix_instructions_ignore_exec(mask: int) -> None:
 @pytest.mark.parametrize("mnemonic", ["s_bfe_u32", "s_bfe_i32", "s_bfe_u64", "s_bfe_i64"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_scalar_fields_of_every_width(mnemonic: str, shared: bool) -> None:
-    """Bits [offset, offset + width) of S0 by S1: offset in its low bits, width in bits 22:16; what lies beyond S0 is left out."""
+    """Bits [offset, offset + width) of S0 by S1: offset in its low bits, width in bits 22:16; bits beyond S0 are dropped."""
     bits = int(mnemonic[-2:])
     value, low, high = (0x9ABCDEF0, "s4", "s8") if bits == 32 else (0x9ABCDEF076543210, "s[4:5]", "s[8:9]")
     fields = [
@@ -235,7 +236,7 @@ _WHERE = """where:
 
 @pytest.mark.parametrize("batch_lanes", [64, 7 * 64, 4096])
 def test_workgroups_go_to_the_xcds_in_turn(batch_lanes: int) -> None:
-    """In the order of x, then y, then z, to eight of them, whichever are executed together."""
+    """Workgroups go to the eight XCDs in the order of x, then y, then z, whatever their batches."""
     x, y, z = 5, 2, 3
     out = np.full(x * y * z, 99, np.uint32)
     kernarg = np.zeros(16, np.uint8)
@@ -246,7 +247,7 @@ def test_workgroups_go_to_the_xcds_in_turn(batch_lanes: int) -> None:
 
 
 def _kind(text: str, **state) -> str | None:
-    """The kind of what the sanitizer reports, or None."""
+    """The kind of the sanitizer's report, or None."""
     try:
         Snippet(text, sanitize=True, registers=8, **state).run()
     except SanitizerError as error:
@@ -257,7 +258,7 @@ def _kind(text: str, **state) -> str | None:
 @pytest.mark.parametrize(("width", "size"), [("ubyte", 1), ("ushort", 2), ("dword", 4), ("dwordx4", 16)])
 @pytest.mark.parametrize("nbytes", [61, 64])
 def test_accesses_that_reach_one_byte_past_a_tensor(width: str, size: int, nbytes: int) -> None:
-    """From the last place inside of the tensor, and from one byte behind it and before it."""
+    """Accesses at the last valid address of the tensor, one byte after it, and one byte before the tensor."""
     data = np.zeros(nbytes, np.uint8)
     registers = "v[4:7]" if size == 16 else "v4"
     v = dict.fromkeys((1, 4, 5, 6, 7), 0)
@@ -278,7 +279,7 @@ def test_lds_accesses_that_reach_one_byte_past_the_allocation(text: str, size: i
 
 @pytest.mark.parametrize(("m0", "kind"), [(256, None), (512, "out-of-bounds"), (LIMIT - 4, "out-of-bounds"), (LIMIT, None)])
 def test_direct_loads_behind_the_allocation(m0: int, kind: str | None) -> None:
-    """A whole wave behind the workgroup's LDS is an error, unless it is switched off by an M0 behind all LDS."""
+    """A whole wave beyond the workgroup's LDS is an error, unless an M0 beyond any LDS disables it."""
     data = np.zeros(64, np.uint32)
     s = {4: data.ctypes.data & 0xFFFFFFFF, 5: data.ctypes.data >> 32, "m0": m0}
     line = "global_load_lds_dword v1, s[4:5]\ns_waitcnt vmcnt(0)"

@@ -1,4 +1,4 @@
-"""Direct loads from memory to LDS: addresses on both sides, lanes and waves that are off, and when the data arrives.
+"""Direct loads from memory to LDS: addresses on both sides, inactive lanes and waves, and when the data arrives.
 
 Addresses: "memory buffer load to LDS" in the CDNA3 and CDNA4 ISA documents.
 """
@@ -33,7 +33,7 @@ def _run_to_lds(case: Case, text: str, m0: object = 0, wait: str = "s_waitcnt vm
 
 
 def _lds_after(case: Case, name: str, first: list[int], data_of: Callable[[int], bytes | None]) -> bytes:
-    """LDS after a load whose wave w begins at byte first[w]: lane i's place is i times its size, at least a dword, further on."""
+    """LDS after a load whose wave w begins at byte first[w]: lane i writes i times the size, at least a dword, after that."""
     size, is_signed = TO_LDS[name]
     expected, step = bytearray(_BEFORE.tobytes()), max(4, size)
     for lane in range(case.lanes):
@@ -63,7 +63,7 @@ def _try_direct_loads(space: str, name: str, mask: int) -> None:
 @pytest.mark.parametrize("name", TO_LDS)
 @pytest.mark.parametrize("space", ["buffer", "global"])
 def test_direct_loads(space: str, name: str) -> None:
-    """M0 and the immediate offset give the place in LDS, the immediate also counts for the address in memory."""
+    """M0 and the immediate offset determine the LDS address; the immediate is also added to the memory address."""
     for mask in EXECS:
         _try_direct_loads(space, name, mask)
 
@@ -77,7 +77,7 @@ def test_direct_loads_by_full_addresses() -> None:
 
 
 def test_direct_loads_out_of_range() -> None:
-    """What a buffer's range check refuses arrives as zeros, dword by dword."""
+    """Dwords outside of the buffer's range arrive as zeros."""
     case = Case(43)
     case.offsets = (np.arange(WAVE) * 16).astype(np.uint32)
     case.offsets[7] = 1 << 31
@@ -93,7 +93,7 @@ def test_direct_loads_out_of_range() -> None:
 
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_waves_switched_off_by_m0(sanitize: bool) -> None:
-    """They load nothing, whatever their addresses are."""
+    """Such waves load nothing, whatever their addresses are."""
     case = Case(44, 3)
     case.offsets[WAVE : 2 * WAVE] = 1 << 20
     m0 = np.array([256, 0x7FFFFFFF, 2048])
@@ -110,7 +110,7 @@ def test_waves_switched_off_by_m0(sanitize: bool) -> None:
 
 
 def test_direct_loads_beyond_lds() -> None:
-    """Lanes beyond the allocation are dropped; the sanitizer takes that for an error unless the whole wave is far out."""
+    """Lanes beyond the allocation are dropped; the sanitizer reports this unless the whole wave is far out of range."""
     case = Case(45)
     s = _run_to_lds(case, "global_load_lds_dword v1, s[4:5]", 8192 - 128)
     assert s.lds.tobytes() == _lds_after(case, "dword", [8192 - 128], lambda lane: case.before[case.offsets[lane] :][:4])
@@ -127,7 +127,7 @@ def test_direct_loads_from_outside() -> None:
 
 @pytest.mark.parametrize("outstanding", range(5))
 def test_data_arrives_with_the_wait_that_covers_it(outstanding: int) -> None:
-    """Three direct loads among ordinary ones: each lands when no more than the operations issued after it may be outstanding."""
+    """Three direct loads among ordinary ones: each arrives once only operations issued after it may be outstanding."""
     case = Case(47)
     text = """
         s_mov_b32 m0, 0
@@ -142,7 +142,7 @@ def test_data_arrives_with_the_wait_that_covers_it(outstanding: int) -> None:
     s = _run_to_lds(case, text, wait=f"s_waitcnt vmcnt({outstanding})")
     words, old = case.before, _BEFORE.tobytes()
     first = b"".join(words[o : o + 4] for o in case.offsets)
-    third = b"".join(int(x).to_bytes(4, "little") for x in case.data[9])  # what was stored before it
+    third = b"".join(int(x).to_bytes(4, "little") for x in case.data[9])  # the old contents
     landed = {0: first if outstanding <= 4 else old[:256], 1024: first if outstanding <= 2 else old[1024:1280],
               2048: third if outstanding == 0 else old[2048:2304]}  # fmt: skip
     expected = bytearray(old)
@@ -159,7 +159,8 @@ def test_without_a_wait_nothing_arrives() -> None:
 
 
 def test_direct_loads_of_waves_that_part_and_meet() -> None:
-    """One half loads once more before they meet; the wait behind covers both halves' loads, aligned at the newest."""
+    """One half of the waves issues one more load before they reconverge; the later wait covers the loads of both, aligned at the
+    newest."""
     case, out = Case(49, 2), np.zeros(2 * WAVE, np.uint32)
     case.offsets = (np.arange(2 * WAVE) * 4).astype(np.uint32)
     text = """

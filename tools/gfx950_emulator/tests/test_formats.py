@@ -49,7 +49,7 @@ def as_float32(bits: list[int]) -> np.ndarray:
 
 
 def value_of(form: Format, code: int) -> float:
-    """By the definition of the encoding, in Python floats."""
+    """The value by the definition of the encoding, in Python floats."""
     exponent_bits, mantissa_bits, bias, _, _ = DEFINED[form.name]
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
@@ -66,22 +66,22 @@ def value_of(form: Format, code: int) -> float:
 
 @lru_cache
 def finite_values(name: str) -> list[float]:
-    """All finite numbers from 0 up; the index is the code."""
+    """All finite values from 0 up; the index is the encoding."""
     form = next(form for form in ALL if form.name == name)
     values = [value_of(form, code) for code in range(1 << (form.bits - 1))]
     return [value for value in values if math.isfinite(value)]
 
 
 def below(form: Format, value: Fraction) -> int:
-    """The last code whose value does not exceed `value`."""
+    """The largest encoding whose value does not exceed `value`."""
     return bisect_right(finite_values(form.name), value) - 1
 
 
 def nearest(form: Format, value: Fraction, saturate: bool) -> int:
-    """The code of the nearest number, ties to the even code, without its sign; `value` is not negative."""
+    """The encoding of the nearest value, ties to even, without a sign; `value` is not negative."""
     values = finite_values(form.name)
     low, top = below(form, value), len(values) - 1
-    # Beyond the largest number the next one would lie as far away as the one before it.
+    # The hypothetical value after the largest one has the same distance as the value before it.
     after = values[low + 1] if low < top else 2 * values[top] - values[top - 1]
     middle = (Fraction(values[low]) + Fraction(after)) / 2
     code = low + (value > middle or (value == middle and low % 2 == 1))
@@ -95,7 +95,7 @@ def overflow(form: Format, top: int, saturate: bool) -> int:
 
 
 def narrowed(form: Format, bits: int, saturate: bool, exponent: int = 127) -> int:
-    """What V_CVT(_SCALEF32)_PK_* make of one float32."""
+    """The result of V_CVT(_SCALEF32)_PK_* for one float32."""
     value = float(as_float32([bits])[0])
     sign = bits >> 31 << (form.bits - 1)
     if math.isnan(value) or exponent == 255:
@@ -248,7 +248,8 @@ def test_16_bit_formats_are_not_encoded_by_table():
 
 
 def stochastic(form: Format, bits: int, random: int, exponent: int, saturate: bool) -> int:
-    """In Python integers: align the float32 significand, add the random bits below the last one kept, cut off."""
+    """Stochastic rounding in Python integers: align the float32 significand, add the random bits below the last kept bit,
+    truncate."""
     exponent_bits, mantissa_bits, bias, _, _ = DEFINED[form.name]
     sign, value = bits >> 31 << (form.bits - 1), float(as_float32([bits & 0x7FFFFFFF])[0])
     all_ones = (1 << (form.bits - 1)) - 1
@@ -344,7 +345,7 @@ def test_packed_bf16_has_the_first_operand_below(pairs, saturate):
 
 
 def half_of(bits: int, saturate: bool, toward_zero: bool) -> int:
-    """float16 by exact comparison with its neighbours."""
+    """Conversion to float16 by exact comparison with the adjacent values."""
     value, sign = float(as_float32([bits])[0]), bits >> 16 & 0x8000
     if math.isnan(value):
         return sign | 0x7C00 | bits >> 13 & 0x3FF | 0x200
@@ -371,7 +372,7 @@ def test_float16_widening_is_exact():
     np.testing.assert_array_equal(np.signbit(values), codes >> 15 == 1)
 
 
-# Streams of 6 and 4 bits
+# Packing of 6-bit and 4-bit values
 
 
 @settings(max_examples=100, deadline=None)

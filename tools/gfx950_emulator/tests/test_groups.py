@@ -1,4 +1,4 @@
-"""Groups of waves in lockstep: their scalar registers of every kind, how they part and meet, and what they have outstanding."""
+"""Groups of waves in lockstep: all kinds of scalar registers, divergence and reconvergence, and outstanding operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .isa import MASK32, MASK64, WAVE, bits_of, random_lanes, random_words
     ],
 )  # fmt: skip
 def test_wait_limits(text: str, limits: dict[str, int]) -> None:
-    """As a number: vmcnt is bits [15:14] and [3:0], expcnt [6:4], lgkmcnt [11:8]."""
+    """As an immediate: vmcnt is bits [15:14] and [3:0], expcnt [6:4], lgkmcnt [11:8]."""
     assert Snippet(text).program.bound[0].extra == limits
 
 
@@ -55,7 +55,7 @@ def _queue(*vector: object, local: tuple = ()) -> Outstanding:
 
 
 class _Waiting:
-    """A group as far as wait counters know it: collects what they report."""
+    """The part of a group that wait counters use; collects their reports."""
 
     def __init__(self) -> None:
         self.landed: list[Deferred] = []
@@ -85,7 +85,7 @@ def test_the_oldest_operations_are_waited_for(limit: int) -> None:
 
 
 def test_scalar_loads_may_overtake() -> None:
-    """With a scalar load outstanding, only a limit of 0 says anything."""
+    """While a scalar load is outstanding, only a limit of 0 is a guarantee."""
     scalar = Bound(lambda g: None, memory=Access("scalar", "load", 4, "lgkmcnt"))
     lds = [Bound(lambda g: None, memory=Access("lds", "load", 4, "lgkmcnt")) for _ in range(2)]
     queue, group = _queue(local=(lds[0], scalar, lds[1])), _Waiting()
@@ -135,7 +135,7 @@ def test_what_is_outstanding_meets_at_the_newest() -> None:
 
 
 def _state(group: Group) -> dict[tuple[int, int], tuple]:
-    """Everything of every wave, by slot and wave."""
+    """The whole state of every wave, by slot and wave."""
     whole = {}
     scalars = {i: np.broadcast_to(np.asarray(group.s32(i)), group.waves) for i in range(112)}
     masks = {i: group.lane_mask(i).reshape(group.waves, WAVE) for i in (4, 6, 8, 20, VCC, EXEC)}

@@ -1,4 +1,4 @@
-"""Every argument of a kernel arrives, whatever its type and what lies beside it in the argument segment."""
+"""Every argument of a kernel arrives, whatever its type and its neighbours in the argument segment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gfx950_emulator import emulated_gfx950
 
 @triton.jit
 def store_each(out_ptr, a, b, c, d, e, f, g, h, also_ptr):
-    """Each argument as float64."""
+    """out = each argument as float64."""
     tl.store(out_ptr, a.to(tl.float64))
     tl.store(out_ptr + 1, b.to(tl.float64))
     tl.store(out_ptr + 2, c.to(tl.float64))
@@ -24,7 +24,7 @@ def store_each(out_ptr, a, b, c, d, e, f, g, h, also_ptr):
 
 
 def test_each_argument_arrives() -> None:
-    """Numbers of one, four and eight bytes, so that some lie at odd multiples of four."""
+    """Arguments of one, four and eight bytes, so that some are at odd multiples of four."""
     values = [7, 2**40 + 3, -9, 0.375, True, -(2**35) - 5, 11, -2.5]
     out, also = torch.zeros(8, dtype=torch.float64), torch.zeros(1)
     with emulated_gfx950():

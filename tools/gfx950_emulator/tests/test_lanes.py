@@ -37,7 +37,7 @@ def _per_wave(value: object, waves: int) -> list[int]:
 
 @pytest.mark.parametrize("target", ["s4", "vcc_hi", "m0"])
 def test_read_first_lane(target: str) -> None:
-    """The lowest lane that is on, lane 0 if none is."""
+    """Reads the lowest active lane, or lane 0 if none is active."""
     values = _values(1, len(_EXECS))
     s = Snippet(f"s_mov_b64 exec, s[8:9]\nv_readfirstlane_b32 {target}, v1", v={1: values},
                 s={8: np.array(_EXECS, object), "vcc": 5}, waves=len(_EXECS), registers=4).run()  # fmt: skip
@@ -55,7 +55,7 @@ def test_read_first_lane_of_equal_waves_is_one_number() -> None:
 @pytest.mark.parametrize("mask", _EXECS)
 @pytest.mark.parametrize("lane", [0, 1, 31, 32, 63])
 def test_read_lane(lane: int, mask: int) -> None:
-    """Whether or not the lane is on."""
+    """Reads the lane whether or not it is active."""
     values = _values(3, 2)
     for text in (str(lane), "s6", "m0"):
         s = Snippet(f"v_readlane_b32 s4, v1, {text}", v={1: values}, s={6: lane + 64, "m0": lane, "exec": mask}, waves=2).run()
@@ -149,7 +149,7 @@ def test_rows_of_permlane32_swap() -> None:
 
 
 def _swapped(size: int, first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
-    """The documents' loops: lanes below, in S0, against the lanes ``size`` further up, in D."""
+    """The documents' loops: exchanges the lower lanes of S0 with the lanes ``size`` higher of D."""
     first, second = list(first), list(second)
     for block in range(0, WAVE, 2 * size):
         for lane in range(block, block + size):
@@ -186,7 +186,7 @@ def test_swaps_with_one_partner_off(size: int, mask: int) -> None:
 
 
 def test_a_register_swapped_with_itself() -> None:
-    """Rows 0 and 1, 2 and 3 change places."""
+    """Rows 0 and 1 are exchanged, and rows 2 and 3."""
     a = _values(13)
     s = Snippet("v_permlane16_swap_b32_e32 v1, v1", v={1: a}).run()
     assert np.array_equal(s.v(1).reshape(2, 2, 16), a.reshape(2, 2, 16)[:, ::-1])
@@ -202,7 +202,7 @@ def test_swaps_with_modifiers(modifier: str) -> None:
 
 
 def _source(control: str, lane: int) -> int | None:
-    """The lane that DPP_CTRL reads from, None where there is none."""
+    """The lane that DPP_CTRL reads from, or None."""
     name, _, argument = control.partition(":")
     row, at = lane // 16 * 16, lane % 16
     if name == "quad_perm":
@@ -243,7 +243,7 @@ CONTROLS = [
 
 
 def _dpp(control: str, lane: int, mask: int, rows: int, banks: int, zero: bool, values: list[int]) -> int | None:
-    """What the lane reads as its first source; None where it is not written."""
+    """The lane's first source value; None if the lane is not written."""
     if not (mask >> lane & 1 and rows >> lane // 16 & 1 and banks >> lane % 16 // 4 & 1):
         return None
     source = _source(control, lane)
@@ -256,8 +256,8 @@ def _dpp(control: str, lane: int, mask: int, rows: int, banks: int, zero: bool, 
 @pytest.mark.parametrize(("rows", "banks"), [(15, 15), (0xA, 15), (0xC, 15), (15, 0x5), (0x3, 0xC), (0, 15)])
 @pytest.mark.parametrize("control", CONTROLS)
 def test_dpp_moves(control: str, rows: int, banks: int, zero: bool) -> None:
-    """Lanes that row_mask or bank_mask leave out, or that are off, keep what they had; those without a source keep it too, or
-    read zero with bound_ctrl. A lane that is off is no source."""
+    """Inactive lanes and lanes excluded by row_mask or bank_mask keep their values. Lanes without a source keep theirs too, or read
+    zero with bound_ctrl. An inactive lane is no source."""
     a, old = _values(20, 2), _values(21, 2)
     modifiers = f"{control} row_mask:{rows:#x} bank_mask:{banks:#x}" + " bound_ctrl:1" * zero
     for mask in (MASK64, 0x5A5A5A5AF00F1234, 0x00000000FFFFFFFF, 0):
@@ -338,7 +338,7 @@ def test_all_rows_of_row_bcast_15(zero: bool) -> None:
 
 
 def test_scan_over_a_wave() -> None:
-    """The prefix sum as compilers write it: shifts within rows, then lane 15 to odd rows, lane 31 to the upper half."""
+    """The prefix sum as compilers emit it: shifts within rows, then lane 15 to odd rows, lane 31 to the upper half."""
     values = np.array([(7 * lane * lane + 3) % 101 for lane in range(WAVE)])
     shifts = "\n".join(f"v_add_u32_dpp v1, v1, v1 row_shr:{n} row_mask:0xf bank_mask:0xf" for n in (1, 2, 3))
     text = f"""

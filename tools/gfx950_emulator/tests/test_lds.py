@@ -1,4 +1,4 @@
-"""Data share instructions: reads, writes, transposing reads, atomics, permutations, from the CDNA3 and CDNA4 ISA documents.
+"""LDS instructions: reads, writes, transposing reads, atomics, permutations, from the CDNA3 and CDNA4 ISA documents.
 
 The oracle walks over bytes and lanes. For the transposing reads it also transposes a whole matrix.
 """
@@ -59,7 +59,7 @@ _SIZE = 4096
 
 
 class Case:
-    """Lanes with offsets into 4 KiB of LDS, and registers v8 to v11 with what is written, or was there before a read."""
+    """Lanes with offsets into 4 KiB of LDS, and registers v8 to v11 with the data to write, or the old values before a read."""
 
     def __init__(self, seed: int, waves: int = 1, mask: int = MASK64, offsets: np.ndarray | None = None) -> None:
         rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ class Case:
         return Snippet(text, v=vectors, s={"exec": self.mask}, waves=self.waves, lds=self.lds, registers=16, **more).run()
 
     def read(self, at: int, size: int) -> bytes:
-        """What a read of LDS returns: zero beyond the allocation, all of it or none."""
+        """The result of an LDS read: zero if any byte is beyond the allocation."""
         return self.lds[at : at + size] if 0 <= at <= _SIZE - size else bytes(size)
 
     def words(self, lane: int) -> bytes:
@@ -177,7 +177,7 @@ def test_writes_beyond_the_allocation_are_dropped(name: str) -> None:
 @pytest.mark.parametrize("offsets", [(0, 1), (3, 0), (7, 7), (255, 254)])
 @pytest.mark.parametrize("name", TWICE)
 def test_two_at_a_time(name: str, offsets: tuple[int, int]) -> None:
-    """Two places relative to one address; what lies beyond the allocation reads as zero and is not written."""
+    """Two offsets from one address; beyond the allocation, reads return zero and writes are dropped."""
     for mask in EXECS:
         size, unit = TWICE[name]
         modifiers = "".join(f" offset{i}:{offset}" for i, offset in enumerate(offsets) if offset)
@@ -221,7 +221,7 @@ def test_accumulation_registers() -> None:
 
 
 def test_lanes_that_write_to_one_place() -> None:
-    """The last lane's value stays."""
+    """The last lane's value wins."""
     case = Case(10, 2, offsets=np.full(2 * WAVE, 160))
     s = case.run("ds_write_b64 v1, v[8:9]")
     assert s.lds[160:168].tobytes() == case.words(2 * WAVE - 1)[:8]
@@ -245,7 +245,7 @@ def _words(mnemonic: str) -> int:
 
 
 def _received(s: Snippet, lane: int, mnemonic: str) -> int:
-    """The bits that a lane's registers from v2 on hold, as one number. The first element is in the lowest bits."""
+    """The bits of a lane's registers from v2 on, as one integer. The first element is in the lowest bits."""
     return sum(int(s.v(2 + i)[lane]) << 32 * i for i in range(_words(mnemonic)))
 
 
@@ -256,7 +256,7 @@ def _element(memory: bytes, index: int, bits: int) -> int:
 
 @pytest.mark.parametrize("mnemonic", TRANSPOSING)
 def test_lane_map_of_transposing_reads(mnemonic: str) -> None:
-    """Each group of 16 lanes reads 8 or 12 bytes a lane. In rows of 16 elements, lane i of the group receives column i."""
+    """Each group of 16 lanes reads 8 or 12 bytes per lane. In rows of 16 elements, lane i of the group receives column i."""
     bits, size = TRANSPOSING[mnemonic], 4 * _words(mnemonic)
     case = Case(20, 2)
     offset = 16
@@ -290,7 +290,7 @@ def test_lane_maps_element_by_element() -> None:
 
 
 def test_lane_maps_of_small_elements() -> None:
-    """Sixteen elements of 4 or 6 bits a lane are transposed among 16 lanes: element e of lane i comes from element i of lane e."""
+    """Sixteen elements of 4 or 6 bits per lane are transposed across 16 lanes: element e of lane i is element i of lane e."""
     for mnemonic in ("ds_read_b64_tr_b4", "ds_read_b96_tr_b6"):
         bits, words = TRANSPOSING[mnemonic], _words(mnemonic)
         values = np.random.default_rng(24).integers(0, 1 << bits, (WAVE, 16))
@@ -315,7 +315,7 @@ def test_a_matrix_transposed(mnemonic: str) -> None:
 
 @pytest.mark.parametrize("mnemonic", TRANSPOSING)
 def test_transposing_reads_with_lanes_off(mnemonic: str) -> None:
-    """A wave is on or off as a whole."""
+    """All lanes of a wave are active, or none."""
     case = Case(22, 3)
     registers = range(8, 8 + _words(mnemonic))
     instruction = f"{mnemonic} v[8:{registers[-1]}], v1"
@@ -363,7 +363,7 @@ def _operand_bits(name: str, bits: int, rng: np.random.Generator) -> list[int]:
     ("name", "returns"), [(name, True) for name in ATOMICS] + [(name, False) for name in ATOMICS if not name.startswith("wrxchg")]
 )
 def test_atomics(name: str, returns: bool) -> None:
-    """Lanes follow one another, several on each place; beyond the allocation nothing is written and zero returned."""
+    """Lanes are applied in order, several per address; beyond the allocation nothing is written and zero is returned."""
     for mask in (MASK64, 0xFFFFFFFFFFFFFF7E):
         kind, bits = ATOMICS[name]
         function = atomics(bits).get(kind)
@@ -374,7 +374,7 @@ def test_atomics(name: str, returns: bool) -> None:
         case.offsets[[9, 77]] = _SIZE
         memory = bytearray(b"".join(operands[i * 7].to_bytes(size, "little") for i in range(16)) + case.lds[16 * size :])
         case.lds = bytes(memory)
-        if kind == "cmpst":  # the first operand is compared: half of them with what is there at first
+        if kind == "cmpst":  # the first operand is compared: half of the lanes use the initial contents
             operands = [int.from_bytes(memory[o : o + size], "little") if n % 2 else 7 for n, o in enumerate(case.offsets)]
         data = {8 + i: np.array([x >> 32 * i & MASK32 for x in operands], np.uint32) for i in range(words)}
         data |= {12 + i: np.array([x >> 32 * i & MASK32 for x in other], np.uint32) for i in range(words)}
@@ -420,7 +420,7 @@ def test_atomics_with_all_lanes_off() -> None:
 @pytest.mark.parametrize("immediate", [0, 4, 252])
 @pytest.mark.parametrize("mnemonic", ["ds_bpermute_b32", "ds_permute_b32"])
 def test_permutations(mnemonic: str, immediate: int) -> None:
-    """bpermute pulls, permute pushes; lanes are bits [7:2] of the address. Lanes that are off give nothing and take nothing."""
+    """bpermute pulls, permute pushes; lanes are bits [7:2] of the address. Inactive lanes neither send nor receive."""
     for mask in EXECS:
         rng = np.random.default_rng(40)
         addresses = rng.integers(0, 1 << 32, 2 * WAVE, dtype=np.uint32)
@@ -487,7 +487,7 @@ def test_swizzles(text: str, offset: int) -> None:
 
 
 def test_swizzle_without_an_offset() -> None:
-    """Offset 0, which the assembler leaves out: all lanes read lane 0 of their half."""
+    """Offset 0, which the assembler omits: all lanes read lane 0 of their half."""
     data = random_lanes(np.random.default_rng(43))
     s = Snippet("ds_swizzle_b32 v2, v1", v={1: data}).run()
     assert s.v(2).tolist() == [int(data[0])] * 32 + [int(data[32])] * 32

@@ -105,7 +105,7 @@ def test_buffer_stores_with_offsets_of_all_kinds(name: str) -> None:
 @pytest.mark.parametrize("soffset", [0, 12])
 @pytest.mark.parametrize("immediate", [0, 8])
 def test_range_check_of_buffer_loads(records: int, soffset: int, immediate: int) -> None:
-    """Every dword is checked by itself; what lies beyond reads as zero."""
+    """Every dword is checked separately; dwords out of range read as zero."""
     for name in ("ubyte", "ushort", "short_d16", "dword", "dwordx2", "dwordx4"):
         size = LOADS[name][0]
         case = Case(5)
@@ -162,7 +162,7 @@ def test_buffers_that_differ_between_waves() -> None:
 @pytest.mark.parametrize(("index", "value"), [(5, 0x00040000), (5, 0x80000000), (7, 0x00800000)])
 @pytest.mark.parametrize("waves", [1, 2])
 def test_resources_that_are_not_implemented(index: int, value: int, waves: int) -> None:
-    """Strides, swizzles, and resources that add the thread's number."""
+    """Strides, swizzles, and resources that add the thread id."""
     case = Case(8, waves)
     values = np.array([value, 0][:waves]) if index == 7 else np.array([value | case.address >> 32, case.address >> 32][:waves])
     with pytest.raises(EmulationError, match="not implemented"):
@@ -264,7 +264,7 @@ def test_scalar_bases_that_differ_between_waves() -> None:
 
 
 def test_a_vector_offset_is_unsigned_and_the_sum_wraps() -> None:
-    """A base of the address less 2**32 - 4 needs an offset that is that large."""
+    """With a base of the address minus (2**32 - 4), the offset must be 2**32 - 4."""
     case = Case(15)
     case.offsets = np.full(WAVE, MASK32 - 3, np.uint32)
     s = case.run("global_load_dword v8, v1, s[12:13] offset:8\ns_waitcnt vmcnt(0)", s={12: case.address - (1 << 32) + 4 & MASK64})
@@ -297,7 +297,7 @@ def test_the_message_of_an_access_out_of_bounds() -> None:
 
 
 def test_an_access_across_two_arrays() -> None:
-    """Neighbours in memory are not one tensor."""
+    """Adjacent arrays in memory are separate tensors."""
     memory = np.zeros(64, np.uint8)
     first, second = memory[:32], memory[32:]
     offsets = np.where(np.arange(WAVE) == 9, 28, 40).astype(np.uint32)
@@ -318,7 +318,7 @@ def test_accumulation_registers_are_loaded_and_stored() -> None:
 
 
 def test_lanes_that_store_to_one_place() -> None:
-    """The last lane's value stays."""
+    """The last lane's value wins."""
     case = Case(19, 2)
     case.offsets[...] = 128
     case.run("global_store_dwordx2 v1, v[8:9], s[4:5]")
@@ -329,7 +329,7 @@ def test_lanes_that_store_to_one_place() -> None:
 
 
 def _operands(name: str, rng: np.random.Generator) -> list[int]:
-    """128 operands for lanes: numbers that make sense for floating point, otherwise bits of all kinds."""
+    """128 operands for lanes: meaningful values for floating point, otherwise arbitrary bits."""
     bits = ATOMICS[name][1]
     if "f16" in name and "pk" in name:
         special = [0x0000, 0x8000, 0x7C00, 0xFC00, 0x7BFF, 0x0001, 0x3C00]
@@ -351,7 +351,7 @@ def _operands(name: str, rng: np.random.Generator) -> list[int]:
 @pytest.mark.parametrize("space", ["buffer", "global"])
 @pytest.mark.parametrize("name", ATOMICS)
 def test_atomics(name: str, space: str, returns: bool) -> None:
-    """Lanes follow one another, several on each place; lanes that are off, or out of a buffer's range, do nothing."""
+    """Lanes are applied in order, several per address; lanes that are inactive or out of a buffer's range do nothing."""
     function, bits = ATOMICS[name]
     rng = np.random.default_rng(20)
     size, words, mask = bits // 8, bits // 32, 0xFFFFFFFFFFFFFF7E
@@ -363,7 +363,7 @@ def test_atomics(name: str, space: str, returns: bool) -> None:
     records = 15 * size if space == "buffer" else 4096
     case.offsets = (rng.integers(0, 16, 128) * size).astype(np.uint32)
     data = {8 + i: np.array([x >> 32 * i & MASK32 for x in operands], np.uint32) for i in range(words)}
-    if function is None:  # half of the lanes compare with what is there
+    if function is None:  # half of the lanes compare with the contents
         compared = [int.from_bytes(memory[o : o + size], "little") if lane % 2 else 7 for lane, o in enumerate(case.offsets)]
         data |= {8 + words + i: np.array([x >> 32 * i & MASK32 for x in compared], np.uint32) for i in range(words)}
     registers = span(8, 4 * words * (1 if function else 2))
@@ -412,7 +412,7 @@ def test_atomics_with_all_lanes_off(text: str) -> None:
 @pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("name", ["pk_add_bf16", "pk_add_f16"])
 def test_packed_atomics_at_the_edges_of_a_tensor(name: str, returns: bool) -> None:
-    """The half of a dword that is no tensor's stays as it is and reads zero, if zero is added to it."""
+    """The half of a dword outside of the tensor is unchanged and reads zero, if zero is added to it."""
     add = ATOMICS[name][0]
     assert add is not None
     memory = np.random.default_rng(24).integers(0x3C00, 0x4400, 8, dtype=np.uint16)
@@ -441,7 +441,8 @@ def test_packed_atomics_at_the_edges_of_a_tensor(name: str, returns: bool) -> No
 
 
 def test_a_loop_of_compare_and_swap_at_the_edge_of_a_tensor() -> None:
-    """Its first load reads a whole dword; half of it may be no tensor's if the loop swaps that half for itself."""
+    """The loop's first load reads a whole dword. Half of it may be outside of the tensor if the loop writes that half back
+    unchanged."""
     memory = np.array([5, 7, 9, 11], np.uint16)
     loop = """
         global_load_dword v5, v[2:3], off
@@ -482,7 +483,7 @@ def test_minimum_of_a_nan_leaves_memory_alone() -> None:
 @pytest.mark.parametrize("at", [0, 4, 8, 5, 7, 100])
 @pytest.mark.parametrize("name", LOADS)
 def test_scratch(name: str, at: int) -> None:
-    """What one lane stores no other lane sees; bytes come back at any alignment."""
+    """No lane sees another lane's stores; bytes are read back at any alignment."""
     size = LOADS[name][0]
     case = Case(24, 2, 0xFFFF00000000FFFF)
     stored = {i: random_lanes(np.random.default_rng(25 + i), 2) for i in range(4)}
@@ -531,7 +532,7 @@ def test_scratch_stores(name: str, at: int) -> None:
 
 
 def test_scratch_follows_waves_that_part() -> None:
-    """Waves part between store and load; every lane finds its own."""
+    """Waves diverge between store and load; every lane reads its own data."""
     values, out = random_lanes(np.random.default_rng(27), 4), np.zeros(4 * WAVE, np.uint32)
     text = """
         scratch_store_dword off, v1, off offset:16

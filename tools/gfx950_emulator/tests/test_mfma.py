@@ -1,4 +1,4 @@
-"""Matrix instructions against their definition, element by element.
+"""MFMA instructions against their definition, element by element.
 
 The oracle places every element by a map from (row, k) to (lane, bit) that is typed here from the tables of AMD's Matrix
 Instruction Calculator, of AMD's article on CDNA4's matrix cores and of Composable Kernel's hardware tests, reads it from Python
@@ -119,7 +119,7 @@ def expected_bits(size: int, rows: list, columns: list, c: np.ndarray) -> np.nda
 
 
 def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int) -> np.ndarray:
-    """Any codes but NaN and infinity; floats of 16 bits and more stay near 1 so that sums do not cancel to nothing."""
+    """Any encodings but NaN and infinity; floats of 16 bits and more are near 1, so that sums do not cancel."""
     if kind == "f64":
         return rng.standard_normal((count // 2, lanes)).view(np.uint32).reshape(-1, lanes, 2).swapaxes(1, 2).reshape(count, lanes)
     if kind == "f32":
@@ -136,7 +136,7 @@ def random_registers(rng: np.random.Generator, kind: str, count: int, lanes: int
 
 
 def one_rounding(bits: np.ndarray, wanted: np.ndarray) -> None:
-    """Equal, but for a tie that float64's own rounding of the sum has moved: at most one float32 step, and hardly ever."""
+    """Checks equality, except ties that float64's rounding of the sum moved: at most 1 ulp of float32, and rarely."""
     off = bits.view(np.int32).astype(np.int64) - wanted.view(np.int32)
     assert np.abs(off).max() <= 1, f"{np.count_nonzero(np.abs(off) > 1)} elements differ"
     assert np.count_nonzero(off) <= max(1, off.size // 1000)
@@ -266,7 +266,7 @@ def test_extreme_scales():
     assert (with_scales(0, 0) == 0).all()
     assert (with_scales(254, 254).view(np.float32) == np.inf).all()
     assert (with_scales(255, 0) == NAN).all()
-    # A NaN scale spoils its row (or column) only, even where the elements are zero.
+    # A NaN scale makes only its row (or column) NaN, even if the elements are zero.
     zeros = np.zeros_like(ones)
     scale = unit.copy()
     scale[2 * 16 + 5] = 255
@@ -300,7 +300,7 @@ def triton_coordinates(size: int, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Row and column, each [registers of Triton, 64]."""
 
     def combined(bases: list[tuple[int, int]], axis: int) -> np.ndarray:
-        """The coordinate for every number made of the bits that the bases stand for."""
+        """The coordinate for every index, combined from the bases of its bits."""
         return np.array([sum(base[axis] for bit, base in enumerate(bases) if n >> bit & 1) for n in range(1 << len(bases))])
 
     register_bases, lane_bases = TRITON[size][name]
@@ -314,7 +314,7 @@ def fp_values(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("size", [16, 32])
 @pytest.mark.parametrize("kinds", list(product(["fp8", "fp4"], repeat=2)), ids="-".join)
 def test_triton_s_layouts_give_the_product(size, kinds):
-    """Bytes as Triton's compiled kernels hold them, random scales, against a plain product of the tensors."""
+    """Operands in Triton's register layouts with random scales, against a plain matmul of the tensors."""
     k = 2048 // size
     rng = np.random.default_rng(size)
     op = bind_mfma(f"v_mfma_scale_f32_{size}x{size}x{k}_f8f6f4", {"cbsz": FORMATS.index(kinds[0]), "blgp": FORMATS.index(kinds[1])})
@@ -602,7 +602,7 @@ def test_operations_are_immutable():
 
 
 def test_llvm_takes_these_forms_with_these_registers():
-    """LLVM's assembler knows the size of every operand of every instruction of gfx950."""
+    """LLVM's assembler checks the size of every operand of every gfx950 instruction."""
     compiler = pytest.importorskip("triton.backends.amd.compiler")
     assemble = getattr(compiler, "assemble_amdgcn", None)
     if assemble is None:

@@ -1,4 +1,4 @@
-"""The table of mutants fits the sources; and, slow, the tests kill all of them."""
+"""The mutants match the sources; and, in a slow test, the tests kill all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _runner() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for their module there
+    sys.modules[spec.name] = module  # dataclasses look their module up here
     spec.loader.exec_module(module)
     return module
 

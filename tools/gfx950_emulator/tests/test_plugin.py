@@ -1,4 +1,4 @@
-"""The pytest plugin, in a pytest of its own."""
+"""The pytest plugin, in a separate pytest process."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_wrong_setting():
 
 
 def _pytest(path: Path, *arguments: str) -> str:
-    """What pytest prints, with the plugin and no other."""
+    """The output of pytest with only this plugin."""
     source = str(Path(gfx950_emulator.__file__).parents[1])
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": source, "COLUMNS": "160"}
     command = [sys.executable, "-m", "pytest", "-p", "gfx950_emulator.pytest_plugin", "-p", "no:cacheprovider", *arguments]

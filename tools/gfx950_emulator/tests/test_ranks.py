@@ -1,4 +1,4 @@
-"""Kernels between GPUs, on two processes that each emulate one: the memory that they write to is a file that both map."""
+"""Multi-GPU kernels on two processes, each of which emulates a GPU. The memory that they write to is a file that both map."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-# Workgroups that are executed together wait for one another: one that waits for another rank would keep back the one that this rank
-# waits for.
+# Workgroups of a batch wait for one another: a workgroup that waits for another rank could block the workgroup for which that rank
+# waits.
 ONE_WORKGROUP = 256
 
 
@@ -39,7 +39,7 @@ def comm_operators() -> list[Operator[Any, Any]]:
 
 
 def cases_of_two(fast: bool) -> dict[str, list[CaseResult]]:
-    """Each kernel on the small cases of two ranks, or on the first that it takes."""
+    """Each kernel on the small cases of two ranks, or on its first eligible one."""
     group, found = ProcessGroup.with_peer_memory(), dict[str, list[CaseResult]]()
     with emulated_gfx950(batch_lanes=ONE_WORKGROUP) as emulator:
         reach_peers(emulator, group)
@@ -58,8 +58,8 @@ def cases_of_two(fast: bool) -> dict[str, list[CaseResult]]:
 
 
 def two_shots() -> list[bool]:
-    """Whether sums are right of calls one after another in memory that is used again, with two shots, of which two ranks have no
-    use otherwise."""
+    """Whether consecutive two-shot all-reduces in reused memory return correct sums. With two ranks, the two-shot variant is
+    otherwise not selected."""
     group, right = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16), []
     generator = torch.Generator().manual_seed(0)
     with emulated_gfx950(batch_lanes=ONE_WORKGROUP) as emulator:

@@ -1,7 +1,7 @@
 """The sanitizer, instruction by instruction: bounds, and registers and LDS that are uninitialised.
 
-Kernels with seeded faults are in `test_sanitizer_kernels`; here are the rules one by one, and the correct code that is nearest to
-breaking them.
+Kernels with seeded faults are in `test_sanitizer_kernels`. This file tests each rule, and correct code that nearly violates the
+rule.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_accesses_that_are_switched_off_or_within_bounds(text: str) -> None:
 
 # Uninitialised registers
 
-_STORE = "global_store_dword v1, v3, s[8:9]"  # of v3, unless the text before it wrote that
+_STORE = "global_store_dword v1, v3, s[8:9]"  # reports v3 unless the preceding text wrote it
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_uninitialised_registers(text: str, at: str, match: str) -> None:
 
 @pytest.mark.parametrize("source", ["v_mov_b32_e32 v3, v4", "v_mov_b32_e32 v3, s12", "v_add_u32_e32 v3, v4, v1"])
 def test_it_does_not_matter_what_an_uninitialised_register_holds(source: str) -> None:
-    """Registers hold zeros at first. What an earlier kernel left, or a number that looks right, is no better."""
+    """An uninitialised register is reported whether it holds zero, an earlier kernel's value, or a plausible value."""
     y = np.zeros(64, np.uint32)
     s = Snippet(f"{source}\n{_STORE}", v={1: 0}, s={8: y.ctypes.data}, arrays=[y], sanitize=True, registers=8)
     s.group.U[4][...] = 5
@@ -126,7 +126,7 @@ def _written_in(mask: int) -> str:
 
 
 def _lanes_reported(text: str, register: str, waves: int = 1, **state) -> int:
-    """The first uninitialised lane that a store of v4 or another register runs into."""
+    """The first uninitialised lane reported for a store of v4 or another register."""
     error = reported(f"{text}\nglobal_store_dword v1, {register}, s[8:9]", "uninitialised", "global_store", waves=waves, **state)
     return int(re.search(r"lane (\d+) of wave 0", str(error))[1])
 
@@ -159,7 +159,7 @@ def _lanes_reported(text: str, register: str, waves: int = 1, **state) -> int:
 )
 @pytest.mark.parametrize("mask", [0x00000000FFFFFFFF, 0xFFFF0000FFFF0000, _ODD, MASK64 - (1 << 31), MASK64 - 4])
 def test_lanes_are_followed_through_moves(text: str, source_of, mask: int) -> None:
-    """Exactly those lanes of the result are uninitialised that come from lanes that are."""
+    """Exactly those result lanes are uninitialised whose source lanes are."""
     initialised = [source_of(lane) is None or mask >> source_of(lane) & 1 for lane in range(WAVE)]
     text = _written_in(mask) + text
     if not all(initialised):
@@ -179,7 +179,7 @@ def test_lanes_read_to_scalars() -> None:
 
 
 def test_lanes_of_several_waves() -> None:
-    """Reads differ between waves, and so does what is uninitialised."""
+    """Reads differ between waves, and so do the uninitialised lanes."""
     text = """
         s_cmp_eq_u32 s13, 0
         s_cbranch_scc1 .Lmeet
@@ -199,7 +199,7 @@ def test_lanes_of_several_waves() -> None:
 
 
 def test_spilled_scalars() -> None:
-    """A register of which only some lanes were ever written, each of which is read."""
+    """A register with only some lanes written, which are the only lanes read."""
     text = "v_writelane_b32 v3, s4, 0\nv_writelane_b32 v3, s5, 1\n"
     store = "s_mov_b32 exec_lo, -1\nv_mov_b32_e32 v4, s12\nglobal_store_dword v1, v4, s[8:9]"
     run(f"{text}v_readlane_b32 s12, v3, 0\nv_readlane_b32 s13, v3, 1\n{store}")
@@ -232,7 +232,7 @@ def test_registers_that_come_back_from_scratch() -> None:
         # only lanes that are on count
         f"s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 1\n{_STORE}",
         "s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 4\nds_read_b32 v4, v3",
-        # lanes that are off keep what they had
+        # inactive lanes keep their state
         f"v_mov_b32_e32 v3, 0\ns_mov_b64 exec, 0xff\nv_not_b32_e32 v3, v4\ns_mov_b32 exec_lo, 0xff00\n{_STORE}",
         # two halves, written apart
         f"{_written_in(_ODD)}s_mov_b32 exec_lo, 0x55555555\ns_mov_b32 exec_hi, 0x55555555\nv_mov_b32_e32 v3, v2\n"
@@ -249,7 +249,7 @@ def test_registers_that_come_back_from_scratch() -> None:
         "s_or_b64 s[12:13], s[20:21], exec\ns_andn2_b64 s[14:15], s[20:21], exec\ns_and_saveexec_b64 s[16:17], s[12:13]\n"
         "s_cbranch_execz .Lend\n.Lend:",
         "s_mov_b64 exec, 15\ns_andn2_b64 s[12:13], s[20:21], exec\ns_and_b64 vcc, s[12:13], exec\ns_cbranch_vccnz .Lend\n.Lend:",
-        # compares of lanes that are off are zero
+        # compare results of inactive lanes are zero
         f"{_written_in(0xFF)}s_mov_b64 exec, 0xff\nv_cmp_eq_u32_e32 vcc, 7, v3\ns_mov_b64 exec, -1\ns_cbranch_vccz .Lend\n.Lend:",
         # row masks and bound_ctrl
         f"v_mov_b32_e32 v3, 0\n{_written_in(0)}v_mov_b32_dpp v3, v4 row_shr:1 row_mask:0x0 bank_mask:0xf\n{_STORE}",
@@ -283,7 +283,7 @@ def test_matrix_products_mix_all_lanes() -> None:
 
 
 def test_matrix_products_write_lanes_that_are_off() -> None:
-    """v8 was never written, and is where EXEC lets no other instruction write."""
+    """v8 was never written; the MFMA writes it even in inactive lanes."""
     text = "v_mfma_f32_16x16x16_f16 v[8:11], v[4:5], v[6:7], 0"
     some, store = "s_mov_b64 exec, 0xff", "s_mov_b64 exec, -1\ns_nop 7\nglobal_store_dword v1, v8, s[8:9]"
     run(f"{some}\n{text}\n{store}", v={4: 0, 5: 0, 6: 0, 7: 0})
@@ -351,7 +351,7 @@ def test_atomics_on_uninitialised_lds(mnemonic: str) -> None:
 
 @pytest.mark.parametrize(("mnemonic", "bits"), [("ds_read_b64_tr_b16", 16), ("ds_read_b64_tr_b8", 8), ("ds_read_b64_tr_b4", 4)])
 def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> None:
-    """One lane's 8 bytes are missing: it is their receivers that are uninitialised, and of each only one half."""
+    """One lane's 8 bytes are uninitialised, so the receiving lanes are, each in one half only."""
     missing = 16 + 5
     on = MASK64 - (1 << missing)
     text = f"""
@@ -366,7 +366,7 @@ def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> Non
         s_waitcnt lgkmcnt(0)
     """
     per_lane = 64 // bits
-    row, first = divmod(5 * per_lane, 16)  # its elements are a piece of this row, from this column on
+    row, first = divmod(5 * per_lane, 16)  # its elements are a part of this row, from this column on
     receivers = range(16 + first, 16 + first + per_lane)
     register = 4 + row * bits // 32
     assert _lanes_reported(text, f"v{register}", lds=1024) == receivers[0]
@@ -395,7 +395,7 @@ def test_without_the_sanitizer_nothing_but_bounds_is_checked() -> None:
 
 
 def test_the_state_of_waves_that_part_and_meet() -> None:
-    """Uninitialised lanes, registers in flight and writes that were not waited for stay with their waves."""
+    """Uninitialised lanes, pending registers and outstanding writes stay with their waves."""
     s = Snippet("s_nop 0", v={1: 0}, waves=3, sanitize=True, lds=64, registers=4)
     group, shadow = s.group, s.group.shadow
     lanes = np.concatenate([bits_of(m) for m in (5, 0, 9)])

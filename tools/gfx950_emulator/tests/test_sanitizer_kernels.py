@@ -1,6 +1,6 @@
-"""Faults that are put into kernels: each is reported with its kind, the instruction and the line of the kernel's source.
+"""Seeded faults in kernels: each is reported with its kind, the instruction and the line of the kernel's source.
 
-Every kernel also runs without its fault, with no report and the right result: what is wrong is the fault alone.
+Every kernel also runs without its fault, with no report and the correct result, so the fault alone causes the report.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _line_at_fault(kernel: triton.JITFunction) -> tuple[str, int]:
 
 
 def _assert_reported(report: SanitizerError, kind: str, kernel: triton.JITFunction, mnemonic: str) -> None:
-    """The report has the kind, stands at the marked line, and names kernel, instruction and line."""
+    """The report has this kind, refers to the marked line, and names kernel, instruction and line."""
     assert report.kind == kind, str(report)
     name, line = _line_at_fault(kernel)
     assert report.source is not None, str(report)
@@ -48,7 +48,7 @@ def _assert_reported(report: SanitizerError, kind: str, kernel: triton.JITFuncti
 
 
 def _without(pattern: str, occurrence: int = 0) -> Edit:
-    """An edit that takes one matching line out of the code (the last one if `occurrence` is -1)."""
+    """An edit that removes one matching line of the code (the last one if `occurrence` is -1)."""
 
     def edit(kernel: str, text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -61,7 +61,7 @@ def _without(pattern: str, occurrence: int = 0) -> Edit:
 
 
 def _without_wait(counter: str, after: str) -> Edit:
-    """An edit after which the first wait for a counter that follows a line like `after` does not wait for it."""
+    """An edit that removes a counter from the first s_waitcnt for it after a line that matches `after`."""
 
     def edit(kernel: str, text: str) -> str:
         lines = text.splitlines(keepends=True)
@@ -174,7 +174,7 @@ def test_read_past_the_lds_of_a_workgroup() -> None:
     _assert_reported(caught.value, "out-of-bounds", faulty_gluon.reads_half, "ds_read_b128")
 
 
-# Waits that are missing.
+# Missing waits.
 
 
 @pytest.mark.parametrize("load", [0, 1])
@@ -254,7 +254,7 @@ def test_missing_barrier_between_read_and_write() -> None:
     _assert_reported(caught.value, "race", kernel, "ds_write")
 
 
-# What nobody wrote.
+# Uninitialised data.
 
 
 @needs_gluon

@@ -1,4 +1,4 @@
-"""The sanitizer, instruction by instruction: results that were not waited for, races in LDS, alignment, barriers, deadlocks."""
+"""The sanitizer, instruction by instruction: missing waits, races in LDS, alignment, barriers, deadlocks."""
 
 from __future__ import annotations
 
@@ -78,21 +78,21 @@ def test_stores_count_too() -> None:
     ],
 )
 def test_a_counter_that_is_full_waits_for_the_oldest(load: str, other: str, limit: int) -> None:
-    """Compilers rely on it: where so many operations follow, they wait for none."""
+    """Compilers rely on this: if at least that many operations follow, they emit no wait."""
     use = "v_mov_b32_e32 v4, v3"
     run("\n".join([load, *[other] * limit, use]), lds=FULL)
     reported("\n".join([load, *[other] * (limit - 1), use]), "wait", use, lds=FULL)
 
 
 def test_a_full_counter_says_nothing_of_scalar_loads() -> None:
-    """They may be done in any order, so the oldest may still be outstanding."""
+    """Scalar loads may complete in any order, so the oldest may still be outstanding."""
     use = "s_add_u32 s13, s12, 1"
     text = "\n".join(["s_load_dword s12, s[4:5], 0x0", *["ds_write_b32 v1, v2"] * 15, use])
     reported(text, "wait", use, lds=FULL)
 
 
 def test_a_vector_load_may_follow_another_into_its_register() -> None:
-    """They return in order, so that the wait for the second covers both; a wait for the first alone does not do."""
+    """Vector loads return in order, so the wait for the second covers both; a wait for the first alone is not enough."""
     text = "global_load_dword v3, v1, s[4:5]\nbuffer_load_dword v3, v1, s[4:7], 0 offen\n"
     run(f"{text}s_waitcnt vmcnt(0)\n{_STORE}")
     reported(f"{text}s_waitcnt vmcnt(1)\n{_STORE}", "wait", "global_store_dword")
@@ -123,7 +123,7 @@ _PATHS = """
 
 
 def test_loads_of_waves_that_met() -> None:
-    """Each path loads something else. One wait covers what is outstanding in any wave, and no less."""
+    """Each path issues different loads. One wait must cover the outstanding loads of every wave."""
     state = {"waves": 2, "s": {13: np.array([0, 1])}, "v": {3: 0, 4: 0}}
     run(_PATHS.format(between="", limit=0), **state)
     reported(_PATHS.format(between="", limit=1), "wait", "v_mov_b32_e32 v5", **state)
@@ -141,7 +141,7 @@ def test_a_register_loaded_on_both_paths() -> None:
 
 # LDS: races and waits
 
-# Two waves: s13 is the wave's number; v1 is 4 * lane within the workgroup, v8 the same place of the other wave.
+# Two waves: s13 is the wave's index; v1 is 4 * lane within the workgroup, v8 the corresponding address of the other wave.
 _TWO = {"waves": 2, "s": {13: np.array([0, 1])}, "v": {8: 4 * (LANES[: 2 * WAVE] ^ np.uint32(WAVE))}}
 
 
@@ -200,7 +200,7 @@ def test_races(text: str, at: str, match: str) -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_lanes_of_a_wave_may_disagree_where_waves_agree(apart: bool) -> None:
-    """16 lanes write to one place, each another value; both waves leave that of the same lane. Waves run together or apart."""
+    """16 lanes write different values to one address; both waves leave the same lane's value. Waves run together or apart."""
     state = {**_TWO, "v": {9: 4 * (LANES[: 2 * WAVE] % WAVE // 16), 10: LANES[: 2 * WAVE] % WAVE}}
     text = "s_cmp_eq_u32 s13, 0\ns_cbranch_scc1 .Lwrite\ns_nop 0\n.Lwrite:\n" if apart else ""
     text += "ds_write_b32 v9, v10\ns_waitcnt lgkmcnt(0)"
@@ -247,7 +247,7 @@ def test_writes_that_were_not_waited_for_before_the_barrier() -> None:
 
 
 def test_waits_of_waves_that_parted_before_the_barrier() -> None:
-    """Only one wave waits for its write. What it wrote may be read, what the other wrote may not."""
+    """Only one wave waits for its write. Its data may be read after the barrier, the other wave's may not."""
     text = """
         ds_write_b32 v1, v2
         s_cmp_eq_u32 s13, s14
@@ -355,7 +355,7 @@ def test_barrier_that_a_wave_passes_by() -> None:
 
 
 def test_waves_at_different_barriers() -> None:
-    """Hardware counts arrivals. What waves wrote before is published as by any barrier."""
+    """Hardware counts arrivals. Earlier writes are published as by any barrier."""
     text = """
         ds_write_b32 v1, v2
         s_waitcnt lgkmcnt(0)
@@ -388,7 +388,7 @@ def test_waiting_for_nobody() -> None:
 
 
 def test_waiting_for_somebody() -> None:
-    """Wave 1 sets the flag that wave 0 polls: late, from a longer loop, from behind wave 0."""
+    """Wave 1 sets the flag that wave 0 polls: late, from a longer loop, or from code after wave 0's loop."""
     setter = (
         "s_movk_i32 s17, 0x7fff\n.Ldelay:\ns_sub_u32 s17, s17, 1\ns_cmp_lg_u32 s17, 0\ns_cbranch_scc1 .Ldelay\n"
         "global_store_dword v8, v2, s[8:9]"
@@ -398,11 +398,11 @@ def test_waiting_for_somebody() -> None:
 
 
 def test_waiting_for_a_wave_at_a_barrier() -> None:
-    """Wave 0 polls for what wave 1 would store after a barrier that wave 0 never reaches."""
+    """Wave 0 polls for a value that wave 1 would store after a barrier that wave 0 never reaches."""
     text = f"s_cmp_eq_u32 s13, 0\ns_cbranch_scc0 .Lset\n.Lspin:\n{_SPIN}\n.Lset:\ns_barrier\nglobal_store_dword v8, v2, s[8:9]"
     reported(text, "deadlock", "global_load_dword", **_TWO)
 
 
 def test_loops_that_only_look_like_waiting() -> None:
-    """Thousands of turns that change nothing but a counter."""
+    """Thousands of iterations that change nothing but a counter."""
     run("s_movk_i32 s16, 0x2000\n.Lloop:\ns_sub_u32 s16, s16, 1\ns_cmp_lg_u32 s16, 0\ns_cbranch_scc1 .Lloop")

@@ -16,7 +16,7 @@ from gfx950_emulator.snippet import Snippet
 
 from .isa import MASK32, MASK64, SPECIAL32, SPECIAL64, WAVE, bits_of, implemented, random_words, signed
 
-# function(a, b, scc, d) -> (result, SCC); None for what stays as it was. Results count modulo 2**32 or 2**64.
+# function(a, b, scc, d) -> (result, SCC); None for an unchanged output. Results are modulo 2**32 or 2**64.
 Definition = Callable[[int, int, int, int], "tuple[int | None, int | None]"]
 
 
@@ -265,7 +265,7 @@ def test_values_that_all_waves_share(mnemonic: str) -> None:
 
 
 def _wide(value: int) -> np.ndarray:
-    """One number for a pair of registers, even if its upper half is 0."""
+    """One value for a pair of registers, even if its upper half is 0."""
     return np.array([value | 1 << 64], object)
 
 
@@ -308,7 +308,7 @@ _ON_PAIRS = [name for name in (*WIDE, *COMPARES) if _source_kinds(*_shape(name)[
     + [(name, other) for name in _ON_PAIRS if _source_kinds(*_shape(name)[:2]) == "dd" for other in ("numbers", "exec")],
 )
 def test_sources_that_are_lanes(mnemonic: str, other: str) -> None:
-    """Lanes come from vector compares; the second source, if it is a pair, is lanes too, or numbers, or EXEC."""
+    """The first source is a lane mask from a vector compare; a second source pair is a lane mask, integers, or EXEC."""
     operands, kinds, definition = _shape(mnemonic)
     b_is_pair = _source_kinds(operands, kinds)[1] == "d"
     waves, wide = len(_MASKS), operands[0] == "d" and kinds[0] == "d"

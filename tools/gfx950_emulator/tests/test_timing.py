@@ -1,4 +1,4 @@
-"""The timing model: rates and latencies of single units, what overlaps, and ratios between whole kernels."""
+"""The timing model: rates and latencies of single execution units, their overlap, and ratios between whole kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LANES = np.arange(64)
 
 
 def _time(text: str, waves: int = 1, copies: int = 1, **state: object) -> Simulation:
-    """Simulates a workgroup that runs these instructions, or several of it on one compute unit."""
+    """Simulates one workgroup that runs these instructions, or several copies of it on one CU."""
     snippet = Snippet(text, waves=waves, counters=True, **state).run()
     return simulate(instruction_costs(snippet.counters), [instructions_of(snippet.counters, 0)] * copies)
 
@@ -32,7 +32,7 @@ _ZEROS = {"v": dict.fromkeys(range(32), 0), "a": dict.fromkeys(range(64), 0)}
 
 
 def _products(count: int, accumulators: int = 4, form: str = BF16) -> str:
-    """Matrix instructions that accumulate in turn onto so many results."""
+    """MFMAs that accumulate onto ``accumulators`` results in rotation."""
     return "\n".join(form.format(d=16 * (i % accumulators), e=16 * (i % accumulators) + 15) for i in range(count))
 
 
@@ -42,7 +42,7 @@ def _products(count: int, accumulators: int = 4, form: str = BF16) -> str:
 def test_matrix_cores_reach_their_peak() -> None:
     count = 200
     result = _time(_products(count), waves=4, **_ZEROS)
-    # 2.5 PFLOP/s dense in bf16 (CDNA 4 white paper): 4096 a cycle and compute unit.
+    # 2.5 PFLOP/s dense in bf16 (CDNA 4 white paper): 4096 FLOP per cycle and CU.
     flops = 4 * count * 2 * 32 * 32 * 16
     assert flops / result.cycles == pytest.approx(4096, rel=0.02)
     assert result.busy["MFMA"] > 0.98
@@ -53,7 +53,7 @@ def test_matrix_rates_of_narrow_formats() -> None:
     fp8 = _time(_products(100, form=form.format(a=7, b=15, modifiers="")), **_ZEROS)
     fp4 = _time(_products(100, form=form.format(a=3, b=11, modifiers=" cbsz:4 blgp:4")), **_ZEROS)
     bf16 = _time(_products(100), **_ZEROS)
-    # For as many operations, fp8 takes half as long as bf16 and fp4 a quarter; one of these does four times as many.
+    # Per operation, fp8 takes half the time of bf16 and fp4 a quarter; one of these MFMAs does four times as many operations.
     assert fp8.cycles / bf16.cycles == pytest.approx(2, rel=0.05)
     assert fp4.cycles / bf16.cycles == pytest.approx(1, rel=0.05)
 
@@ -126,7 +126,7 @@ def test_vector_instructions_hide_behind_matrix_ones() -> None:
 
 
 def _lds(instruction: str, offsets: np.ndarray, waves: int) -> float:
-    """Bytes a cycle of 200 LDS instructions per wave."""
+    """Bytes per cycle of 200 LDS instructions per wave."""
     values = {0: np.tile(offsets, waves), **dict.fromkeys(range(4, 8), 0)}
     result = _time(_repeat(200, instruction) + "\ns_waitcnt lgkmcnt(0)", waves=waves, v=values, lds=160 * 1024)
     return waves * 200 * 1024 / result.cycles
@@ -277,7 +277,7 @@ def test_a_pipelined_product_beats_a_plain_one() -> None:
 def test_time_grows_with_the_depth_of_a_product_and_not_with_free_compute_units() -> None:
     short, long, wide = (predict(_product(*sizes, 2)) for sizes in ((128, 128, 512), (128, 128, 1024), (256, 128, 512)))
     assert long.cycles / short.cycles == pytest.approx(2, rel=0.25)
-    # Two workgroups share the second operand, so that half of it comes from L2.
+    # Two workgroups read the same second operand, so half of its loads hit L2.
     assert 0.7 < wide.cycles / short.cycles <= 1.01
 
 
@@ -297,7 +297,7 @@ def test_the_grid_is_bound_by_memory_or_by_its_fullest_unit() -> None:
         slow = max(found.compute_seconds, found.memory_seconds * 8 / 6.6)
         assert found.achievable_seconds == pytest.approx(2.3e-6 + slow)
     assert small.bound_by == "global memory latency"
-    # 4096 workgroups on 256 units of which each has room for 8: two rounds.
+    # 4096 workgroups on 256 CUs with 8 workgroups each: two rounds.
     assert 1.2 < large.compute_seconds / small.compute_seconds < 8
 
 
@@ -317,7 +317,7 @@ def test_what_a_compute_unit_is_bound_by(valu: float, mfma: float, bound: str) -
 
 @pytest.mark.parametrize(("length", "measured"), [(1024, 9.74), (2048, 16.2), (4096, 25.3), (8192, 45.3)])
 def test_the_achievable_time_against_published_measurements(length: int, measured: float) -> None:
-    """Decode of 16 sequences with 8 key heads of 64 in bf16, in two launches, that reads each key and value once."""
+    """Decode of 16 sequences with 8 KV heads of 64 in bf16, in two launches, which reads each key and value once."""
     memory = 2 * 2 * 16 * length * 8 * 64
     idle = Simulation(1, 1.0, {"issue": 1.0}, {"VALU": 0.0})
     fits = Occupancy(1, 1.0, {"LDS": 1}, "LDS", 64, 0, 32, 64, 0)
@@ -326,7 +326,7 @@ def test_the_achievable_time_against_published_measurements(length: int, measure
 
 
 def test_idle_workgroups_cost_little() -> None:
-    """A persistent kernel whose workgroups mostly find nothing to do."""
+    """A persistent kernel in which most workgroups have no work."""
     m = n = 64
     a, b, c = torch.randn(m, 64).bfloat16(), torch.randn(64, n).bfloat16(), torch.empty(m, n)
     with emulated_gfx950(counters=True, sanitize=False) as emulator:

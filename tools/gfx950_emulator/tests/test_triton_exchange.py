@@ -1,4 +1,5 @@
-"""Whole kernels by stock Triton in which lanes, waves and workgroups meet: atomics, reductions, scans, sorting, gathers."""
+"""Whole kernels by stock Triton that exchange data between lanes, waves and workgroups: atomics, reductions, scans, sorting,
+gathers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("bins", [1, 7, 33])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, first: int, rng: torch.Generator) -> None:
-    """Atomics of 16 bits work on whole dwords, of which the tensor may have one half."""
+    """16-bit atomics work on whole dwords; only one half of such a dword may belong to the tensor."""
     values, chosen = integers(rng, -3, 4, 60).to(dtype), integers(rng, 0, bins, 60)
     memory = integers(rng, -3, 4, bins + 3).to(dtype)
     expected = memory.double()
@@ -223,7 +224,7 @@ _REDUCTIONS = {
 )
 def test_reductions(name: str, dtype: torch.dtype, axis: int, rng: torch.Generator) -> None:
     rows, columns = 32, 64
-    # Few different values, so that argmax and argmin meet ties; the sums of such integers are exact.
+    # Few distinct values, so that argmax and argmin have ties; the sums of such integers are exact.
     x = integers(rng, -40, 40, 2, rows, columns).to(dtype)
     expected = _REDUCTIONS[name](x, axis + 1)
     out = torch.full_like(expected, -99, dtype=torch.int32 if name.startswith("arg") else dtype)

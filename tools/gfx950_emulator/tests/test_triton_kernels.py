@@ -183,7 +183,7 @@ def test_functions(name: str, rng: torch.Generator) -> None:
     with emulated_gfx950():
         elementwise.function[(2,)](x, out, n, name, 256)
     expected = reference(x.double()).float()
-    # Of a logarithm near 1 and a sine near its zeros, the hardware's functions are exact to an absolute error.
+    # For a logarithm near 1 and a sine near its zeros, the hardware's functions have a bounded absolute error.
     absolute = 2e-6 if name in ("log", "log2", "sin", "cos") else 0.0
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=absolute, equal_nan=True)
 
@@ -389,7 +389,7 @@ def test_many_arguments() -> None:
     torch.testing.assert_close(out.double(), total + torch.arange(64, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-# Matrix products.
+# Matmul.
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def test_scaled_matmul(a_format: str, b_format: str, m: int, n: int, k: int, sta
             a, a_scale, b, b_scale, c, m, n, k, a_format, b_format, *packs, 32, 32, 128, stages
         )
     expected = a_values @ b_values.T
-    # Without a scale on both sides the values are multiplied in bfloat16 or float16; the scaled ones are exact there.
+    # Unless both sides have scales, the values are multiplied in bfloat16 or float16, which represent the scaled ones exactly.
     assert relative_error(c, expected) <= 1e-6
 
 
@@ -489,7 +489,7 @@ def test_scaled_matmul(a_format: str, b_format: str, m: int, n: int, k: int, sta
 def test_scaled_matmul_of_fp4_packed_across_k(
     a_format: str, a_along_k: bool, b_along_k: bool, m: int, n: int, stages: int, rng: torch.Generator
 ) -> None:
-    """Operands whose bytes hold two rows are taken apart by transposing reads of 4-bit elements."""
+    """Operands whose bytes hold two rows are unpacked by transposing reads of 4-bit elements."""
     k = 256
     a, a_scale, a_values = random_operand(a_format, m, k, rng)
     b, b_scale, b_values = random_operand("e2m1", n, k, rng)

@@ -17,7 +17,7 @@ INTEGER = {
     "ge": operator.ge, "t": lambda a, b: True,
 }  # fmt: skip
 
-# Whether the relation holds between numbers that are less, equal, greater or not ordered.
+# Whether the relation holds between operands that are less, equal, greater or unordered.
 FLOAT = {
     "f": "", "lt": "<", "eq": "=", "le": "<=", "gt": ">", "lg": "<>", "ge": ">=", "o": "<=>", "u": "?", "nge": "<?", "nlg": "=?",
     "ngt": "<=?", "nle": ">?", "neq": "<>?", "nlt": "=>?", "tru": "<=>?",
@@ -86,7 +86,7 @@ def test_compare_to_vcc(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["v_cmpx_lt_i32", "v_cmpx_ne_u16", "v_cmpx_nle_f32"])
 def test_cmpx_leaves_its_result_in_exec(name: str) -> None:
-    """Lanes that were off stay off, and the next instruction obeys."""
+    """Inactive lanes stay inactive, and the next instruction uses the new EXEC."""
     case = next(case for case in CASES if case.name == name)
     columns = operands(case.sources, 128, 5)
     on = [lane % 3 != 0 for lane in range(128)]

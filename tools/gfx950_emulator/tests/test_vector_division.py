@@ -1,6 +1,6 @@
-"""Division and square root: the steps that vector instructions offer, and what LLVM makes of them, in exact arithmetic.
+"""Division and square root: the single instructions, and LLVM's sequences of them, in exact arithmetic.
 
-CDNA4 ISA document, V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP; where that document is read differently, the docstrings say so.
+CDNA4 ISA document, V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP; docstrings mention deviations from that document.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_square_root_is_rounded_correctly(type_: str, text: str) -> None:
 
 
 def div_scale(form: Binary, value: int, denominator: int, numerator: int) -> tuple[int | str, bool]:
-    """The ISA's pseudocode, but that a denominator whose reciprocal and quotient are denormal is scaled down, not up."""
+    """The ISA's pseudocode, except that a denominator whose reciprocal and quotient are denormal is scaled down, not up."""
     power, far, tiny = (64, 96, 23) if form is F32 else (128, 768, 53)
     smallest = Fraction(2) ** (1 - form.bias)
 
@@ -219,12 +219,12 @@ def div_scale(form: Binary, value: int, denominator: int, numerator: int) -> tup
 @pytest.mark.parametrize("type_", ["f32", "f64"])
 @pytest.mark.parametrize("of", ["numerator", "denominator"])
 def test_div_scale(type_: str, of: str) -> None:
-    """Finite operands: what it makes of others is overwritten by v_div_fixup."""
+    """Finite operands only, because v_div_fixup overwrites the results of others."""
     form, lanes = FORMATS[type_], 1280
     a, b = division_operands(type_, lanes, 2)
     a, b = ([form.one if form.exponent(x) == (1 << form.exponent_bits) - 1 else x for x in column] for column in (a, b))
     far, tiny = (96, 23) if type_ == "f32" else (768, 53)
-    for i in range(0, lanes, 4):  # next to where the cases part
+    for i in range(0, lanes, 4):  # next to the boundaries between cases
         exponents = (tiny + i // 4 % 3 - 1, tiny) if i % 8 else (far + 5 + i // 8 % 3 - 1, 5)
         a[i], b[i] = (x & ~form.infinity | e << form.mantissa_bits for x, e in zip((a[i], b[i]), exponents, strict=True))
     value = a if of == "numerator" else b
@@ -254,7 +254,7 @@ def test_div_scale_of_uniform_operands() -> None:
 
 @pytest.mark.parametrize("type_", ["f32", "f64"])
 def test_div_fmas(type_: str) -> None:
-    """Scaled up where S2 is at least 2, else down, with one rounding."""
+    """Scaled up if S2 is at least 2, otherwise down, with one rounding."""
     form, lanes = FORMATS[type_], 512
     columns = operands((type_,) * 3, lanes, 6)
     rng = random.Random(2)
@@ -265,7 +265,7 @@ def test_div_fmas(type_: str) -> None:
             rng.getrandbits(form.width) & ~form.infinity | max(exponent - form.mantissa_bits - 2, 1) << form.mantissa_bits
         )
         columns[1][i] = form.one | rng.getrandbits(form.mantissa_bits)
-    for i in range(1, lanes, 8):  # in the middle of two denormal numbers when scaled back, but for a rest far below
+    for i in range(1, lanes, 8):  # nearly a tie of two denormals when scaled back
         kept = rng.randint(2, form.mantissa_bits - 2)
         power = 64 if type_ == "f32" else 128
         tie = Fraction(2 * rng.getrandbits(kept) + 1) * Fraction(2) ** (power - form.bias - form.mantissa_bits)
@@ -295,7 +295,8 @@ def test_div_fmas(type_: str) -> None:
 
 @pytest.mark.parametrize("type_", ["f16", "f32", "f64"])
 def test_div_fixup(type_: str) -> None:
-    """Special cases by sign and kind of denominator and numerator; far apart exponents; else the quotient with the right sign."""
+    """Special cases by sign and class of denominator and numerator; exponents far apart; otherwise the quotient with the right
+    sign."""
     form, lanes = FORMATS[type_], 640
     numerators, denominators = division_operands(type_, lanes, 3)
     given = operands((type_,), lanes, 4)[0]

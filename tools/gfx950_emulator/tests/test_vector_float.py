@@ -85,8 +85,8 @@ def choice_or_nan(form: Binary, largest: bool) -> Oracle:
 
 
 def median(form: Binary) -> Oracle:
-    """As in the ISA's pseudocode: what remains when the largest is taken away, first operands first, and v_max of that. Zeros of
-    both signs compare equal."""
+    """As in the ISA's pseudocode: v_max of the operands that remain after the first largest one is removed. Zeros of both signs
+    compare equal."""
     low, high, two = choice_of_three(form, False), choice_of_three(form, True), choice(form, True)
 
     def equal(a: int, b: int) -> bool:
@@ -198,7 +198,7 @@ def _cases() -> list[Case]:
 
 
 def exact_function(function: Callable[[float], float], form: Binary, flush: bool = False) -> Oracle:
-    """A function that the host's libm computes in float64, rounded to a format."""
+    """A function computed by the host's libm in float64 and rounded to a format."""
 
     def oracle(a: int) -> int | str:
         a = form.flush(a) if flush else a
@@ -244,7 +244,7 @@ def logarithm(x: float) -> float:
 
 
 def sine(x: float) -> float:
-    """Of revolutions; outside of 256 of them 0."""
+    """The sine of an angle in revolutions; 0 beyond 256 revolutions."""
     if math.isinf(x):
         return math.nan
     if abs(x) > 256:
@@ -264,7 +264,7 @@ def cosine(x: float) -> float:
     turns = x - round(x)
     if Fraction(turns) * 4 % 2 == 1:
         return 0.0
-    # near the zeros of the cosine through the sine of what is left, which keeps its digits
+    # near its zeros, the cosine is computed as the sine of the remainder, which keeps precision
     return math.sin(2 * math.pi * (0.25 - abs(turns)))
 
 
@@ -296,11 +296,11 @@ def test_definition(case: Case) -> None:
     check(case)
 
 
-# Fused multiply-add where rounding twice, or to the wrong precision, shows
+# Fused multiply-add with operands that reveal double rounding or a wrong precision
 
 
 def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
-    """a * b + c in the middle of two numbers but for a tiny rest, among them denormal results and cancellation."""
+    """Operands for which a * b + c is nearly a tie, including denormal results and cancellation."""
     columns: list[list[int]] = [[], [], []]
     digits, lowest = form.mantissa_bits, 1 - form.bias - form.mantissa_bits
     for lane in range(lanes):
@@ -308,9 +308,9 @@ def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
         a = form.one | rng.getrandbits(digits)
         b = form.one | rng.getrandbits(digits)
         product = form.value(a) * form.value(b)
-        if kind == 0:  # c is half a unit off the product's rounding
+        if kind == 0:  # c is half an ulp off the product's rounding
             c = form.round(-product + rng.choice((-1, 1)) * Fraction(2) ** -rng.randint(digits, 2 * digits))
-        elif kind == 1:  # the product is half a unit of c, and a bit more or less
+        elif kind == 1:  # the product is about half an ulp of c
             c = form.one + (rng.randint(digits // 2, digits + 2) << digits) | rng.getrandbits(digits)
             unit = Fraction(2) ** (form.exponent(c) - form.bias - digits - 1)
             b = form.round(unit / form.value(a))
@@ -319,7 +319,7 @@ def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
             a = form.round(form.value(a) * Fraction(2) ** ((1 - form.bias) // 2 - shift))
             b = form.round(form.value(b) * Fraction(2) ** ((1 - form.bias) // 2))
             c = form.round(rng.choice((-1, 1)) * Fraction(rng.getrandbits(digits)) * Fraction(2) ** lowest)
-        elif kind < 5:  # half a unit of c, but for a part in 2**(2 * digits): of a normal number, and of a denormal one
+        elif kind < 5:  # half an ulp of c except one part in 2**(2 * digits): c normal, and c denormal
             exponent = rng.randint(-3, 3) if kind == 3 else lowest
             c = form.round((rng.getrandbits(digits) | (1 << digits if kind == 3 else 0)) * Fraction(2) ** exponent)
             tiny = Fraction(2) ** -digits
@@ -371,7 +371,7 @@ def test_fma_with_a_literal(name: str, constant: str) -> None:
 )
 @pytest.mark.parametrize("limit", [False, True])
 def test_overflow_of_float16(line: str, limit: bool) -> None:
-    """With the bit set what overflows becomes the largest number; infinite sources stay infinite."""
+    """With the bit set, overflowing results become the largest number; infinite sources stay infinite."""
     name = line.split()[0]
     types = ("f16", "i16") if "ldexp" in name else ("f16",) * (3 if "fma" in name else 2)
     columns = operands(types, 128, 3)
@@ -416,7 +416,7 @@ def test_overflow_of_float16(line: str, limit: bool) -> None:
 )
 @pytest.mark.parametrize("second", ["v12", "s4"])
 def test_mixed_precision(name: str, tail: str, modifiers: tuple[str, ...], second: str) -> None:
-    """Sources by op_sel and op_sel_hi, float32 arithmetic rounded once, and one more rounding to float16."""
+    """Sources selected by op_sel and op_sel_hi, float32 arithmetic rounded once, and another rounding to float16."""
     upper = _bits_of(tail, "op_sel:")
     halves = _bits_of(tail, "op_sel_hi:")
     lanes = 192
@@ -490,7 +490,7 @@ def _narrowed(bits: int) -> int:
 
 
 def _clamped(form: Binary, bits: int | str) -> int:
-    """To [0, 1]; NaN becomes 0 (DX10_CLAMP)."""
+    """Clamps to [0, 1]; NaN becomes 0 (DX10_CLAMP)."""
     if bits == NAN or form.negative(int(bits)):
         return 0
     return min(int(bits), form.one)
@@ -540,7 +540,7 @@ def test_dot_products(name: str) -> None:
 @pytest.mark.parametrize("addend", [0, 0x00800000])
 @pytest.mark.parametrize("halves", [0x20002000, 0x2000, 0x20000000])
 def test_denormal_products_of_bfloat16_are_zeros(addend: int, halves: int) -> None:
-    """2**-64 * 2**-63 adds nothing, not even to the smallest normal number, or to another such product."""
+    """2**-64 * 2**-63 is flushed: it adds nothing, not even to the smallest normal number or to another such product."""
     for name in ("v_dot2c_f32_bf16 v0, v1, v2", "v_dot2_f32_bf16 v0, v1, v2, v0"):
         snippet = Snippet(name, v={0: addend, 1: 0x1F801F80, 2: halves}).run()
         assert snippet.v(0)[0] == addend
@@ -573,7 +573,7 @@ def _two_over_pi(bits: int) -> int:
 
 
 def test_trig_preop() -> None:
-    """53 bits of 2 / pi, from bit 53 * S1 on, and further on for numbers whose exponent is large."""
+    """53 bits of 2 / pi from bit 53 * S1 on; values with a large exponent start further on."""
     digits = _two_over_pi(1201)
     rng = random.Random(1)
     exponents = [rng.choice((0, 1, 1023, 1076, 1077, 1078, 1100, 1500, 1967, 1968, 2046)) for _ in range(128)]

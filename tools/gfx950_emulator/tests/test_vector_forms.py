@@ -1,8 +1,8 @@
-"""Forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, lanes that are off.
+"""Forms of vector instructions: modifiers, parts of registers, other lanes' registers, constants, scalars, inactive lanes.
 
-What every instruction computes is tested in the other ``test_vector_*`` files; here are the encodings that they share (CDNA4 ISA
-document, chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers), a text line of
-every form that compilers wrote, and that no instruction is without a test.
+The other ``test_vector_*`` files test what each instruction computes. This file tests their common encodings (CDNA4 ISA document,
+chapters "Vector ALU Operations", SDWA and DPP; LLVM's documentation of AMDGPU operands and modifiers), a text line of every form
+that compilers emit, and that every instruction has a test.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_no_instruction_lacks_a_test() -> None:
 
 
 def test_the_assembler_accepts_every_line() -> None:
-    """LLVM's assembler for gfx950: what is tested exists and is written as compilers write it."""
+    """LLVM's assembler for gfx950 accepts the tested lines, so they exist and are written as compilers write them."""
     lines = [line for case in CASES for line in case.lines] + lines_of_forms()
     assert len(lines) > 2000
     text = "\n".join(("\t.text", ".LBB0_1:", *lines)) + "\n"
@@ -101,7 +101,7 @@ def test_every_form_decodes() -> None:
 
 @pytest.mark.parametrize("lanes", ["all lanes", "some lanes"])
 def test_every_vector_form_runs(lanes: str) -> None:
-    """On random registers, one after the other; lanes that are off keep their registers."""
+    """Runs every form on random registers; inactive lanes keep their registers."""
     skipped = implemented("lane", "matrix", "control")
     lines = [line for line in lines_of_forms() if line.startswith("v_") and split_encoding(line.split()[0])[0] not in skipped]
     lines = [line for line in lines if not line.startswith(("v_mfma", "v_cmpx"))]
@@ -178,7 +178,7 @@ def test_signs_of_scalars_and_constants(operand: str) -> None:
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_clamp(name: str) -> None:
-    """To [0, 1]; NaN and -0 become 0 (DX10_CLAMP is set)."""
+    """Clamps to [0, 1]; NaN and -0 become 0 (DX10_CLAMP is set)."""
     type_, count, oracle = ARITHMETIC[name]
     form = FORMATS[type_]
     line, columns, v = arithmetic(name, ("", "-", "")[:count], "clamp", 4)
@@ -192,8 +192,8 @@ def test_clamp(name: str) -> None:
 @pytest.mark.parametrize(("tail", "factor"), [("mul:2", Fraction(2)), ("mul:4", Fraction(4)), ("div:2", Fraction(1, 2))])
 @pytest.mark.parametrize("applies", [False, True])
 def test_output_modifier(name: str, tail: str, factor: Fraction, applies: bool) -> None:
-    """Ignored while MODE.IEEE is set or denormal results are kept, as in every kernel that LLVM compiles for Triton. Where neither
-    is, it scales, and what is denormal then, or -0, becomes +0."""
+    """The output modifier is ignored if MODE.IEEE is set or denormal results are kept, as in every kernel that LLVM compiles for
+    Triton. Otherwise it scales, and denormal results and -0 become +0."""
     type_, count, oracle = ARITHMETIC[name]
     form = FORMATS[type_]
     line, columns, v = arithmetic(name, ("",) * count, tail, 5)
@@ -232,7 +232,7 @@ HALVES: dict[str, tuple[tuple[str, ...], str, Callable[..., int | str]]] = {
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("scalar", [False, True])
 def test_op_sel(name: str, scalar: bool) -> None:
-    """Which half each source is, and to which half the result goes; the other one is kept."""
+    """op_sel selects the half of each source, and the half that the result is written to; the other half is kept."""
     sources, result, oracle = HALVES[name]
     lanes = 64
     registers = [operands(("u32",), lanes, i)[0] for i in range(3)]
@@ -397,7 +397,7 @@ DPP: dict[str, tuple[str, int, Callable[..., int | str], str]] = {
 )
 @pytest.mark.parametrize("lanes", ["all lanes", "some lanes"])
 def test_dpp(text: str, control: str, masks: str, lanes: str) -> None:
-    """A lane without a source is not written, or (bound_ctrl) its source is 0; a lane that is off is no source."""
+    """A lane without a source is not written, or (bound_ctrl) its source is 0; an inactive lane is no source."""
     type_, count, oracle, kind = DPP[text]
     rng = random.Random(len(control))
     width = int(type_[1:])
@@ -560,7 +560,7 @@ def test_uniform_operands_in_every_kind_of_instruction() -> None:
         assert snippet.v(index).tolist() == [value] * 128, index
 
 
-# What is refused
+# Rejected instructions
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ CASES = [
     Case("v_bfm_b32", U, (U, U), lambda a, b: ((1 << (a & 31)) - 1) << (b & 31)),
     Case("v_ashr_pk_i8_i32", "u16", (I, I, U), shifted_and_packed(-128, 127), keeps=True),
     Case("v_ashr_pk_u8_i32", "u16", (I, I, U), shifted_and_packed(0, 255), keeps=True),
-    # Sums and products
+    # Addition and multiplication
     Case("v_add_u32", U, (U, U), lambda a, b: a + b, "_e32"),
     Case("v_sub_u32", U, (U, U), lambda a, b: a - b, "_e32"),
     Case("v_subrev_u32", U, (U, U), lambda a, b: b - a, "_e32"),
@@ -162,7 +162,7 @@ CASES = [
     Case("v_ffbh_u32", I, (U,), lambda a: first_one(a, range(31, -1, -1)), "_e32"),
     Case("v_ffbl_b32", I, (U,), lambda a: first_one(a, range(32)), "_e32"),
     Case("v_ffbh_i32", I, (I,), first_sign_change, "_e32"),
-    # Sums of differences and of products
+    # Sums of absolute differences and dot products
     Case("v_sad_u8", U, (U, U, U), sum_of_differences(8)),
     Case("v_sad_u16", U, (U, U, U), sum_of_differences(16)),
     Case("v_sad_u32", U, (U, U, U), sum_of_differences(32)),
@@ -330,7 +330,7 @@ def test_carries_of_parts_and_of_other_lanes(line: str) -> None:
 @pytest.mark.parametrize("name", sorted(WIDE))
 @pytest.mark.parametrize("sources", ["v8, v12, v[16:17]", "v8, s4, v[16:17]", "s4, v12, 0", "v8, 17, s[6:7]", "v8, v12, -5"])
 def test_products_added_in_64_bits(name: str, sources: str) -> None:
-    """The second destination is bit 64 of the sum: of 65 bits, signed or not."""
+    """The second destination is bit 64 of the 65-bit sum, signed or unsigned."""
     lanes = 192
     narrow, wide = ("i32", "i64") if name == "v_mad_i64_i32" else ("u32", "u64")
     a, b, c = operands((narrow, narrow, wide), lanes, len(sources))
@@ -360,7 +360,7 @@ FLIPPED = {"": lambda x: x, "-": lambda x: x ^ 0x80000000, "|": lambda x: x & 0x
 @pytest.mark.parametrize("first", ["v8", "-v8", "|v8|", "-|v8|", "s4", "1.0", "-7"])
 @pytest.mark.parametrize("second", ["v12", "-v12", "|v12|", "0"])
 def test_cndmask(first: str, second: str) -> None:
-    """S1 where the lane's bit is set; modifiers change the sign bit, whatever the bits mean."""
+    """S1 if the lane's bit is set; modifiers change the sign bit, whatever the operand's type."""
     a, b = operands((U, U), 128, 4)
     rng = random.Random(5)
     on, choice = ([rng.random() < 0.6 for _ in range(128)] for _ in range(2))

@@ -35,7 +35,7 @@ def choice_or_nan(largest: bool) -> Callable[..., int | str]:
     return oracle
 
 
-# Of halves: type, number of sources, and what one half's result is
+# Operations on halves: type, number of sources, and the result of one half
 HALVES: dict[str, tuple[str, int, Callable[..., int | str]]] = {
     "v_pk_add_f16": ("f16", 2, lambda a, b: add(F16, a, b)),
     "v_pk_mul_f16": ("f16", 2, lambda a, b: multiply(F16, a, b)),
@@ -78,7 +78,7 @@ SELECTIONS = [
 
 
 def modifiers(values: tuple[tuple[int, ...], ...], count: int) -> tuple[str, list[tuple[int, ...]]]:
-    """As text, without those that LLVM leaves out, and for so many sources."""
+    """The modifiers as text, without those that LLVM omits, and as values for ``count`` sources."""
     full = [(*v, v[0])[:count] for v in values]
     defaults = [(0,) * count, (1,) * count, (0,) * count, (0,) * count]
     names = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
@@ -152,7 +152,7 @@ def test_clamp_limits_integers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["v_pk_add_f16", "v_pk_mul_f16", "v_pk_fma_f16", "v_pk_max_f16", "v_pk_add_f32", "v_pk_fma_f32"])
 def test_clamp_of_floats(name: str) -> None:
-    """To [0, 1], and NaN to 0."""
+    """Clamps to [0, 1]; NaN becomes 0."""
     narrow = name in HALVES
     count, oracle = HALVES[name][1:] if narrow else PAIRS[name]
     form = F16 if narrow else F32
@@ -175,7 +175,7 @@ def two_registers(lanes: int, seed: int) -> list[int]:
     return [a | b << 32 for a, b in zip(low, high, strict=True)]
 
 
-# An inline constant is 32 bits: an integer's sign fills them, a float16 stands in the lower half with zeros above.
+# An inline constant is 32 bits: an integer is sign-extended, a float16 is in the lower half with zeros above.
 CONSTANTS = {"1.0": 0x3C00, "-4.0": 0xC400, "0.5": 0x3800, "5": 5, "-3": 0xFFFFFFFD, "64": 64}
 
 
@@ -211,7 +211,7 @@ def test_negated_constant() -> None:
 @pytest.mark.parametrize("limit", [False, True])
 @pytest.mark.parametrize("name", ["v_pk_add_f16", "v_pk_mul_f16", "v_pk_fma_f16", "v_pk_fmac_f16"])
 def test_overflow_of_halves(name: str, limit: bool) -> None:
-    """With MODE.FP16_OVFL what overflows is the largest number, and an infinite source stays infinite."""
+    """With MODE.FP16_OVFL overflowing results become the largest number, and infinite sources stay infinite."""
     text = {"v_pk_fma_f16": "v0, v1, v2, v0", "v_pk_fmac_f16": "v0, v1, v2"}.get(name, "v0, v1, v2")
     mode = f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), {int(limit)}\n"
     snippet = Snippet(f"{mode}{name} {text}", v={0: 0, 1: 0x7BFFFBFF, 2: 0x7C007BFF}).run()
@@ -285,7 +285,7 @@ def test_the_upper_half_of_a_constant_is_refused() -> None:
 @pytest.mark.parametrize("op_sel", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("operands_", ["v[2:3], v[4:5]", "v[2:3], v[0:1]", "v[0:1], v[0:1]", "s[4:5], v[0:1]", "v[4:5], s[4:5]"])
 def test_move_of_pairs(op_sel: tuple[int, int], operands_: str) -> None:
-    """The lower result from the first source, the upper one from the second, of which either may be the destination."""
+    """The lower result comes from the first source, the upper one from the second; either may be the destination."""
     rng = random.Random(1)
     before = {i: [rng.getrandbits(32) for _ in range(64)] for i in range(6)}
     scalar = [0x11111111, 0xFF800001]

@@ -1,4 +1,4 @@
-"""Memory instructions as a walk over lanes and bytes: what a lane loads, what it stores, and lanes to try it with."""
+"""A byte-wise reference for memory instructions: each lane's loads and stores, and test lanes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gfx950_emulator.snippet import Snippet
 
 from .isa import MASK32, MASK64, WAVE, bits_of, random_lanes
 
-# Bytes, whether the value is signed, and which bits of the register it takes: all of it, or one half (the other is kept).
+# Bytes, whether the value is signed, and the register bits that it occupies: all, or one half (the other is kept).
 Load = tuple[int, bool, str]
 # Bytes, and the first bit of the register that is stored.
 Store = tuple[int, int]
@@ -38,13 +38,13 @@ def stored(kind: Store, registers: list[int]) -> bytes:
 
 
 def span(first: int, size: int, file: str = "v") -> str:
-    """As many registers as hold ``size`` bytes, as the assembler writes them."""
+    """The registers that hold ``size`` bytes, in assembler syntax."""
     count = max(1, size // 4)
     return f"{file}{first}" if count == 1 else f"{file}[{first}:{first + count - 1}]"
 
 
 class Case:
-    """Lanes with offsets into 4 KiB of memory, and registers v8 to v11 with what is stored, or was there before a load."""
+    """Lanes with offsets into 4 KiB of memory, and registers v8 to v11 with the data to store, or the old values before a load."""
 
     def __init__(self, seed: int, waves: int = 1, exec_mask: int = MASK64) -> None:
         rng = np.random.default_rng(seed)
@@ -56,7 +56,7 @@ class Case:
         self.data = {i: random_lanes(rng, waves) for i in range(8, 12)}
         self.on = np.tile(bits_of(exec_mask), waves)
         self.exec = exec_mask
-        # Distinct places of 16 bytes each, in random order
+        # Distinct slots of 16 bytes each, in random order
         self.offsets = (rng.permutation(240)[: self.lanes] * 16 + 64).astype(np.uint32)
 
     def run(self, text: str, v: dict | None = None, s: dict | None = None, **more) -> Snippet:
@@ -65,7 +65,7 @@ class Case:
         return Snippet(text, v=vectors, s=state, waves=self.waves, arrays=[self.memory], registers=12, **more).run()
 
     def check_load(self, s: Snippet, kind: Load, data_of: Callable[[int], bytes]) -> None:
-        """``data_of`` a lane is what it loads; lanes that are off keep their registers."""
+        """``data_of(lane)`` is the data that a lane loads; inactive lanes keep their registers."""
         words = max(1, kind[0] // 4)
         for lane in range(self.lanes):
             old = [int(self.data[8 + i][lane]) for i in range(words)]
@@ -74,7 +74,7 @@ class Case:
         assert bytes(self.memory) == self.before
 
     def check_store(self, kind: Store, place_of: Callable[[int], tuple[int, int]]) -> None:
-        """``place_of`` a lane is where in memory it stores, and how many bytes of it are inside."""
+        """``place_of(lane)`` is a lane's store offset in memory, and the number of its bytes that are in bounds."""
         expected = bytearray(self.before)
         for lane in range(self.lanes):
             if self.on[lane]:

@@ -1,15 +1,15 @@
-"""This runtime and vLLM on one GPU, one after the other: the same weights, prompts and lengths, greedy tokens.
+"""Measures this runtime and vLLM on one GPU, one after the other: the same weights, prompts and lengths, greedy tokens.
 
     python tools/gpt_oss/benchmarks/beside_vllm.py --output beside_vllm.json
-    python tools/gpt_oss/benchmarks/beside_vllm.py --vllm-path /tmp/vllm_site    # vLLM lies in a folder of its own
+    python tools/gpt_oss/benchmarks/beside_vllm.py --vllm-path /tmp/vllm_site    # vLLM is in a separate folder
 
-Each of them runs in a process of its own. vLLM gets the tensors of `gpt_oss.RandomTensors` through its own loader of GPT-OSS
-checkpoints, under the names of the released files, so that it arranges and runs them as it would real ones. Its settings are its
-defaults, but for prefix caching, which would skip the prompts that are run again, and for the sizes of its CUDA graphs, which are
-those that are measured.
+Each runs in its own process. vLLM receives the tensors of `gpt_oss.RandomTensors` through its own loader of GPT-OSS checkpoints,
+under the names of the released files, so it handles them like real weights. vLLM's settings are its defaults with two exceptions:
+prefix caching is off, because it would skip repeated prompts, and CUDA graphs have the measured batch sizes.
 
-A decode step of vLLM is the difference of two runs of the same prompts, which generate a few tokens and many, over the tokens
-between; one of ours is what a caller of the engine waits (see `gpt_oss.benchmark`). A prefill is a run that generates one token.
+The time of a vLLM decode step is the difference between two runs of the same prompts, with few and with many generated tokens,
+divided by the number of additional tokens. The time of our decode step is the time that a caller of the engine waits (see
+`gpt_oss.benchmark`). A prefill is a run that generates one token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 FEW, MANY = 8, 136  # tokens generated
 LOAD_FORMAT = "gpt_oss_random"
-# Of vLLM's processes, where nobody has said otherwise: one GPU has nobody to talk to, and nothing is fetched.
+# Default environment of vLLM's processes: a single GPU needs no communication, and nothing is downloaded.
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -56,7 +56,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM, put in front of its process's PYTHONPATH")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that runs vLLM")
     parser.add_argument("--memory", type=float, default=0.9, help="part of the GPU's memory that vLLM may take")
-    parser.add_argument("--only-vllm", help=argparse.SUPPRESS)  # a process of this program: what serves the experts
+    parser.add_argument("--only-vllm", help=argparse.SUPPRESS)  # for a child process of this script: vLLM's experts backend
     return parser.parse_args(given)
 
 
@@ -76,11 +76,11 @@ def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]
     return prompts
 
 
-# -- vLLM, in a process of its own ------------------------------------------------------------------------------------------------
+# -- vLLM, in its own process ---------------------------------------------------------------------------------------------------
 
 
 def register_loader() -> None:
-    """Gives vLLM a load format that reads `RandomTensors` where others read files. Each of vLLM's processes calls this; see
+    """Registers a load format with vLLM that reads `RandomTensors` instead of files. Each of vLLM's processes calls this; see
     `entry_point`."""
     import torch
     from vllm.model_executor.model_loader import register_model_loader
@@ -89,14 +89,14 @@ def register_loader() -> None:
     from gpt_oss import Config, RandomTensors
 
     if find_spec("quack") is None:
-        # Where vLLM 0.26 finds CuteDSL, it compiles router products of other models as it starts, and fails if QuACK is missing.
+        # If CuteDSL is installed, vLLM 0.26 compiles router GEMMs of other models at start-up, and fails if QuACK is missing.
         from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
 
         ll_bf16._cutedsl_available = False
 
     class RandomLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Does nothing, because there is nothing to download."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             settings = self.load_config.model_loader_extra_config
@@ -109,7 +109,7 @@ def register_loader() -> None:
 
 
 def configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """The ``config.json`` of the model that both run, in the words of the released files."""
+    """The ``config.json`` of the model that both run, in the format of the released files."""
     from gpt_oss.benchmark import Workload
 
     config = Workload(options.preset, options.layers, batches=(), contexts=(), prefills=()).config
@@ -127,7 +127,7 @@ def longest_of(options: argparse.Namespace) -> int:
 
 
 def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measures vLLM with one kind of experts."""
+    """Measures vLLM with one experts backend."""
     import vllm
 
     config = configuration(options)
@@ -164,7 +164,7 @@ def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     decode, prefill = [], []
     for batch in options.batches:
         prompts = prompts_of(batch, options.context, vocab, options.seed)
-        for tokens in (FEW, MANY, FEW, MANY):  # vLLM compiles kernels as it first needs them, for some seconds
+        for tokens in (FEW, MANY, FEW, MANY):  # vLLM compiles kernels on first use, which takes some seconds
             seconds_of(prompts, tokens)
         few, many = repeated(prompts, FEW), repeated(prompts, MANY)
         step = (statistics.median(many) - statistics.median(few)) / (MANY - FEW)
@@ -179,11 +179,11 @@ def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"vllm": vllm.__version__, "ready_s": ready, "decode": decode, "prefill": prefill}
 
 
-# -- both -------------------------------------------------------------------------------------------------------------------------
+# -- both -----------------------------------------------------------------------------------------------------------------------
 
 
 def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measures this runtime, by its own benchmark."""
+    """Measures this runtime with its own benchmark."""
     result = folder / "ours.json"
     sizes = {
         "--preset": options.preset,
@@ -207,7 +207,7 @@ def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def entry_point(folder: Path) -> Path:
-    """A folder for PYTHONPATH in which vLLM finds `register_loader` as a plugin, as if this program were installed."""
+    """A folder for PYTHONPATH in which vLLM finds `register_loader` as a plugin, as if this script were installed."""
     made = folder / "plugin" / f"{LOAD_FORMAT}-0.dist-info"
     made.mkdir(parents=True, exist_ok=True)
     (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {LOAD_FORMAT}\nVersion: 0\n")
@@ -216,12 +216,12 @@ def entry_point(folder: Path) -> Path:
 
 
 def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Sequence[str]) -> dict[str, Any]:
-    """Measures vLLM in a process of its own. If that fails, the result says how."""
+    """Measures vLLM in its own process. If the process fails, the result has the error."""
     result = folder / f"{experts}.json"
     own = [] if options.vllm_path is None else [str(options.vllm_path)]
     paths = [*own, str(entry_point(folder)), str(Path(__file__).resolve().parent), *sys.path[1:]]
     command = [options.vllm_python, __file__, *given, "--only-vllm", experts, "--output", str(result)]
-    # No other plugin: it is vLLM as it comes that is measured.
+    # No other plugin, to measure unmodified vLLM.
     environment = {**_ENVIRONMENT, **os.environ, "VLLM_PLUGINS": LOAD_FORMAT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode or not result.exists():
@@ -231,7 +231,7 @@ def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Se
 
 
 def table_of(result: dict[str, Any]) -> list[str]:
-    """Lines that show ours beside vLLM, and vLLM's time over ours."""
+    """Table lines that compare our times with vLLM's, with the ratio vLLM / ours."""
     theirs = {experts: found for experts, found in result["vllm"].items() if "error" not in found}
     lines = [f"{'':22}{'ours':>10}" + "".join(f"{'vLLM, ' + experts:>18}{'over ours':>11}" for experts in theirs)]
     ours = result["ours"]["variants"]["optimised"]
@@ -261,7 +261,7 @@ def main(given: Sequence[str] | None = None) -> None:
         for experts in ("", *options.experts.split(",")):
             if experts:
                 result["vllm"][experts] = run_child(options, experts, folder, given)
-            # Now and not at the end, so that what has been measured is kept whatever becomes of the rest.
+            # Written now and not at the end, so that results are kept if a later measurement fails.
             options.output.write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(table_of(result)))
 

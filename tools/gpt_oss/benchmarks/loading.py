@@ -1,10 +1,10 @@
-"""How long a checkpoint takes to load, beside how long its bytes take to read.
+"""Measures the time to load a checkpoint, compared with the time to read its bytes.
 
     python tools/gpt_oss/benchmarks/loading.py --layers 2 --output loading.json
 
-A checkpoint of random weights, in the layout of the released ones, is written to a folder. Then its files are read from beginning
-to end, and a model is loaded from them, in turn, each time after their pages have been dropped from the system's cache (``--warm``
-leaves them there). A system need not drop pages that it is asked to; gigabytes a second show where it did not.
+A checkpoint of random weights, in the layout of the released ones, is written to a folder. Then its files are read sequentially,
+and a model is loaded from them, alternately, each time after their pages were dropped from the system's page cache (``--warm``
+keeps them). The system may ignore the request to drop pages; the measured gigabytes per second show this.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from gpt_oss import Checkpoint, GptOss, RandomTensors, save_checkpoint
 from gpt_oss.benchmark import Workload
 from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
-_PIECE = 16 << 20  # bytes that are read at a time
+_PIECE = 16 << 20  # bytes per read
 
 
 def drop(folder: Path) -> None:
-    """Asks the system to forget what it has read of the files."""
+    """Asks the system to drop the files from its page cache."""
     for file in folder.glob("*.safetensors"):
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -44,7 +44,7 @@ def drop(folder: Path) -> None:
 
 
 def read(folder: Path) -> int:
-    """Reads the files from beginning to end, and returns how many bytes they have."""
+    """Reads the files sequentially, and returns their total bytes."""
     held = bytearray(_PIECE)
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if work is None:
                 del model
                 gc.collect()
-    # The first loading compiles, and makes the device's context.
+    # The first loading compiles kernels, and creates the device's context.
     return {"bytes": size, "reading_s": reading[1:], "loading_s": loading[1:], "first_s": loading[0]}
 
 

@@ -1,11 +1,11 @@
-"""Decode steps and prefills of a model whose layers several GPUs share, with random weights.
+"""Measures decode steps and prefills of a tensor-parallel or expert-parallel model with random weights.
 
     torchrun --nproc-per-node 2 tools/gpt_oss/benchmarks/parallel.py --output h200_parallel.json
 
-``--experts`` says what of the experts a rank has: a part of each, or some of them whole. A step is timed as a caller of each rank's
-engine sees it, and beside it the same pass replayed on the device, without an engine around it. What counts is the slowest rank.
-All ranks must have chosen the same tokens. With ``--check`` the first layers are also run whole, on each GPU, and distributions of
-next tokens are compared. On a CPU the ranks are processes of gloo, and passes are launched from Python.
+``--experts`` selects a rank's experts: a slice of each, or some whole ones. A step is timed as a caller of each rank's engine sees
+it, and the same pass is also replayed on the device without an engine. The slowest rank counts. All ranks must have selected the
+same tokens. With ``--check`` the first layers are also run unsharded on each GPU, and next-token distributions are compared. On a
+CPU the ranks are gloo processes, and passes are launched from Python.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
 _WARM_STEPS = 4
-_REPLAYS = 30  # of the bare pass; each is a position further, too
+_REPLAYS = 30  # replays of the bare pass; each advances the position by one
 _PAGE = 64
 
 
@@ -93,7 +93,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """Markdown."""
+    """The report as a Markdown table."""
     lines = ["| ranks | batch | context | ms a step | ms bare | tokens/s |", "|--:|--:|--:|--:|--:|--:|"]
     for row in report["decode"]:
         times = f"{row['milliseconds_a_step']:.3f} | {row['milliseconds_bare']:.3f} | {row['tokens_per_second']:.0f}"
@@ -106,7 +106,7 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The report, which is written after each of its parts."""
+    """The report, which is written after each measurement."""
     group = ProcessGroup.with_peer_memory()
     config = preset(options.preset) if options.layers is None else preset(options.preset).with_layers(options.layers)
     said = {name: getattr(options, name) for name in ("preset", "experts", "context", "steps", "seed", "bias")}
@@ -151,7 +151,7 @@ def _write(report: dict[str, Any], options: argparse.Namespace, group: ProcessGr
 
 
 def _length(options: argparse.Namespace) -> int:
-    """Positions that a sequence passes through; sequences that are done with their prompts decode while others are not."""
+    """The final length of a sequence; sequences with a finished prompt decode while the prompts of others are prefilled."""
     passes = -(-max(options.batches) * options.context // options.prefill_tokens)
     return int(options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8)
 
@@ -174,9 +174,10 @@ def _prompts(config: Config, batch: int, tokens: int, seed: int) -> list[list[in
 
 
 def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """How far logits of the shared layers are from those of the same layers on one GPU, for prompts and for a token behind each.
+    """Compares logits of the sharded layers with those of the same layers on one GPU, for prompts and for one further token each.
 
-    Beside it, how far those are that the core's own kernels give on one GPU: roundings alone make tokens choose other experts.
+    For scale, the single-GPU logits are also compared with those of the core's own kernels: rounding alone changes the selected
+    experts.
     """
     prompts = _prompts(config, 3, 41, options.seed)
 
@@ -199,7 +200,7 @@ def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, dev
 
 
 def _prefill(model: SharedGptOss, batch: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A pass over whole prompts, from the requests to the first token of each."""
+    """Measures a pass over whole prompts, from the requests to the first token of each."""
     cache = PagedKVCache(model.config, batch * -(-tokens // _PAGE), _PAGE, torch.bfloat16, model.device)
     engine = Engine(model, cache, batch * tokens, batch, "eager")
     requests = [Request(prompt, 1) for prompt in _prompts(model.config, batch, tokens, options.seed)]
@@ -215,13 +216,13 @@ def _prefill(model: SharedGptOss, batch: int, tokens: int, options: argparse.Nam
 
 
 def _decode(model: SharedGptOss, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of an engine in which a whole batch decodes."""
+    """Measures an engine's steps in which a whole batch decodes."""
     cuda, length = model.device.type == "cuda", _length(options)
     cache = PagedKVCache(model.config, batch * -(-length // _PAGE), _PAGE, torch.bfloat16, model.device)
     decode = "graphs" if cuda else "static"
     engine = Engine(model, cache, min(options.prefill_tokens, batch * options.context), batch, decode, decode_sizes=(batch,))
     for index, prompt in enumerate(_prompts(model.config, batch, options.context, options.seed)):
-        # More tokens than are waited for, so that the passes that are replayed have pages of their own.
+        # Request more tokens than are timed, so that the replayed passes have valid pages.
         engine.add(Request(prompt, length - options.context, Sampling(1.0, seed=options.seed + index)))
     chosen: list[Any] = []
     before = engine.steps[Phase.DECODE]
@@ -249,7 +250,7 @@ def _decode(model: SharedGptOss, batch: int, options: argparse.Namespace) -> dic
 
 
 def _bare(engine: Engine, batch: int) -> float:
-    """Milliseconds of a pass that is launched again and again: on a GPU replayed, and timed by the device's own clock."""
+    """Milliseconds of a bare pass, launched repeatedly: replayed on a GPU, and timed with device events."""
     decoder, device = engine.decoder, engine.model.device
     assert decoder is not None
     decoder.replay(batch, sampled=True)
@@ -270,7 +271,8 @@ def _bare(engine: Engine, batch: int) -> float:
 
 
 def _left_out(engine: Engine, batch: int) -> dict[str, Any]:
-    """The model's pass, without the choice of tokens, and what it takes less without each of its kernels; of the slowest rank."""
+    """The time of the model's pass without sampling, and how much shorter it is without each of its kernels; for the slowest
+    rank."""
     decoder = engine.decoder
     assert decoder is not None
     with torch.no_grad():

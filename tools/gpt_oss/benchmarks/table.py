@@ -1,11 +1,11 @@
-"""The tables of the README, from the results beside this file.
+"""Generates the tables of the README from the results beside this file.
 
     python tools/gpt_oss/benchmarks/table.py            # prints them
-    python tools/gpt_oss/benchmarks/table.py --write    # puts them into the README
+    python tools/gpt_oss/benchmarks/table.py --write    # writes them into the README
 
 ``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_variants.json`` and ``h200_fp8_activations.json`` are results of
 ``python -m gpt_oss benchmark``;
-``beside_vllm.json`` is one of `beside_vllm.py`. A result that is not there is left out.
+``beside_vllm.json`` is a result of `beside_vllm.py`. Missing results are omitted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
 
-# Bars of GPT-OSS-120B on one H200: milliseconds of a decode step by batch and context, and tokens a second of a prefill
-# by prompts and tokens.
+# Target values (bars) for GPT-OSS-120B on one H200: milliseconds per decode step by batch and context, and tokens per second of a
+# prefill by prompts and tokens.
 STEP_BARS = {(1, 1024): 1.75, (4, 1024): 3.1, (16, 1024): 7.4, (64, 1024): 12.3, (256, 1024): 22.0, (1, 32768): 2.2}
 PREFILL_BARS = {(1, 1024): 1024 / 0.020, (8, 1024): 58e3, (4, 8192): 58e3}
 
@@ -35,7 +35,7 @@ def _results(*names: str) -> Iterator[dict[str, Any]]:
 
 
 def made_on(result: dict[str, Any]) -> list[str]:
-    """What a result was measured on, and by which command."""
+    """The device and the command of a result."""
     metadata = result["metadata"]
     versions = [f"torch {metadata['torch']}", f"Triton {metadata['triton']}", f"commit {metadata['git_commit'][:12]}"]
     driver = [f"driver {metadata['driver']}"] if metadata.get("driver") else []
@@ -43,7 +43,7 @@ def made_on(result: dict[str, Any]) -> list[str]:
 
 
 def decode(results: list[dict[str, Any]]) -> list[str]:
-    """One line a batch and context of the first variant."""
+    """One line per batch and context of the first variant."""
     lines = [
         "| batch | context | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
         "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -60,12 +60,12 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-# Families of operators, and what their kernels do in this model.
+# Families of operators, and their roles in this model.
 FAMILIES = {"moe": "experts, routing", "gemm": "products", "attention": "attention", "norm": "norms", "embedding": "rotation"}
 
 
 def operators(results: list[dict[str, Any]]) -> list[str]:
-    """One line a pass of the first variant: what each family's calls take by themselves, and what the device needs for them."""
+    """One line per pass of the first variant: the isolated time of each family's calls, and their roofline time."""
     lines = [
         "| pass | bare | " + " | ".join(f"{what}: µs, floor" for what in FAMILIES.values()) + " | all |",
         "|---|" + "--:|" * (len(FAMILIES) + 2),
@@ -91,7 +91,7 @@ def _time_and_floor(family: dict[str, Any]) -> str:
 
 
 def prefill(results: list[dict[str, Any]]) -> list[str]:
-    """One line a prefill and variant."""
+    """One line per prefill and variant."""
     lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
     for result in results:
         for variant, measured in result["variants"].items():
@@ -105,7 +105,7 @@ def prefill(results: list[dict[str, Any]]) -> list[str]:
 
 
 def variants(result: dict[str, Any]) -> list[str]:
-    """One line a variant: its steps, and how far its distributions are from the first's."""
+    """One line per variant: its steps, and the divergence of its distributions from the first variant's."""
     first = next(iter(result["variants"]))
     steps = [(row["batch"], row["context"]) for row in result["variants"][first]["decode"]]
     heading = "".join(f" {batch} x {context}, ms |" for batch, context in steps)
@@ -115,10 +115,10 @@ def variants(result: dict[str, Any]) -> list[str]:
     ]
     for name, measured in result["variants"].items():
         milliseconds = {(row["batch"], row["context"]): f"{row['milliseconds_a_step']:.3f}" for row in measured["decode"]}
-        times = "".join(f" {milliseconds.get(step, '')} |" for step in steps)  # none where a run was cut off
+        times = "".join(f" {milliseconds.get(step, '')} |" for step in steps)  # empty if a run was cut off
         found = measured["divergence"]
         whose = "itself, in shorter pieces" if name == first else first
-        forced = found.get("mean_kl_with_the_same_experts")  # older results have none, and no such row of the first variant
+        forced = found.get("mean_kl_with_the_same_experts")  # missing in older results
         apart = f"{whose} | {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {'' if forced is None else f'{forced:.2g}'}"
         if forced is not None or name != first:
             lines.append(f"| {name} |{times} {apart} | {found['same_most_likely']:.1%} |")
@@ -128,7 +128,7 @@ def variants(result: dict[str, Any]) -> list[str]:
 
 
 def beside_vllm(result: dict[str, Any]) -> list[str]:
-    """Ours beside vLLM, one line a step and a prefill."""
+    """Our times compared with vLLM's, one line per decode step and prefill."""
     theirs = {experts: found for experts, found in result["vllm"].items() if "error" not in found}
     ours = result["ours"]["variants"]["optimised"]
     version = next(iter(theirs.values()))["vllm"] if theirs else ""
@@ -154,13 +154,13 @@ def beside_vllm(result: dict[str, Any]) -> list[str]:
 
 
 def _is_steady(seconds: Sequence[float]) -> bool:
-    """Whether another run took about as long as the median one: if not, the median counts what vLLM compiled in the midst of it."""
+    """Whether another run took about as long as the median one. If not, the median includes compilation by vLLM."""
     middle = statistics.median(seconds) if seconds else 0.0
     return not seconds or sum(abs(each - middle) <= 0.1 * middle for each in seconds) > 1
 
 
 def section() -> str:
-    """What stands in the README between its marks."""
+    """The README's text between the markers."""
     lines: list[str] = []
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """The matrices are so small that threads do not help, and they cost much when other processes need the cores."""
+    """One thread: the matrices are too small for threads, which would slow down other processes on the same cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

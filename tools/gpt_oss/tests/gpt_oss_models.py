@@ -1,4 +1,4 @@
-"""What the tests share: small random models, the same in transformers, and an engine's state."""
+"""Shared by the tests: small random models, the same models in transformers, and an engine's state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpt_oss.engine import Engine
 from gpt_oss.fields import dtype_name
 from gpt_oss.loader import RandomTensors
 
-# How an engine runs passes: all alike, decode passes in buffers that stay where they are, and either of them a pass ahead.
+# The modes of an engine: eager, decode passes in static buffers, and both with the device one pass ahead.
 MODES: dict[str, dict[str, Any]] = {
     "eager": {},
     "static": {"decode": "static"},
@@ -25,7 +25,7 @@ YARN = RopeConfig(kind="yarn", factor=4.0, original_max_positions=16, truncate=F
 
 
 def make_config(**changes: Any) -> Config:
-    """A dense configuration of two layers and a window of 6, with changes."""
+    """A dense configuration of two layers and a window of 6, with the given changes."""
     values: dict[str, Any] = {
         "vocab_size": 97,
         "hidden_size": 32,
@@ -44,7 +44,7 @@ def make_config(**changes: Any) -> Config:
 
 @dataclass(frozen=True)
 class TensorDict:
-    """A source of tensors that are in memory already."""
+    """A source of tensors in memory."""
 
     tensors: Mapping[str, Tensor]
 
@@ -80,6 +80,6 @@ def peer(config: Config, source: TensorDict, dtype: torch.dtype = torch.float32)
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
-    """Everything that a call of an engine may change, copied, so that it can be compared before and after the call."""
+    """A copy of all state that a call of an engine may change, for comparison before and after the call."""
     attributes = {name: value.copy() if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
     return {**attributes, "allocator": repr(vars(engine.cache.allocator))}

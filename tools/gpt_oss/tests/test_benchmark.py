@@ -1,4 +1,4 @@
-"""The benchmark: what it measures, and what it says of options that are wrong."""
+"""The benchmark: its measurements, and its errors for invalid options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_measures_what_it_says(result: dict[str, Any]) -> None:
 
 
 def test_the_floor_counts_what_a_step_reads(result: dict[str, Any]) -> None:
-    """Worked out by hand for one sequence, of which every token chooses 4 of 8 experts."""
+    """Computed by hand for one sequence, whose tokens select 4 of 8 experts."""
     config = preset("tiny").with_layers(3)
     hidden, inner, heads, kv_heads, head_dim, vocab = 128, 96, 8, 2, 32, 258
     qkv = (heads + 2 * kv_heads) * head_dim
@@ -73,7 +73,7 @@ def test_families_of_operators_share_the_time(result: dict[str, Any]) -> None:
         families = {each["family"]: each for each in row["families"]}
         assert families.keys() == {"moe", "attention", "norm", "gemm", "embedding"}
         assert sum(each["share_of_time"] for each in row["families"]) == pytest.approx(1)
-        # In each of three layers a product for q, k and v, one back, the router's, and a choice of experts; one product at the end.
+        # In each of three layers a qkv GEMM, an output GEMM, the router's GEMM, and the top-k; one GEMM at the end.
         assert families["gemm"]["calls"] == 3 * 3 + 1
         assert families["moe"]["calls"] == 3 * 2
         assert families["attention"]["calls"] == families["embedding"]["calls"] == 3
@@ -108,7 +108,7 @@ def test_a_result_is_a_report_of_kernels(result: dict[str, Any], tmp_path: Path)
 
 
 def test_a_floor_is_the_larger_of_reading_and_multiplying() -> None:
-    """Two products at a made-up roofline: one is bound by its bytes, the other by its operations."""
+    """Two GEMMs at a made-up roofline: one is memory-bound, the other compute-bound."""
     few, many, weight = torch.ones(1, 64), torch.ones(512, 64), torch.ones(64, 64)
     roofline = Roofline(copy_gb_per_s=1.0, read_gb_per_s=2.0, tflops={"float32": 0.001})
 
@@ -241,7 +241,7 @@ def test_impossible_workloads(name: str) -> None:
 
 @pytest.fixture
 def vendors_kernel() -> Iterator[str]:
-    """A kernel of somebody else's package, preferred to all others."""
+    """A kernel of a vendor's package with the highest priority."""
 
     def kernel(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
         return x

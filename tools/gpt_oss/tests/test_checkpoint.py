@@ -1,4 +1,4 @@
-"""A checkpoint in the layout of the released ones, from its folder to text: it gives what transformers gives."""
+"""A checkpoint in the released layout, from its folder to text: the result equals that of transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROMPTS = ("hello there world", "is a", "world " * 20)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards with MXFP4 experts in bfloat16, a tokenizer with a chat template, and what ends a text."""
+    """Two shards in bf16 with MXFP4 experts, a tokenizer with a chat template, and stop tokens."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -75,7 +75,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(directory: Path) -> Any:
-    """transformers' model of the folder, which it decodes itself."""
+    """transformers' model of the folder, dequantised by transformers."""
     import transformers
 
     return transformers.GptOssForCausalLM.from_pretrained(
@@ -87,7 +87,7 @@ def theirs(directory: Path) -> Any:
 
 
 def generated_by(model: Any, prompt: list[int], tokens: int, stop: tuple[int, ...]) -> list[int]:
-    """The greedy continuation, one pass over all a token."""
+    """The greedy continuation, with one pass over the whole sequence per token."""
     found: list[int] = []
     while len(found) < tokens and (not found or found[-1] not in stop):
         with torch.no_grad():
@@ -178,7 +178,7 @@ class Noted:
 
 @pytest.fixture
 def small() -> TensorDict:
-    return TensorDict({f"t{i}": torch.full((250,), float(i)) for i in range(30)})  # a kilobyte each
+    return TensorDict({f"t{i}": torch.full((250,), float(i)) for i in range(30)})  # 1000 bytes each
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("order", [range(30), range(29, -1, -1), [*range(0, 30, 2), *range(1, 30, 2)]], ids=["same", "back", "odd"])
 def test_tensors_are_right_in_any_order(small: TensorDict, order: Any, most_bytes: int) -> None:
     source = Noted(small)
-    with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # two more are asked for than were announced
+    with ReadAhead(source, [f"t{i}" for i in range(28)], most_bytes) as reader:  # two more are requested than were announced
         for i in order:
             assert torch.equal(reader.get(f"t{i}"), small.tensors[f"t{i}"])
     assert len(source.threads) == 30
@@ -203,7 +203,7 @@ def test_no_more_is_held_than_allowed(small: TensorDict) -> None:
     def read_on(tensors: int) -> None:
         while len(source.threads) < tensors:
             time.sleep(0.01)
-        time.sleep(0.2)  # in which it would read more, if it did
+        time.sleep(0.2)  # time in which a faulty reader would read more
         assert [*source.threads] == [f"t{i}" for i in range(tensors)]
 
     with ReadAhead(source, [*small.tensors], 5000) as reader:
@@ -222,7 +222,7 @@ def test_what_fails_fails_where_it_is_asked_for(small: TensorDict) -> None:
 
 
 def test_a_tensor_is_prepared_while_the_next_one_is_read(small: TensorDict) -> None:
-    """Reading a tensor ends when the one before is prepared; preparing ends when reading the next has begun."""
+    """Reading a tensor ends once the previous one is prepared; preparing ends once reading the next one has started."""
     names = [*small.tensors]
     begun, prepared = ({name: threading.Event() for name in names} for _ in range(2))
 

@@ -19,7 +19,7 @@ from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.rope import cos_sin_cache, inverse_frequencies
 
-# The parts of the published gpt-oss-120b's config.json that decide what the model computes.
+# The fields of the published gpt-oss-120b's config.json that determine the model's computation.
 PUBLISHED = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -338,7 +338,7 @@ def test_yarn_keeps_fast_frequencies_and_stretches_slow_ones() -> None:
     assert rope.scale == pytest.approx(1 + 0.1 * math.log(32))
 
 
-# -- any configuration whatever -----------------------------------------------------------------------------------------------
+# -- arbitrary configurations -------------------------------------------------------------------------------------------------
 
 JSON = st.recursive(
     st.none()

@@ -1,4 +1,4 @@
-"""Decode passes in buffers that stay where they are."""
+"""Decode passes in static buffers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_pass_ahead(model: GptOss) -> None:
 
 
 def test_slots_end_with_the_pages_of_a_sequence(model: GptOss) -> None:
-    """A position beyond its pages has no slot, whoever was in the row before."""
+    """A position beyond a sequence's pages has no slot, whichever sequence used the row before."""
     cache = PagedKVCache(model.config, 20, 4, torch.float32)
     passes = Decoder(model, cache, (1, 2, 4), capture=False)
     held = [
@@ -112,7 +112,7 @@ def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, mo
 
 @pytest.mark.parametrize("sizes", [(2,), (1, 3), (2, 5, 7)])
 def test_chosen_sizes(model: GptOss, sizes: tuple[int, ...]) -> None:
-    """Batches beyond the largest size run like other passes."""
+    """Batches larger than the largest size run like other passes."""
     prompts = random_prompts((3, 5, 9, 2, 7), model.config.vocab_size)
     requests = [Request(prompt, 3 + number, Sampling(0.7, seed=number)) for number, prompt in enumerate(prompts)]
     engine = make_engine(model, decode_sizes=sizes)

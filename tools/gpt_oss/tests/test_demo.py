@@ -1,4 +1,4 @@
-"""The command line, as a user starts it."""
+"""The command line, started as by a user."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_seeds_go_on_beyond_the_largest() -> None:
 
 
 def test_disagreement_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine whose logits are off by a little more than the tolerance allows."""
+    """An engine whose logits deviate by slightly more than the tolerance."""
 
     def collect(completion: Completion, event: Any, original: Any = Completion.add) -> None:
         original(completion, event)

@@ -43,7 +43,7 @@ def make_engine(model: GptOss, pages: int = 200, **options: Any) -> Engine:
 
 
 def alone(model: GptOss, request: Request) -> Completion:
-    """What a request gives if it runs alone, its prompt in one piece."""
+    """The completion of a request that runs alone, with its prompt in one chunk."""
     return make_engine(model).generate([request])[0]
 
 

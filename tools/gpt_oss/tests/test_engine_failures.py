@@ -1,4 +1,4 @@
-"""A step that fails changes nothing: whatever failed and wherever, every request gets the tokens that it would have got."""
+"""A failed step changes nothing: whatever failed and wherever, every request gets the same tokens as without the failure."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def requests(model: GptOss) -> list[Request]:
 
 
 def make_engine(model: GptOss, mode: str = "eager") -> Engine:
-    """So small that prompts are cut, and requests wait for one another's pages."""
+    """An engine so small that prompts are chunked, and requests wait for one another's pages."""
     return Engine(model, PagedKVCache(model.config, 12, 4, torch.float32), prefill_tokens=9, max_sequences=4, **MODES[mode])
 
 
 class Failing:
-    """Looks operators up as a model does, and makes one call raise, before or after the operator ran.
+    """Wraps the operators, and makes one call raise, before or after the operator ran.
 
-    ``at`` says which: how many calls come before it, or the operator's name.
+    ``at`` selects the call: the number of calls before it, or the operator's name.
     """
 
     def __init__(self, ops: Any, error: BaseException, after: bool) -> None:
@@ -73,7 +73,7 @@ class Failing:
 
 
 def attempt(engine: Engine) -> tuple[list[Event], BaseException | None]:
-    """The events of a step, or none and what it raised."""
+    """The events of a step, or no events and the raised exception."""
     try:
         return engine.step(), None
     except BaseException as error:
@@ -169,7 +169,7 @@ def test_requests_come_and_go_between_a_failure_and_the_next_step(
             failures += 1
             failing.set(None)
             if name == "moe_apply" and len(queue) == 2:
-                engine.cancel(2)  # the step that failed would have started it
+                engine.cancel(2)  # the failed step would have started it
             events = engine.step()
         for event in events:
             found.setdefault(event.request, []).append(event.token)
@@ -220,10 +220,10 @@ def test_a_stream_that_fails_cancels_only_what_it_queued(
 
 
 def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tuple[Any, str]:
-    """Calls a function, and raises KeyboardInterrupt before one of the lines of this package that it runs.
+    """Calls a function, and raises KeyboardInterrupt before a given line of this package that it runs.
 
     Returns:
-        What the function returned; or None and the text of the line before which it was interrupted.
+        The function's result; or None and the text of the line before which it was interrupted.
     """
     lines, interrupted = 0, ""
 
@@ -251,7 +251,7 @@ def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tupl
 @pytest.mark.parametrize("mode", ["eager", "static, overlapping"])
 @pytest.mark.parametrize("call", ["step", "add", "cancel"])
 def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> None:
-    """A twin engine makes each call undisturbed, which says what comes of it. An interrupt is raised before each of its lines."""
+    """A second engine makes each call undisturbed, for the expected result. An interrupt is raised before each line of the call."""
     config = make_config(layer_types=("full_attention",))
     model = GptOss(config, tensors_of(config), torch.float32)
     prompts = random_prompts((2, 7), config.vocab_size)
@@ -268,7 +268,7 @@ def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> 
             got, interrupted = traced(calls_of(engine)[name], at)
             if interrupted and engine_state(engine) == before:
                 continue
-            # The last line of `step` and `add` returns what was done; it comes after the change. `cancel` returns nothing.
+            # The last line of `step` and `add` returns the result, after the state change. `cancel` returns nothing.
             assert not interrupted or interrupted.startswith("return "), f"call {number}, line {at}: {interrupted}"
             assert at > 3, "the call was traced"
             break
@@ -280,7 +280,7 @@ def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> 
 
 
 def _told(engine: Engine) -> dict[str, Any]:
-    """An engine's state, in terms that can be compared with another one's."""
+    """An engine's state, in a form that can be compared with another engine's."""
     names = ("_waiting", "_running", "_added", "steps")
     flight = engine._in_flight
     return {

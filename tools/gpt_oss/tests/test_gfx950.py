@@ -1,4 +1,4 @@
-"""On an emulated MI355X, the AMD wheel's kernels serve attention and experts, and the logits are those of the reference."""
+"""On an emulated MI355X, the AMD wheel's kernels run attention and experts, and the logits equal the reference's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gfx950() -> Iterator[None]:
 
 
 def served(config: Config, prompts: list[list[int]], max_tokens: int) -> dict[str, set[str]]:
-    """Generates tokens, compares logits with the reference's, and returns the kernels that served each operator."""
+    """Generates tokens, compares logits with the reference's, and returns the kernels of each operator."""
     dtype = torch.bfloat16
     source = RandomTensors(config, 0, dtype)
     model = GptOss(config, source, dtype, max_positions=64)
@@ -54,7 +54,7 @@ def served(config: Config, prompts: list[list[int]], max_tokens: int) -> dict[st
 
 
 def check_kernels(kernels: dict[str, set[str]]) -> None:
-    """Attention and experts are served by the AMD wheel, nothing by a reference."""
+    """The AMD wheel's kernels run attention and experts; no reference runs."""
     for operator, names in kernels.items():
         assert not [name for name in names if name.startswith("reference_")], operator
         if operator.startswith("attention.mha") or operator == "moe.moe_apply":
@@ -72,7 +72,7 @@ def test_two_layers(gfx950: None) -> None:
 
 @pytest.mark.slow
 def test_the_tiny_model(gfx950: None) -> None:
-    """As it is: its heads are 32 wide, so that a portable kernel serves attention."""
+    """The unmodified tiny model: its head_dim is 32, so a portable kernel runs attention."""
     kernels = served(preset("tiny"), random_prompts((27, 3, 9), 256), 4)
     assert kernels["moe.moe_apply"] == {"gluon_moe_apply_mxfp4"}
     assert not [name for names in kernels.values() for name in names if name.startswith("reference_")]
@@ -81,7 +81,7 @@ def test_the_tiny_model(gfx950: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(3,), (19, 2)])
 def test_a_layer_of_120b(gfx950: None, lengths: tuple[int, ...]) -> None:
-    """One layer in full size, its 128 experts included, with a small vocabulary: experts of few tokens, and sorted ones."""
+    """One full-size layer with 128 experts and a small vocabulary: the kernels for few tokens, and those for sorted tokens."""
     config = replace(preset("gpt-oss-120b").with_layers(1), vocab_size=512, layer_types=(SLIDING,), eos_token_ids=(0,))
     kernels = served(config, random_prompts(lengths, config.vocab_size), 2)
     check_kernels(kernels)

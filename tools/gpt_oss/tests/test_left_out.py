@@ -43,5 +43,5 @@ def test_earlier_results_stand_in_for_a_kernel(monkeypatch: pytest.MonkeyPatch) 
     assert len(passes) == 2 + len(found)
     for each in found:
         logits, heard = passes[1 + int(each.microseconds)]
-        assert torch.equal(logits, passes[0][0]) == (each.operator != "embedding.apply_rope"), each  # which writes in place
+        assert torch.equal(logits, passes[0][0]) == (each.operator != "embedding.apply_rope"), each  # apply_rope writes in place
         assert (each.operator, each.kernel) in heard

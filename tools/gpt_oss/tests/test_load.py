@@ -1,5 +1,5 @@
-"""Under random load an engine loses, repeats and mixes up nothing: requests of unequal lengths come at any time, some are
-cancelled, some stop early, and the pages are so few that most of them wait."""
+"""Under random load an engine does not lose, repeat or mix up tokens. Requests of different lengths arrive at any time, some are
+cancelled, some stop early, and there are so few pages that most requests wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> GptOss:
 
 @pytest.fixture(scope="module")
 def texts(model: GptOss) -> list[tuple[Request, list[int]]]:
-    """Prompts, how each is continued, and with what, if it is alone and nothing ends it early."""
+    """Requests, and the tokens of each if it runs alone and nothing ends it early."""
     lengths = random.Random(0).choices((1, 2, 3, 4, 5, 7, 8, 9, 13, 20, 31), k=TEXTS)
     prompts = random_prompts(lengths, model.config.vocab_size)
     engine = Engine(model, PagedKVCache(model.config, 20, PAGE_SIZE, torch.float32, model.device), decode="eager")
@@ -43,7 +43,7 @@ def texts(model: GptOss) -> list[tuple[Request, list[int]]]:
 
 @dataclass
 class Wanted:
-    """A request under way: what it must give, and what it gave."""
+    """A request in progress: its expected tokens, and its tokens so far."""
 
     tokens: list[int]
     reason: str
@@ -53,7 +53,7 @@ class Wanted:
 
 
 def draw(texts: list[tuple[Request, list[int]]], chance: random.Random) -> Wanted:
-    """A request like one of the texts: shorter, and perhaps with a token that stops it."""
+    """A request like one of the texts, but shorter, and perhaps with a stop token."""
     request, tokens = chance.choice(texts)
     max_tokens = chance.randint(1, LONGEST)
     stops = frozenset(chance.choices(range(97), k=chance.choice((0, 0, 1, 8))))
@@ -92,7 +92,7 @@ def test_random_load(model: GptOss, texts: list[tuple[Request, list[int]]], coun
             wanted = draw(texts, chance)
             requests[engine.add(wanted.got.request)] = wanted
         if requests and chance.random() < 0.08:
-            number = chance.choice(list(requests))  # it may be long done
+            number = chance.choice(list(requests))  # it may have finished long ago
             engine.cancel(number)
             if requests[number].got.finish_reason is None:
                 requests[number].cancelled = True

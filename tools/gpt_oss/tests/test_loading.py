@@ -1,4 +1,4 @@
-"""The program that measures loading."""
+"""The script that measures loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logits are those of transformers' model with the same weights, in whatever pieces the sequences are run."""
+"""The logits equal those of transformers' model with the same weights, however the sequences are chunked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpt_oss.model import GptOss
 
 TOLERANCE = 2e-4
 PAGE_SIZE = 4
-LENGTHS = (1, 23, 6, 7, 40)  # shorter than the window of 6, as long, and longer
+LENGTHS = (1, 23, 6, 7, 40)  # shorter than the window of 6, equal to it, and longer
 
 CONFIGS = {
     "two layers": make_config(),
@@ -86,7 +86,7 @@ def whole(model: GptOss, prompts: list[list[int]]) -> list[Tensor]:
 
 
 class Placed:
-    """Prompts that hold pages of a cache and are run piece by piece."""
+    """Prompts with pages of a cache, which are run in chunks."""
 
     def __init__(self, model: GptOss, prompts: list[list[int]]) -> None:
         self.model, self.prompts = model, prompts
@@ -130,7 +130,7 @@ def test_a_prefill_into_the_cache_changes_nothing(model: GptOss, prompts: list[l
 
 @pytest.mark.parametrize("chunk", [3, 8])
 def test_extending_in_chunks(model: GptOss, prompts: list[list[int]], chunk: int) -> None:
-    """Later prompts start earlier, so that a pass has pieces of different lengths."""
+    """Later prompts start earlier, so that a pass has chunks of different lengths."""
     placed = Placed(model, prompts)
     for start in range(-chunk * len(prompts), max(LENGTHS), chunk):
         cuts = [(i, max(start + chunk * i, 0), min(start + chunk * (i + 1), len(p))) for i, p in enumerate(prompts)]

@@ -1,4 +1,4 @@
-"""A request with a field that does not fit is refused where it is added, by an error that names the field, and harms no other."""
+"""A request with an invalid field is rejected when it is added, with an error that names the field, and does not affect others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_engine(model: GptOss) -> Engine:
 
 
 def run(engine: Engine, most: int = 100) -> dict[int, list[int]]:
-    """Steps until the engine is idle, and says what was generated for each request."""
+    """Steps until the engine is idle, and returns the generated tokens of each request."""
     found: dict[int, list[int]] = {}
     for _ in range(most):
         if engine.idle:
@@ -187,7 +187,7 @@ def test_a_request_survives_pickling(model: GptOss, undisturbed: list[int]) -> N
     assert make_engine(model).generate([pickle.loads(pickle.dumps(NEIGHBOUR))])[0].tokens == undisturbed
 
 
-# -- any request whatever -----------------------------------------------------------------------------------------------------
+# -- arbitrary requests -------------------------------------------------------------------------------------------------------
 
 TOKENS = st.lists(st.integers(0, 96), min_size=1, max_size=12)
 VALID_SAMPLING = st.builds(
@@ -239,7 +239,7 @@ def test_any_valid_request_runs(model: GptOss, undisturbed: list[int], requests:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_anything_is_run_or_refused(model: GptOss, undisturbed: list[int], data: st.DataObject) -> None:
-    """Up to two fields of a valid request hold anything at all."""
+    """Up to two fields of a valid request have arbitrary values."""
     engine = make_engine(model)
     neighbour = engine.add(NEIGHBOUR)
     values = {"prompt": [1, 2], "max_tokens": 3, "sampling": Sampling(1.0)}

@@ -1,4 +1,4 @@
-"""The tables of the README, and the program that makes them of the benchmark's results."""
+"""The tables of the README, and the script that generates them from the benchmark's results."""
 
 from __future__ import annotations
 

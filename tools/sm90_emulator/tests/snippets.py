@@ -14,7 +14,8 @@ LANES = 32
 
 
 def kernel(body: str, parameters: int = 2, directives: str = "") -> str:
-    """PTX of a kernel whose parameters are addresses, in ``%d0`` and on. ``%r0`` is the thread, ``shared`` dynamic memory."""
+    """PTX of a kernel whose parameters are addresses, in ``%d0`` and on. ``%r0`` is the thread id, ``shared`` dynamic shared
+    memory."""
     given = ", ".join(f".param .align 8 .u64 p{at}" for at in range(parameters))
     loads = "\n".join(f"ld.param.u64 %d{at}, [p{at}];" for at in range(parameters))
     return f"""
@@ -39,13 +40,13 @@ def kernel(body: str, parameters: int = 2, directives: str = "") -> str:
 
 
 def lanes(instructions: str, inputs: list[Any], dtype: Any, count: int = LANES, **options: Any) -> Any:
-    """What instructions leave in ``%r100``, or ``%d40`` where the type has 64 bits, of inputs in ``%r10`` (``%d10``) and on.
+    """The result of instructions in ``%r100`` (``%d40`` for 64-bit types), with inputs in ``%r10`` (``%d10``) and on.
 
     Args:
         instructions: PTX.
-        inputs: arrays of a number for each thread, of 4 or 8 bytes.
-        dtype: of the result, 4 or 8 bytes.
-        count: threads.
+        inputs: arrays with a value per thread, of 4 or 8 bytes.
+        dtype: dtype of the result, 4 or 8 bytes.
+        count: number of threads.
     """
     memory = Memory(1 << 16)
     addresses = [memory.put(array) for array in inputs]
@@ -71,5 +72,5 @@ def run(
     directives: str = "",
     **options: Any,
 ) -> LaunchReport:
-    """Runs a kernel of a body on addresses."""
+    """Runs a kernel with this body on addresses."""
     return launch(kernel(body, len(addresses), directives), addresses, threads, grid, memory, **options)

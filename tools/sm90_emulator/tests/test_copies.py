@@ -1,4 +1,4 @@
-"""Copies that run on their own: bulk copies, tiles of tensors, and copies of single threads."""
+"""Asynchronous copies: bulk copies, TMA tiles, and cp.async."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ fence.mbarrier_init.release.cluster; mbarrier.arrive.expect_tx.shared.b64 _, [%r
 go: bar.warp.sync -1;
 """
 WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p3, [%r1+8192], 0; @!%p3 bra W;"
-# Thread after thread takes words of shared memory to the output.
+# Each thread copies words of shared memory to the output.
 DRAIN = """
 mov.b32 %r20, %r0; drain: setp.ge.u32 %p4, %r20, {words}; @%p4 bra drained; mad.lo.u32 %r21, %r20, 4, %r1;
 ld.shared.b32 %r22, [%r21]; mad.wide.u32 %d50, %r20, 4, %d0; st.global.b32 [%d50], %r22; add.u32 %r20, %r20, 32; bra drain; drained:
@@ -31,7 +31,7 @@ HARDWARE = {np.uint8: 0, np.float16: 6, np.float32: 7}
 
 
 def described(array: Any, address: int, box: tuple[int, ...], swizzle: int = 0) -> Any:
-    """A tensor map of an array whose last axis is contiguous, with some room behind it."""
+    """A tensor map of an array whose last axis is contiguous, followed by some padding."""
     content = tensor_map(address, HARDWARE[array.dtype.type], array.shape, array.strides, box, swizzle)
     return np.frombuffer(content.ljust(192, b"\0"), np.uint8)
 
@@ -70,7 +70,7 @@ def test_too_few_bytes_expected_is_a_deadlock() -> None:
 
 
 def swizzled(rows: Any, mode: int) -> Any:
-    """Rows of bytes as a tile has them: pieces of 16 bytes are exchanged within each 128 bytes."""
+    """Rows of bytes in the swizzled layout of a tile: 16-byte chunks are permuted within each 128 bytes."""
     flat = rows.reshape(-1)
     places = np.arange(len(flat))
     out = np.zeros_like(flat)
@@ -81,7 +81,7 @@ def swizzled(rows: Any, mode: int) -> Any:
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
 @pytest.mark.parametrize("at", [(0, 0), (3, 8), (-2, -8), (30, 120)])
 def test_tiles(swizzle: int, at: tuple[int, int]) -> None:
-    """Tiles that lie partly outside are filled with zeros there; stores leave what is outside alone."""
+    """Loads fill the out-of-bounds part of tiles with zeros; stores do not write out of bounds."""
     array = np.random.default_rng(3).normal(size=(32, 128)).astype(np.float16)
     columns = 8 << swizzle
     padded = np.zeros((96, 256), np.float16)
@@ -123,7 +123,7 @@ def test_a_tile_of_three_axes_for_a_whole_cluster() -> None:
 
 
 def test_copies_of_threads() -> None:
-    """Each thread copies 16 bytes, of which some are zeros, and all wait; or an mbarrier does."""
+    """Each thread copies 16 bytes, partly zero-filled, and all threads wait, directly or through an mbarrier."""
     data = np.arange(4 * LANES, dtype=np.uint32) + 1
     copy = """
     mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 16, %r1; mad.wide.u32 %d10, %r0, 16, %d1; and.b32 %r3, %r0, 16;

@@ -1,4 +1,4 @@
-"""Instructions that each lane executes for itself, against NumPy and PyTorch."""
+"""Elementwise instructions, against NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cut(x: Any) -> Any:
 
 
 def quotient(a: int, b: int) -> int:
-    """Rounded towards zero."""
+    """The quotient rounded towards zero."""
     return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else -1
 
 
@@ -98,7 +98,7 @@ def test_bits() -> None:
 
 
 def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
-    """Of ``x``, which is negative where its type is signed: bit by bit, as the ISA says it."""
+    """A bit field of ``x`` (may be negative for signed types), bit by bit, by the ISA's definition."""
     if not count:
         return 0
     top = x >> min(at + count - 1, bits - 1) & 1 if is_signed else 0
@@ -108,7 +108,7 @@ def field(x: int, at: int, count: int, bits: int, is_signed: bool) -> int:
 
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 def test_fields_of_bits(kind: str) -> None:
-    """Also fields that begin or end outside, whose place and length are the lowest 8 bits of a register."""
+    """Includes fields that begin or end outside of the register; position and length are the lowest 8 bits of registers."""
     bits, letter = int(kind[1:]), "r" if kind[1:] == "32" else "d"
     unsigned, result = np.dtype(f"u{bits // 8}"), "%r100" if bits == 32 else "%d40"
     x, y = (DRAW.integers(0, 2**bits, LANES, dtype=unsigned) for _ in range(2))
@@ -177,7 +177,7 @@ def test_comparisons_and_selections() -> None:
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_halves(kind: str) -> None:
-    """Rounded once, also where a product and a sum are fused."""
+    """16-bit operations round once, fused multiply-add included."""
     dtype = torch.float16 if kind == "f16" else torch.bfloat16
     draw = torch.Generator().manual_seed(1)
     a, b, c = (torch.randn(2 * LANES, generator=draw).to(dtype) for _ in range(3))
@@ -225,7 +225,7 @@ def test_packing() -> None:
 
 
 def test_lanes_that_diverge_come_together() -> None:
-    """Each lane goes around a loop as often as its number says, and all meet behind it."""
+    """Each lane runs a loop as often as its index, and all lanes reconverge after it."""
     loop = """
     mov.b32 %r20, 0; mov.b32 %r21, 0;
     again: setp.ge.u32 %p1, %r20, %r0; @%p1 bra done;

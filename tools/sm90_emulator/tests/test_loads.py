@@ -1,4 +1,4 @@
-"""Loads and stores of all widths, and loads that are in flight when an arrival at another CTA's mbarrier frees their memory."""
+"""Loads and stores of all widths, and loads in flight when an arrival at another CTA's mbarrier releases their memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def give_back(load: str, between: str = "", to: int = 1, by: int = 1) -> None:
 def test_a_load_that_nobody_waits_for(load: str) -> None:
     with pytest.raises(EmulationError, match="overwritten: a copy of CTA 1 of the cluster") as raised:
         give_back(load)
-    assert load.split()[0] in str(raised.value)  # the instruction that it is about
+    assert load.split()[0] in str(raised.value)  # the faulty instruction
 
 
 @pytest.mark.parametrize("load", [MATRIX, VECTOR], ids=["matrix", "vector"])
@@ -56,7 +56,7 @@ def test_a_load_that_nobody_waits_for(load: str) -> None:
     ],
 )
 def test_a_load_that_is_waited_for(load: str, between: str) -> None:
-    """By a fence, a barrier, or who uses a result."""
+    """A fence, a barrier, or the use of a result waits for the load."""
     give_back(load, between)
 
 
@@ -65,14 +65,14 @@ def test_results_come_in_the_order_of_loads() -> None:
 
 
 def test_a_cta_of_its_own() -> None:
-    """An arrival there is in order behind the load."""
+    """An arrival at the CTA's own mbarrier is ordered after the load."""
     give_back(MATRIX, to=0, by=0)
 
 
 @pytest.mark.parametrize("space", ["global", "shared"])
 @pytest.mark.parametrize("bits", [8, 16, 32, 64])
 def test_stores_from_registers_of_64_bits(space: str, bits: int) -> None:
-    """The lowest bits of each lane's register are stored; loads extend what they load to such a register's width."""
+    """Stores write the lowest bits of each lane's register; loads extend the loaded value to the register's width."""
     memory, size = Memory(1 << 15), bits // 8
     given = np.arange(LANES, dtype=np.uint64) * np.uint64(0x0102030405060789) ^ np.uint64(2**63)
     source, out, loaded = memory.put(given), memory.put(np.zeros(2 * LANES * size, np.uint8)), memory.put(np.zeros(LANES, np.int64))

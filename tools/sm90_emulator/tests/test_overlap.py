@@ -1,4 +1,4 @@
-"""Kernels that may begin before the one before has ended: what they must not access until they have waited for it."""
+"""PDL launches, which may start before the preceding kernel has ended: the accesses that are errors before the wait."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sm90_emulator.memory import Memory
 from .snippets import run
 
 WAIT, TRIGGER = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
-# A thread writes its number to %d1, or reads it from there and writes it to %d0.
+# A thread writes its index to %d1, or reads it from there and writes it to %d0.
 WRITE = "mad.wide.u32 %d51, %r0, 4, %d1; st.global.b32 [%d51], %r0;"
 READ = """
 mad.wide.u32 %d51, %r0, 4, %d1; ld{order}.global.b32 %r100, [%d51];
 mad.wide.u32 %d50, %r0, 4, %d0; st.global.b32 [%d50], %r100;
 """
 LOAD = READ.format(order="")
-# By the first thread, 16 bytes to shared memory.
+# The first thread copies 16 bytes to shared memory.
 COPIES = {
     "bulk": """
 mov.b32 %r1, shared; add.u32 %r2, %r1, 1024; mbarrier.init.shared.b64 [%r2], 1;
@@ -33,7 +33,7 @@ LOOP: mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0; @!%p1 bra LOOP;
 
 
 class Kernels:
-    """Kernels one after another, on the same memory."""
+    """Launches consecutive kernels on the same memory."""
 
     def __init__(self) -> None:
         self.memory = Memory(1 << 16)
@@ -60,10 +60,10 @@ def test_what_is_read_early() -> None:
     assert refused(WRITE + TRIGGER, LOAD)
     assert refused(TRIGGER + WRITE, LOAD)
     assert refused(WRITE + TRIGGER, TRIGGER + LOAD + WAIT)
-    assert refused(WRITE + TRIGGER, WRITE)  # may come before the other
+    assert refused(WRITE + TRIGGER, WRITE)  # may be ordered before the other write
     assert not refused(WRITE + TRIGGER, WAIT + LOAD)
-    assert not refused(WRITE, LOAD)  # begins at its end
-    # Whoever reads what others may write at that time says so.
+    assert not refused(WRITE, LOAD)  # starts after the first kernel's end
+    # Reads of memory that others may write at that time are declared as such (volatile or relaxed).
     for order in (".relaxed.gpu", ".acquire.gpu", ".volatile"):
         assert not refused(WRITE + TRIGGER, READ.format(order=order))
 

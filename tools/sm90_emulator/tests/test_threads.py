@@ -1,4 +1,5 @@
-"""What threads do together: lanes of a warp, warps of a CTA, CTAs of a cluster and of a grid; and what the emulator finds."""
+"""Cooperation of threads: lanes of a warp, warps of a CTA, CTAs of a cluster and of a grid; and the errors that the emulator
+finds."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_votes_and_sums() -> None:
 
 # -- warps -------------------------------------------------------------------------------------------------------------------------
 
-# Threads of two warps hand numbers to each other through shared memory.
+# Threads of two warps exchange values through shared memory.
 EXCHANGE = """
 mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 4, %r1; st.shared.b32 [%r2], %r0;
 {barrier}
@@ -88,7 +89,7 @@ def test_a_barrier_that_some_do_not_reach() -> None:
 
 
 def test_mbarriers() -> None:
-    """Three warps go through two phases, with both kinds of waiting."""
+    """Three warps pass two phases, with both kinds of waits."""
     body = """
     mov.b32 %r1, shared; setp.ne.u32 %p1, %r0, 0; @%p1 bra go;
     mbarrier.init.shared.b64 [%r1], 96;
@@ -136,7 +137,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
 
 
 def take_registers(loads: int, computes: int, directives: str, **options: Any) -> None:
-    """Runs a kernel of four warps, which leave registers, and eight others, which take them."""
+    """Runs a kernel with four warps that release registers (setmaxnreg.dec) and eight that acquire them (setmaxnreg.inc)."""
     body = f"setp.lt.u32 %p1, %r0, 128; @%p1 bra few; setmaxnreg.inc.sync.aligned.u32 {computes}; bra.uni end; "
     run(body + f"few: setmaxnreg.dec.sync.aligned.u32 {loads}; end:", Memory(64), [], 384, directives=directives, **options)
 
@@ -144,13 +145,13 @@ def take_registers(loads: int, computes: int, directives: str, **options: Any) -
 def test_registers_that_warps_leave_others() -> None:
     for seed in range(4):
         take_registers(40, 232, ".reqntid 384, 1, 1 .minnctapersm 1", seed=seed)  # 504 of 3 * 168
-    take_registers(64, 224, "")  # nobody knows how many there are
+    take_registers(64, 224, "")  # the number of registers is unknown
     take_registers(24, 80, ".maxntid 384 .minnctapersm 2")  # 184 of 3 * 80
     take_registers(64, 224, ".maxnreg 176")
 
 
 def test_registers_that_nobody_leaves() -> None:
-    """Three warpgroups ask for 64 + 224 + 224 = 512 registers a lane, but a launch of 384 threads gets 3 * 168 = 504."""
+    """Three warpgroups request 64 + 224 + 224 = 512 registers per lane, but a launch of 384 threads has 3 * 168 = 504."""
     with pytest.raises(EmulationError, match="for 224 registers: it has 168, and others have left") as caught:
         take_registers(64, 224, ".reqntid 384, 1, 1 .minnctapersm 1")
     assert caught.value.kind == "deadlock"
@@ -178,7 +179,7 @@ def test_atomics_of_a_grid() -> None:
 
 
 def test_ctas_that_wait_for_later_ones() -> None:
-    """A CTA may wait for one that has not begun, which begins when the others are stuck. Without room it is a deadlock."""
+    """A CTA may wait for one that has not started, which starts when the others are stuck. Without room this is a deadlock."""
     body = """
     mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 3; @%p1 bra waits; st.release.gpu.global.b32 [%d0], 1;
     waits: ld.acquire.gpu.global.b32 %r2, [%d0]; setp.eq.u32 %p1, %r2, 0; @%p1 bra waits;
@@ -190,7 +191,7 @@ def test_ctas_that_wait_for_later_ones() -> None:
 
 
 def test_clusters() -> None:
-    """Each CTA writes into the next one's shared memory, and sends a number to the first one with an mbarrier."""
+    """Each CTA writes into the next CTA's shared memory, and sends a value to the first CTA's mbarrier."""
     body = """
     mov.b32 %r1, shared; mov.u32 %r2, %cluster_ctarank; mov.u32 %r3, %cluster_nctarank; setp.ne.u32 %p1, %r0, 0;
     @%p1 bra go; mbarrier.init.shared.b64 [%r1+64], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%r1+64], 16;

@@ -1,4 +1,4 @@
-"""How far an engine's logits are from those of ``float32.py``, row by row, with the engine's own choice of experts and without.
+"""Compares an engine's logits with those of ``float32.py``, row by row, with and without the engine's own choice of experts.
 
 All prompts are prefilled in one step, so that row r of each step's logits is request r's.
 """
@@ -12,10 +12,10 @@ import torch
 from float32 import Model, Run, best, head, run
 from torch import Tensor
 
-# Tokens of the prompts; together they fit into one step of 8,192.
+# Prompt lengths in tokens; together they fit into one step of 8,192 tokens.
 LENGTHS = (5, 9, 17, 33, 48, 64, 100, 127, 128, 129, 200, 256, 257, 300, 450, 512, 700, 1000, 3000)
 GENERATED = 8
-# Root mean square of a row's differences, in its standard deviations, beyond which a row is counted as far.
+# A row counts as far if the root mean square of its differences exceeds this many of its standard deviations.
 FAR = 0.05
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
@@ -24,11 +24,11 @@ def rows_of(logits: Sequence[Tensor], ids: Sequence[Sequence[int]]) -> Tensor:
     """The logits of all requests, ``[requests, generated, vocabulary]``.
 
     Args:
-        logits: of each step, ``[requests, vocabulary]``.
+        logits: the logits of each step, ``[requests, vocabulary]``.
         ids: the tokens that each request generated.
 
     Raises:
-        RuntimeError: a row does not have its request's token as the most likely one, or there are other steps.
+        RuntimeError: a row's most likely token is not its request's token, or the number of steps differs.
     """
     if len(logits) != len(ids[0]) or any(len(step) != len(ids) for step in logits):
         raise RuntimeError(f"expected {len(ids[0])} steps of {len(ids)} rows, got {[len(step) for step in logits]}")
@@ -40,12 +40,12 @@ def rows_of(logits: Sequence[Tensor], ids: Sequence[Sequence[int]]) -> Tensor:
 
 
 def chosen_experts(steps: Sequence[Tensor], lengths: Sequence[int], top_k: int) -> Tensor:
-    """The experts that an engine chose in a layer, of each sequence's tokens: ``[tokens, top_k]``, sequence by sequence.
+    """The experts that an engine selected in a layer for each sequence's tokens: ``[tokens, top_k]``, sequence by sequence.
 
     Args:
-        steps: the router's logits of each step: first of all prompts' tokens, then of one token a sequence.
-        lengths: tokens of the prompts.
-        top_k: how many experts a token has.
+        steps: the router's logits of each step: first for all prompts' tokens, then for one token per sequence.
+        lengths: prompt lengths in tokens.
+        top_k: experts per token.
     """
     prompts, later = steps[0].split(list(lengths)), torch.stack(list(steps[1:]), dim=1)
     return best(torch.cat([torch.cat((prompt, more)) for prompt, more in zip(prompts, later, strict=True)]), top_k)
@@ -58,16 +58,16 @@ def compare(
 
     Args:
         model: the model.
-        prompts, ids: tokens, and those that the engine generated.
+        prompts, ids: the prompts' tokens, and the generated tokens.
         rows: the engine's logits, ``[requests, generated, vocabulary]``.
-        routing: of each layer the router's logits in the engine, by step; empty where they are not known.
+        routing: for each layer, the engine's router logits by step; empty if unknown.
 
     Returns:
-        A summary, and by request and step what other engines' rows can be told apart by.
+        A summary, and data by request and step to classify other engines' rows.
     """
     device, top_k = model.rotary.device, model.config["num_experts_per_tok"]
     lengths = [len(prompt) for prompt in prompts]
-    # The last token is not read by anybody.
+    # No step has the last token as input.
     sequences = [torch.tensor([*p, *g[:-1]], device=device) for p, g in zip(prompts, ids, strict=True)]
     ends = torch.tensor([len(sequence) for sequence in sequences], device=device).cumsum(0)
     asked = (ends[:, None] + torch.arange(-len(ids[0]), 0, device=device)).flatten()
@@ -91,7 +91,7 @@ def compare(
 
 
 def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any]:
-    """Differences in standard deviations of a row."""
+    """Differences of logits, in standard deviations of a row."""
     flat = rows.flatten(0, 1)
     rms, largest, agreed = [], [], 0
     for part, mine in zip(asked.split(16), flat.split(16), strict=True):
@@ -111,12 +111,13 @@ def _far(model: Model, found: Run, asked: Tensor, rows: Tensor) -> dict[str, Any
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Of which tokens the experts are not the same, in any order."""
+    """Which tokens have different experts, regardless of order."""
     return (a.sort(-1).values != b.sort(-1).values).any(-1)
 
 
 def _moved(exact: Tensor, chosen: Tensor) -> dict[str, Any]:
-    """Tokens of a layer that chose other experts than exact logits say, and how close the last and the next expert were there."""
+    """Tokens of a layer with other experts than exact logits select, and the margin between the last selected and the next
+    expert."""
     top_k = chosen.shape[1]
     values = exact.sort(-1, descending=True).values
     gap = (values[:, top_k - 1] - values[:, top_k]) / exact.std(-1)

@@ -1,4 +1,4 @@
-"""Compares what two engines computed: logits while both have generated the same tokens, and greedy tokens. See ``vllm_engine.py``.
+"""Compares two engines' results: logits while both have generated the same tokens, and greedy tokens. See ``vllm_engine.py``.
 
 python compare.py results/vllm.pt results/plugin.pt
 """
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-# Shares of what is sorted: of differences, which are at most so large.
+# Quantiles of the differences.
 _SHARES = (0.5, 0.99, 1.0)
-# Root mean square of a row's differences, in its standard deviations, beyond which a row is counted as far.
+# A row counts as far if the root mean square of its differences exceeds this many of its standard deviations.
 _FAR = 0.05
 
 
 def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Differences of logits, in standard deviations of a row: of steps before which all tokens agree.
+    """Differences of logits, in standard deviations of a row, for steps before which all tokens agree.
 
-    ``lead`` is how far the most likely token is ahead of the second, in the same unit; ``of_rows`` has the root mean square of each
-    row, largest first, and ``far`` of them are above the limit.
+    ``lead`` is the distance between the most likely token and the second, in the same unit. ``of_rows`` has the root mean square of
+    each row, largest first; ``far`` is the number of rows above the limit.
     """
     differences, leads, of_rows, agreed, rows, steps = [], [], [], 0, 0, 0
     for x, y in zip(a["logits"], b["logits"], strict=False):
@@ -54,9 +54,9 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_rows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Differences of logits of the task ``float32``, in standard deviations of a row: rows before which all tokens agree.
+    """Differences of logits in the task ``float32``, in standard deviations of a row, for rows before which all tokens agree.
 
-    Where both engines know which experts they chose for a row's token, rows with the same and with other ones are told apart.
+    If both engines' choices of experts are known, rows with equal and with different experts are reported separately.
     """
     same_past = torch.tensor([
         [x[:step] == y[:step] for step in range(len(x))] for x, y in zip(a["ids"], b["ids"], strict=True)
@@ -81,7 +81,7 @@ def _of_rows(rms: torch.Tensor, largest: torch.Tensor) -> dict[str, Any]:
 
 
 def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
-    """How many tokens are the same in place, and how many of those before which all are the same."""
+    """How many tokens are equal position by position, and how many are equal after an equal prefix."""
     total = same = until_first = whole = 0
     for x, y in zip(a, b, strict=True):
         total += len(x)
@@ -99,7 +99,7 @@ def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
 
 
 def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What both have, compared."""
+    """The comparisons of all results that both engines have."""
     found = {}
     if "logits" in a and "logits" in b:
         found["logits"] = compare_logits(a, b)
@@ -115,7 +115,7 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def report(first: str, second: str, found: dict[str, dict[str, Any]]) -> str:
-    """`compared`, a line for each thing that was."""
+    """The result of `compared` as text, one line per comparison."""
     return "\n".join([f"{first} : {second}", *(f"  {name} {values}" for name, values in found.items())])
 
 

@@ -1,8 +1,8 @@
-"""GPT-OSS with the weights of ``random_gpt_oss.py`` in float32 and plain PyTorch: what logits of an engine are compared with.
+"""GPT-OSS with the weights of ``random_gpt_oss.py`` in float32 and plain PyTorch: the reference for an engine's logits.
 
-A router chooses the experts with the highest logits. Where the last that it chooses and the first that it does not are as close as
-bfloat16 rounds, two ways to compute the same layer choose different experts, and the token's logits differ by far more than
-rounding. So the model can be told what an engine chose: what is then left is rounding.
+A router selects the experts with the highest logits. If the last selected expert and the next one are as close as bf16 rounding,
+two implementations of the same layer may select different experts. The token's logits then differ by far more than rounding.
+Therefore the model can use an engine's choice of experts, and the remaining difference is rounding.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 
 # ``(up + 1) * gate * sigmoid(ALPHA * gate)``.
 ALPHA = 1.702
-# What the lower three bits of an MXFP4 value mean; the fourth is the sign.
+# The values of the lower three bits of an e2m1 element; the fourth bit is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Exponents of block scales are stored with this added.
+# The exponent bias of block scales.
 _EXPONENT_BIAS = 127
 
 
@@ -28,9 +28,9 @@ class Model:
     """A model whose weights are looked up as they are needed.
 
     Attributes:
-        config: of ``config.json``.
-        weight: gives a parameter by its name in vLLM, of any dtype. It is asked for those of a layer's experts once a run.
-        rotary: float32 ``[positions, head_dim]``: cosines, then sines, scaled as YaRN scales them.
+        config: the contents of ``config.json``.
+        weight: returns a parameter by its name in vLLM, of any dtype. Called once per run for each layer's expert weights.
+        rotary: float32 ``[positions, head_dim]``: cosines, then sines, with YaRN's scaling.
     """
 
     config: Mapping[str, Any]
@@ -44,11 +44,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of the model found.
+    """The results of a run of the model.
 
     Attributes:
-        hidden: ``[tokens, hidden]``, behind the last norm; the sequences' tokens one after another.
-        routing: of each layer the router's logits, ``[tokens, experts]``.
+        hidden: ``[tokens, hidden]``, after the last norm; the sequences' tokens are concatenated.
+        routing: for each layer, the router's logits, ``[tokens, experts]``.
     """
 
     hidden: Tensor
@@ -56,7 +56,7 @@ class Run:
 
 
 def best(logits: Tensor, top_k: int) -> Tensor:
-    """The experts with the highest logits, ``[tokens, top_k]``, highest first; of equal ones the first, as all kernels have it."""
+    """The experts with the highest logits, ``[tokens, top_k]``, highest first; ties go to the lower index, as in all kernels."""
     return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
@@ -67,8 +67,8 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
     Args:
         model: the model.
         sequences: tokens of each sequence, int64.
-        experts: of each layer the experts that tokens are sent to, ``[tokens, top_k]``; those with the highest logits by default.
-            Their weights follow from the logits that are computed here.
+        experts: for each layer, the top-k ids, ``[tokens, top_k]``; by default the experts with the highest logits. Their weights
+            are computed from the logits of this run.
     """
     config = model.config
     lengths = [len(sequence) for sequence in sequences]
@@ -91,7 +91,7 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
 
 def head(model: Model, hidden: Tensor) -> Tensor:
     """Logits of rows, ``[rows, vocabulary]``."""
-    # The head in float32 is large, and engines share the device.
+    # The head in float32 is large, and engines run on the same device.
     return torch.cat([linear(hidden, part.float()) for part in model.weight("lm_head.weight").split(1 << 15)], dim=-1)
 
 
@@ -101,7 +101,7 @@ def _norm(model: Model, name: str, x: Tensor) -> Tensor:
 
 
 def _attention(model: Model, qkv: Tensor, sinks: Tensor, window: int | None) -> Tensor:
-    """Of one sequence: ``[tokens, (heads + 2 * kv_heads) * head_dim]`` to ``[tokens, heads * head_dim]``."""
+    """Attention of one sequence: ``[tokens, (heads + 2 * kv_heads) * head_dim]`` to ``[tokens, heads * head_dim]``."""
     config = model.config
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     tokens = len(qkv)
@@ -145,10 +145,10 @@ def _experts(model: Model, name: str, x: Tensor, chosen: Tensor, shares: Tensor)
 
 
 def unpacked(weight: Tensor, scale: Tensor) -> Tensor:
-    """MXFP4 in float32.
+    """Dequantises MXFP4 to float32.
 
     Args:
-        weight: uint8 ``[rows, columns / 2]``, two values a byte, the first in the lower bits.
+        weight: uint8 ``[rows, columns / 2]``, two values per byte, the first in the lower bits.
         scale: uint8 ``[rows, columns / 32]``, exponents.
 
     Returns:

@@ -1,4 +1,4 @@
-"""vLLM on GPT-OSS-120B with random weights, with and without this plugin, on one H200: milliseconds a token, prefill, start-up.
+"""vLLM on GPT-OSS-120B with random weights, with and without this plugin, on one H200: ms per token, prefill, start-up.
 
     python tools/vllm_plugin/benchmarks/h200_vllm.py --output tools/vllm_plugin/benchmarks/h200_vllm.json
     python tools/vllm_plugin/benchmarks/h200_vllm.py --correctness --layers 2 --variants vllm plugin
@@ -6,11 +6,11 @@
     python tools/vllm_plugin/benchmarks/h200_vllm.py --profile --layers 2 --variants vllm marlin plugin plugin-linear
     python tools/vllm_plugin/benchmarks/h200_vllm.py --layers 12 --variants vllm marlin plugin
 
-Each variant is an engine in a process of its own (``vllm_engine.py``), one after another, and starts twice if start-up is wanted
-with cold and with warm caches. ``--correctness`` compares what engines generate instead (``compare.py``): greedy tokens, logits,
-1,000 random requests, and the kernels of a step; ``--float32`` compares logits with the same model in float32
-(``against_float32.py``). Those engines run side by side, so their times mean nothing. ``--profile`` says which kernels of a step,
-and of a prefill, take how long.
+Each variant is an engine in its own process (``vllm_engine.py``). Engines run one after another, and start twice to measure
+start-up with cold and warm caches. ``--correctness`` instead compares the engines' results (``compare.py``): greedy tokens, logits,
+1,000 random requests, and the kernels of a step. ``--float32`` compares logits with the same model in float32
+(``against_float32.py``). With these two options engines run side by side, so their times are meaningless. ``--profile`` measures
+the kernels of a step and of a prefill.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-# Milliseconds a token at most, by batch, and tokens a second at least.
+# Upper limits of milliseconds per token, by batch, and the lower limit of prefill tokens per second.
 DECODE_BARS = {1: 3.4, 4: 5.0, 16: 8.9, 64: 13.2}
 PREFILL_BAR = 50_000
 _ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss"}
@@ -41,7 +41,7 @@ _ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss"}
 
 @dataclass(frozen=True)
 class Variant:
-    """What an engine is started with: words of ``vllm_engine.py``, and variables."""
+    """How an engine is started: arguments of ``vllm_engine.py``, and environment variables."""
 
     words: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +60,7 @@ _CORRECTNESS = [
     *("--tasks", "describe,logits,tokens,random,kernels", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "2048", "--max-num-seqs", "128", "--graph-sizes", "1", "2", "4", "8", "16", "32", "64", "128"),
 ]
-# All prompts in one step, and routers that can be listened to.
+# All prompts in one step, and eager mode, so that hooks on routers are called.
 _FLOAT32 = [
     *("--tasks", "describe,float32", "--inproc", "--eager", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "8192", "--max-num-seqs", "32"),
@@ -99,7 +99,7 @@ def entry_point(folder: Path) -> Path:
 
 
 def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: int) -> list[dict[str, Any]]:
-    """One engine, from its start to its end. Returns its lines; the last ones of its log are printed where it fails."""
+    """Runs one engine to its end and returns its result lines. If it fails, prints the last lines of its log."""
     variant = VARIANTS[name]
     out = folder / f"{name}-{start}"
     words = ["--name", name, "--out", out, "--layers", given.layers, *_tasks(given)]
@@ -133,7 +133,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Figures of the last start, a column a variant."""
+    """Figures of the last start, one column per variant."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if row["figure"] == "decode":
@@ -148,7 +148,7 @@ def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 
 def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
-    """The bars, of the better of the plugin's variants. They are for 36 layers."""
+    """The pass criteria for 36 layers, applied to the better of the plugin's variants."""
     ours = [row for row in rows if row["engine"].startswith("plugin")]
     found = []
     for batch, bar in DECODE_BARS.items():
@@ -162,7 +162,7 @@ def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
 
 
 def measured_on(given: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
-    """The device, versions, the commit and the command, of which the results are."""
+    """Metadata of the results: the device, versions, the commit and the command."""
     from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 
     found = collect_metadata(shlex.join(["python", "tools/vllm_plugin/benchmarks/h200_vllm.py", *words]))
@@ -178,7 +178,7 @@ def main(words: Sequence[str] | None = None) -> None:
         folder = Path(temporary)
         path = os.pathsep.join([str(entry_point(folder / "site")), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         each = [(name, given, folder, path, start) for name in given.variants for start in range(given.starts)]
-        # What is timed runs alone; what is compared may share the device.
+        # Timed engines run alone; compared engines may run on the device together.
         beside = given.correctness or given.float32
         with ThreadPoolExecutor(len(each) if beside else 1) as pool:
             rows = list(itertools.chain.from_iterable(pool.map(lambda one: run(*one), each)))
@@ -191,7 +191,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def compare_variants(names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The first variant beside each of the others. Prints what it returns."""
+    """Compares the first variant with each of the others; prints and returns the results."""
     import torch
     from compare import compared, report
 

@@ -1,9 +1,9 @@
 """GPT-OSS with random weights for vLLM: a model directory without weights, and a loader that draws them on the device.
 
-vLLM's own dummy weights route all tokens to the same experts, and leave MXFP4 codes at zero. These are drawn as a trained model's
-are distributed: every expert is chosen about equally often, and the most likely token has a lead over the second (rows of the head
-have lengths of their own), so that rounding rarely changes which one it is. What is drawn depends on a parameter's name and its
-size in the model alone: backends that pad their weights get the same numbers, with zeros behind them.
+vLLM's own dummy weights route all tokens to the same experts, and leave MXFP4 values at zero. The weights drawn here resemble a
+trained model's: every expert is selected about equally often, and the most likely token has a lead over the second (rows of the
+head have different norms), so rounding rarely changes the most likely token. The values depend only on a parameter's name and its
+unpadded size: backends that pad their weights get the same values, followed by zeros.
 
 vLLM finds `register` by an entry point in ``vllm.general_plugins``; the loader is ``load_format="random_gpt_oss"``.
 """
@@ -21,12 +21,12 @@ LOAD_FORMAT = "random_gpt_oss"
 HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 2880, 2880, 128, 201088
 # Names of all parameters that were drawn in this process. Backends replace those of experts once they are loaded.
 drawn: list[str] = []
-# How the lengths of the head's rows are distributed: uniform numbers to this power, cut at the most.
+# The norms of the head's rows: uniform random numbers to this power, clamped at the maximum.
 _POWER, _LONGEST = -1 / 3, 8.0
 
 
 def config_of(layers: int) -> dict[str, Any]:
-    """``config.json`` of GPT-OSS-120B, with so many layers."""
+    """``config.json`` of GPT-OSS-120B, with ``layers`` layers."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
@@ -81,7 +81,7 @@ def write_model(directory: Path, layers: int) -> Path:
 
 
 def draw(name: str, parameter: Any) -> str:
-    """Fills a parameter in place, on its device. Returns the kind of numbers that it got."""
+    """Fills a parameter in place, on its device. Returns the kind of values."""
     import torch
 
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
@@ -89,7 +89,7 @@ def draw(name: str, parameter: Any) -> str:
     if last in EXPERT_SIZES:
         rows, columns = EXPERT_SIZES[last]
         parameter.zero_()
-        # An expert at a time, whose numbers lie in front of the padding.
+        # One expert at a time; its values precede the padding.
         for expert in parameter:
             if columns is None:
                 part = torch.empty(rows, dtype=parameter.dtype, device=parameter.device)
@@ -123,7 +123,7 @@ def draw(name: str, parameter: Any) -> str:
 
 
 def draw_experts(name: str, experts: int, device: Any) -> Any:
-    """A tensor of experts as `draw` fills it where nothing is padded: uint8 or, of a bias, bfloat16, ``[experts, ...]``."""
+    """A tensor of experts as `draw` fills it without padding: uint8 or, for a bias, bf16, ``[experts, ...]``."""
     import torch
 
     rows, columns = EXPERT_SIZES[name.rpartition(".")[2]]
@@ -133,7 +133,7 @@ def draw_experts(name: str, experts: int, device: Any) -> Any:
     return made
 
 
-# The sizes of an expert's tensors: rows and bytes of a row, or the length of a bias.
+# The sizes of an expert's tensors: rows and bytes per row, or the length of a bias.
 EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
     "w13_weight": (2 * INTERMEDIATE, HIDDEN // 2),
     "w13_weight_scale": (2 * INTERMEDIATE, HIDDEN // 32),
@@ -149,7 +149,7 @@ def register() -> None:
     from vllm.model_executor import model_loader
 
     if find_spec("quack") is None:
-        # vLLM 0.26 compiles a router's product for other models where it finds CuteDSL, and stops if QuACK is not there beside it.
+        # If CuteDSL is installed, vLLM 0.26 compiles a router GEMM for other models, and fails if QuACK is not installed.
         from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
 
         ll_bf16._cutedsl_available = False
@@ -161,7 +161,7 @@ def register() -> None:
         """Draws all parameters."""
 
         def download_model(self, model_config: Any) -> None:
-            """There is nothing to download."""
+            """Does nothing, because there is nothing to download."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fills the parameters in place."""

@@ -1,9 +1,10 @@
-"""What one other expert does to a token's logits: GPT-OSS with random weights in float32, on a CPU. Takes some ten minutes.
+"""Measures the effect of one swapped expert on a token's logits: GPT-OSS with random weights in float32, on a CPU. Takes ten
+minutes.
 
     python tools/vllm_plugin/benchmarks/swapped_experts.py
 
-In each of two layers, tokens whose fourth and fifth expert are closest to each other are sent to the fifth in place of the fourth.
-Printed are how close those are, how often bfloat16 makes them equal, and how far the tokens' logits move, in standard deviations.
+In each of two layers, the tokens with the smallest margin between fourth and fifth expert are routed to the fifth instead of the
+fourth. The script prints the margins, how often bf16 makes both equal, and how far the tokens' logits move, in standard deviations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LAYERS, LENGTHS, ROWS = 2, (5, 17, 40, 90), 24
 
 
 def shape_of(name: str) -> tuple[int, ...]:
-    """Of a parameter that is not an expert's, in vLLM."""
+    """The shape in vLLM of a parameter that is not an expert's."""
     sizes = {
         "embedding.weight": (VOCABULARY, HIDDEN),
         "lm_head.weight": (VOCABULARY, HIDDEN),

@@ -1,10 +1,10 @@
-"""One vLLM engine on GPT-OSS with random weights, with or without this plugin, and what it does there. See ``h200_vllm.py``.
+"""Runs one vLLM engine on GPT-OSS with random weights, with or without this plugin, and its tasks. See ``h200_vllm.py``.
 
     python vllm_engine.py --name plugin --attention CUSTOM --layers 12 --out results
     VLLM_PLUGINS=random_gpt_oss python vllm_engine.py --name vllm --layers 12 --out results
 
-It needs one GPU, and the entry point of ``random_gpt_oss.py``. Lines of JSON go to ``<out>/<name>.jsonl``; tokens and logits that
-are compared between engines go to ``<out>/<name>.pt``.
+The script needs one GPU, and the entry point of ``random_gpt_oss.py``. Result lines (JSON) go to ``<out>/<name>.jsonl``; tokens and
+logits for comparisons between engines go to ``<out>/<name>.pt``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from random_gpt_oss import EXPERT_SIZES, LOAD_FORMAT, draw_experts, drawn, write_model
 
 _STARTED = time.time()
-# There is no network, and one process has nobody to talk to.
+# No network is available, and a single process needs no communication.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -40,11 +40,11 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # For `apply_model` with a function.
+    # `apply_model` with a function needs this.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
-# Words in the names of kernels, lower case; the first family that fits is taken.
+# Words in the names of kernels, lower case; the first matching family applies.
 _FAMILIES = {
     "attention": ("flash", "attention"),
     "cache": ("cache",),
@@ -92,14 +92,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """What `LLM` is given."""
+    """The arguments of `LLM`."""
     made: dict[str, Any] = {
         "model": str(model),
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
         "max_model_len": 8448,
         "kv_cache_memory_bytes": int(a.kv_gib * 2**30),
-        # The cache's size is said above; this is only compared with what is free.
+        # The cache's size is set above; this value is only compared with the free memory.
         "gpu_memory_utilization": 0.05,
         "enable_prefix_caching": a.prefix_caching,
         "seed": 0,
@@ -119,7 +119,7 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """Who serves the first two layers. Runs where the model is."""
+    """The methods and backends of the first two layers. Runs in the model's process."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         backend, impl = getattr(module, "attn_backend", None), getattr(module, "impl", None)
@@ -138,20 +138,20 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def weights_and_rotary(model: Any) -> tuple[dict[str, Any], Any]:
-    """All parameters as they are now, and the table of the rotary embedding in float32. Runs where the model is."""
+    """All current parameters, and the table of the rotary embedding in float32. Runs in the model's process."""
     tables = (module.cos_sin_cache for module in model.modules() if hasattr(module, "cos_sin_cache"))
     return {name: parameter.data for name, parameter in model.named_parameters()}, next(tables).float()
 
 
 class Watched:
-    """What the model computes logits of, looked at where it does: nothing waits for the device."""
+    """Observes the model's logits in the model's process, without synchronising with the device."""
 
     def __init__(self, model: Any) -> None:
         self.keep = False
         self.logits: list[Any] = []
         self.leads: list[Any] = []
         self.bad: Any = None
-        # By layer, what the router said in each step. Only modules that run as they are call hooks: see ``--eager``.
+        # By layer, the router's logits of each step. Compiled modules do not call hooks: see ``--eager``.
         self.routing: dict[str, list[Any]] = {}
         compute = model.compute_logits
 
@@ -163,7 +163,7 @@ class Watched:
         model.compute_logits = compute_logits
 
     def watch_routers(self, model: Any) -> None:
-        """Keeps what routers say while logits are kept."""
+        """Stores the routers' logits while logits are stored."""
         for name, module in model.named_modules():
             if name.endswith(".mlp.router"):
                 module.register_forward_hook(functools.partial(self.see_routing, self.routing.setdefault(name, [])))
@@ -173,7 +173,7 @@ class Watched:
             kept.append(logits.detach().clone())
 
     def look(self, logits: Any) -> None:
-        """Counts what is not finite; keeps logits where they are asked for."""
+        """Counts non-finite logits; stores logits if requested."""
         bad = (~logits.isfinite()).sum()
         self.bad = bad if self.bad is None else self.bad + bad
         if self.keep:
@@ -198,7 +198,7 @@ class Engine:
         print("RESULT", json.dumps(line), flush=True)
 
     def start(self) -> None:
-        """Makes the engine."""
+        """Starts the engine."""
         import torch
         import vllm
 
@@ -236,7 +236,7 @@ class Engine:
         return [{"prompt_token_ids": [self.random.randrange(100, 199000) for _ in range(length)]} for _ in range(count)]
 
     def generate(self, prompts: Any, tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the tokens of each prompt."""
+        """Generates tokens. Returns the seconds, and the tokens of each prompt."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -251,7 +251,7 @@ class Engine:
     # -- tasks ---------------------------------------------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Says who serves."""
+        """Reports the layers' methods and backends."""
         (found,) = self.llm.apply_model(describe)
         self.report("serving", **found)
 
@@ -266,7 +266,7 @@ class Engine:
         self.report("logits", steps=len(self.saved["logits"]), bad=int(self.watched.bad))
 
     def float32(self) -> None:
-        """Logits of prompts and their next tokens beside those of the model in float32; with ``--eager``, by chosen experts."""
+        """Compares logits of prompts and their next tokens with the float32 model; with ``--eager``, by selected experts."""
         import against_float32 as exact
         import float32
         import torch
@@ -305,11 +305,11 @@ class Engine:
         self.report("tokens", seconds=round(seconds, 2), distinct=distinct, bad=bad)
 
     def requests(self) -> None:
-        """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. One that is not aborted must end whole."""
+        """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. All others must complete."""
         from vllm import SamplingParams
 
         engine, rng = self.llm.llm_engine, random.Random(1)
-        # Where the model is in another process, what is not finite is seen in the tokens' own probabilities.
+        # If the model is in another process, non-finite logits are detected in the tokens' probabilities.
         logprobs, bad = (0, 0) if self.watched is None else (None, 0)
         prefixes = [[rng.randrange(100, 199000) for _ in range(rng.choice((40, 300, 1000)))] for _ in range(12)]
         asked: dict[str, int] = {}
@@ -358,10 +358,11 @@ class Engine:
         )
 
     def decode(self) -> None:
-        """Milliseconds a token: two runs of the same prompts, the difference of their medians over the tokens between them."""
+        """Milliseconds per token: the difference of the medians of two run lengths of the same prompts, divided by the extra
+        tokens."""
         for batch in self.a.batches:
             prompts = self.prompts(batch, self.a.prompt)
-            # Kernels that this batch is the first to need are compiled here, before anything is timed.
+            # Compiles the kernels that this batch needs first, before the timing.
             for tokens in (self.a.short, self.a.decode, self.a.short):
                 self.generate(prompts, tokens)
             short, long = [], []
@@ -374,7 +375,7 @@ class Engine:
             self.report("decode", batch=batch, layers=self.a.layers, ms=round(1e3 * middle, 4), pairs=pairs)
 
     def prefill(self) -> None:
-        """Tokens a second of prompts, with one token generated each."""
+        """Prefill tokens per second, with one generated token per prompt."""
         count, length = (int(number) for number in self.a.prefill.split("x"))
         prompts = self.prompts(count, length)
         first = self.generate(prompts, 1)[0]
@@ -391,7 +392,7 @@ class Engine:
         )
 
     def kernels(self) -> None:
-        """The device's kernels of a decode step of one request, with their times: 16 steps, of which the first 4 are left out."""
+        """The kernels of a decode step of one request, with their times: 16 steps, without the first 4."""
         prompts = self.prompts(1, 64)
         self.generate(prompts, 20)
         found = self.profiled(prompts, 20)
@@ -411,7 +412,7 @@ class Engine:
         )
 
     def prefill_kernels(self) -> None:
-        """The device's kernels of a prefill, by what they belong to; and how long the device had nothing to do."""
+        """The kernels of a prefill, by family, and the device's idle time."""
         count, length = (int(number) for number in self.a.prefill.split("x"))
         prompts = self.prompts(count, length)
         self.generate(prompts, 1)
@@ -437,7 +438,7 @@ class Engine:
         )
 
     def profiled(self, prompts: Any, tokens: int) -> list[tuple[str, float, float]]:
-        """Kernels and copies of the device while tokens are generated, in the order of their start: name, start and time in us."""
+        """The device's kernels and copies while generating tokens, in order of their start: name, start and time in us."""
         import torch
         from torch.profiler import ProfilerActivity
 
@@ -450,7 +451,7 @@ class Engine:
         return sorted(((event.name, event.time_range.start, event.device_time) for event in of_device), key=lambda one: one[1])
 
     def save(self) -> None:
-        """Writes what is compared between engines."""
+        """Writes the data for comparisons between engines."""
         import torch
 
         if self.saved:
@@ -458,13 +459,13 @@ class Engine:
 
 
 def family_of(kernel: str) -> str:
-    """What a kernel belongs to, by words in its name."""
+    """The family of a kernel, by words in its name."""
     lower = kernel.lower()
     return next((family for family, words in _FAMILIES.items() if any(word in lower for word in words)), "other")
 
 
 def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
-    """Kernels in the order of their start, cut behind the one that ends a step: the choice of the most likely token."""
+    """Kernels in order of their start, split after each step's last kernel, the argmax of the logits."""
     steps: list[list[tuple[str, float]]] = [[]]
     for name, micros in found:
         steps[-1].append((name, micros))
@@ -474,10 +475,10 @@ def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str,
 
 
 def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, str], tuple[int, float]]]:
-    """Between which kernels the device has nothing to do, how often, and for how many microseconds in all; the longest first.
+    """Idle gaps of the device: the kernels before and after, the count, and the total microseconds; the longest first.
 
     Args:
-        found: kernels in the order of their start: name, start and time in microseconds.
+        found: kernels in order of their start: name, start and time in microseconds.
     """
     gaps: dict[tuple[str, str], tuple[int, float]] = {}
     last, busy_until = "", math.inf
@@ -491,7 +492,7 @@ def gaps_of(found: Sequence[tuple[str, float, float]]) -> list[tuple[tuple[str, 
 
 
 def wait(file: Path | None, seconds: float = 300) -> None:
-    """Until a file is there."""
+    """Waits until a file exists."""
     end = time.time() + seconds
     while file is not None and not file.exists() and time.time() < end:
         time.sleep(0.05)
@@ -543,7 +544,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # The engine's other processes are not waited for: all results are on disk.
+    # Exits without waiting for the engine's other processes, because all results are on disk.
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A vLLM configuration for a machine without a GPU, and what tests set for the whole process put back."""
+"""A vLLM configuration for a machine without a GPU; process-wide settings are restored after tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"  # what was tuned on this machine must not decide what a test sees
+os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"  # this machine's tuning results must not affect tests
 sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture
 def vllm_config() -> Iterator[Any]:
-    """vLLM's configuration in force, and bfloat16 as the model's dtype."""
+    """An active vLLM configuration, with bf16 as the model's dtype."""
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
@@ -40,7 +40,7 @@ def vllm_config() -> Iterator[Any]:
 
 @pytest.fixture
 def one_process(vllm_config: Any, tmp_path: Any) -> Iterator[Any]:
-    """vLLM's process groups, of this process alone."""
+    """vLLM's process groups with this process only."""
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 

@@ -1,4 +1,4 @@
-"""Every place where vLLM and this package meet: what is relied on, by name. The README's table has the same rows."""
+"""Every interface between vLLM and this package, by name. The README's table has the same rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ QUANTIZATION = "vllm.model_executor.layers.quantization"
 
 @dataclass(frozen=True)
 class Hook:
-    """Something of vLLM's that is called, subclassed or read.
+    """A vLLM interface that is called, subclassed or read.
 
     Attributes:
         path: module and name.
-        parameters: those that we give to a function or class, or that vLLM gives to ours in its place. Others need a default.
-        attributes: those of a class or an enumeration that are read or overridden; of a dataclass, its fields.
-        partial: whether it has other parameters, on which nothing here depends.
-        until: the release that was found without it, and is served without it.
+        parameters: parameters that we pass to the function or class, or that vLLM passes to our replacement. Others need a default.
+        attributes: attributes of a class or enumeration that are read or overridden; for a dataclass, its fields.
+        partial: whether other parameters exist, on which nothing here depends.
+        until: the release that lacks the hook and works without it.
     """
 
     path: str

@@ -28,7 +28,7 @@ PREFILL = ([33, 1, 50], [33, 1, 50])
 
 
 def package_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Makes a package with some of the core's functions the one that serves, as a wheel that has no others would be."""
+    """Makes a package with only some of the core's functions the attention package, like a wheel with few functions."""
     package = ModuleType("wheel_of_some")
     for name in names:
         setattr(package, name, getattr(core, name))
@@ -40,7 +40,7 @@ def package_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize("window", [None, 32])
 @pytest.mark.parametrize("sinks", [True, False])
 def test_a_step(vllm_config: Any, batch: tuple[list[int], list[int]], window: int | None, sinks: bool) -> None:
-    """The layer writes the cache through slots, then attends to it; rows that pad the batch are NaN and disturb nothing."""
+    """The layer writes the cache through slots, then runs attention; padding rows are NaN and have no effect."""
     layer = make_layer(vllm_config, window=window, sinks=sinks)
     step = make_batch(layer, *batch, rows=96)
     metadata = make_builder(vllm_config, layer).build(0, step.common)
@@ -51,7 +51,7 @@ def test_a_step(vllm_config: Any, batch: tuple[list[int], list[int]], window: in
 def test_a_wheel_without_a_kernel_for_mixed_batches(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch, batch: tuple[list[int], list[int]]
 ) -> None:
-    """Requests that decode, which come first, are served apart from the others."""
+    """Decode requests, which come first, are computed separately from the others."""
     package_of(monkeypatch, "mha_decode_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
     layer = make_layer(vllm_config, window=32)
     assert layer.impl.serving.mixed is None
@@ -62,7 +62,7 @@ def test_a_wheel_without_a_kernel_for_mixed_batches(
 
 @dataclasses.dataclass
 class Ranked:
-    """One of the core's functions, as if the kernel behind it had another priority."""
+    """One of the core's functions, with another priority of its kernel."""
 
     function: Any
     priority: int
@@ -124,7 +124,7 @@ def test_both_orders_of_the_cache_in_memory(vllm_config: Any, layout: str) -> No
 
 
 def test_what_pads_a_captured_batch(vllm_config: Any) -> None:
-    """Requests without tokens decode with the others: they write nothing to the cache, and their rows are zero."""
+    """Padding requests decode with the others: they write nothing to the cache, and their rows are zero."""
     layer = make_layer(vllm_config, sinks=False)
     step = make_batch(layer, *DECODE, pad_to=8)
     step.query[step.tokens :] = 1.0
@@ -138,7 +138,7 @@ def test_what_pads_a_captured_batch(vllm_config: Any) -> None:
 
 
 def test_a_captured_mixed_batch(vllm_config: Any) -> None:
-    """Rows behind the last request, and requests without tokens, change nothing."""
+    """Rows after the last request, and requests without tokens, have no effect."""
     layer = make_layer(vllm_config, window=32)
     builder = make_builder(vllm_config, layer)
     step = make_batch(layer, *MIXED, pad_to=8, pad_rows=5)
@@ -149,7 +149,7 @@ def test_a_captured_mixed_batch(vllm_config: Any) -> None:
 
 
 def test_a_graph_of_mixed_batches_holds_the_kernel_for_them(vllm_config: Any) -> None:
-    """vLLM captures it with one token a request, and says that one may have all of them."""
+    """vLLM captures such a graph with one token per request, and passes all tokens as the maximum query length."""
     layer = make_layer(vllm_config)
     step = make_batch(layer, *DECODE)
     common = dataclasses.replace(step.common, max_query_len=step.tokens)
@@ -159,7 +159,7 @@ def test_a_graph_of_mixed_batches_holds_the_kernel_for_them(vllm_config: Any) ->
 
 
 def test_drafts_of_speculative_decoding(vllm_config: Any) -> None:
-    """Requests with one accepted token and two drafts each are one call of the decode kernel, if there are no others."""
+    """A batch of requests with one accepted token and two drafts each is one call of the decode kernel."""
     vllm_config.speculative_config = type("Drafts", (), {"num_speculative_tokens": 2, "parallel_drafting": False})()
     layer = make_layer(vllm_config, window=32)
     builder = make_builder(vllm_config, layer)
@@ -173,7 +173,7 @@ def test_drafts_of_speculative_decoding(vllm_config: Any) -> None:
 
 
 def test_metadata_is_vllms_own_memory(vllm_config: Any) -> None:
-    """A captured graph reads where the next step writes, so nothing that it reads may be a copy; and nothing waits."""
+    """A captured graph reads vLLM's buffers, so its inputs must not be copies; and nothing synchronises."""
     layer = make_layer(vllm_config)
     step = make_batch(layer, *DECODE, pad_to=8)
     builder = make_builder(vllm_config, layer)
@@ -187,12 +187,12 @@ def test_metadata_is_vllms_own_memory(vllm_config: Any) -> None:
         for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
     }
     mixed = make_batch(layer, *MIXED).common
-    for common in (step.common, mixed):  # tensors without values: whatever read one would fail
+    for common in (step.common, mixed):  # meta tensors: reading a value would fail
         builder.build(0, dataclasses.replace(common, **on_a_device))
 
 
 def test_other_blocks_for_the_same_batch(vllm_config: Any) -> None:
-    """vLLM builds metadata once for several groups of layers, and changes where they find their blocks."""
+    """vLLM builds metadata once for several groups of layers, and replaces the block table."""
     layer = make_layer(vllm_config)
     step = make_batch(layer, *MIXED)
     builder = make_builder(vllm_config, layer)
@@ -219,7 +219,7 @@ def test_profiling_gives_zeros(vllm_config: Any) -> None:
 
 
 def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel that has attention alone leaves writing to vLLM's own operator, which gets bytes and its own arguments."""
+    """With an attention-only wheel, vLLM's own operator writes the cache, and receives uint8 and its own arguments."""
     from vllm import _custom_ops
 
     calls: list[str] = []
@@ -265,7 +265,7 @@ def test_sizes_before_the_first_request() -> None:
 def test_layers_attend_before_the_first_request(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, names: tuple[str, ...]
 ) -> None:
-    """Each function that serves a kind of layer is called, once for layers that are alike, and finds nothing that is not finite."""
+    """The functions of each kind of layer are called once for equal layers, and all inputs are finite."""
     monkeypatch.setattr(warmup, "_warmed", set())
     package_of(monkeypatch, "mha_decode_with_kvcache", "store_kv_cache", *names)
     vllm_config.cache_config.cache_dtype = dtype
@@ -301,13 +301,13 @@ def test_layers_attend_before_the_first_request(
 
 
 def test_a_builder_lets_its_layers_attend(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows the size of blocks and, from the configuration, of batches. On a CPU nothing is compiled, and nothing called."""
+    """The builder knows the block size and, from the configuration, the batch sizes. On a CPU nothing is warmed up."""
     called: list[Any] = []
     monkeypatch.setattr(
         builders, "warm_layers", lambda layers, block_size, largest: called.append((list(layers), block_size, largest))
     )
     layer = make_layer(vllm_config)
-    make_layer(vllm_config, name="model.layers.1.attn")  # of another builder
+    make_layer(vllm_config, name="model.layers.1.attn")  # belongs to another builder
     make_builder(vllm_config, layer)
     assert not called
     vllm_config.model_config = type("Model", (), {"max_model_len": 4096})()
@@ -320,7 +320,7 @@ def test_a_builder_lets_its_layers_attend(vllm_config: Any, monkeypatch: pytest.
     assert called == [([layer], 16, largest)]
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------------
+# -- rejected -------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_that_no_kernel_serves(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_output_is_not_quantised(vllm_config: Any) -> None:
         layer.impl.forward(layer, step.query, step.key, step.value, layer.kv_cache, metadata, out, output_scale=torch.ones(1))
 
 
-# -- what vLLM asks the backend before it builds a layer ------------------------------------------------------------------------
+# -- capabilities ---------------------------------------------------------------------------------------------------------------
 
 
 def reasons(**options: Any) -> list[str]:
@@ -424,7 +424,7 @@ def test_what_is_valid() -> None:
 
 @pytest.mark.parametrize(("mixed", "support"), [(True, AttentionCGSupport.ALWAYS), (False, AttentionCGSupport.UNIFORM_BATCH)])
 def test_what_is_captured_whole(vllm_config: Any, mixed: bool, support: AttentionCGSupport) -> None:
-    """Mixed batches are where one kernel takes them; two kernels share them by what the host knows of the batch."""
+    """Mixed batches are captured whole if one kernel handles them; two kernels need host-side counts of the batch."""
     layer = make_layer(vllm_config)
     if not mixed:
         layer.impl.serving = dataclasses.replace(layer.impl.serving, mixed=None)

@@ -1,4 +1,4 @@
-"""The programs of ``benchmarks/`` without a GPU: what they draw, how they count requests, and how they compare engines."""
+"""The scripts of ``benchmarks/`` without a GPU: random weights, request counts, and comparisons of engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import vllm_engine
 
 @pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"])
 def test_padded_experts_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Backends round sizes up as they like; what is behind the model's own is zero."""
+    """Backends may round sizes up; the padding after the model's own values is zero."""
     rows, columns = random_gpt_oss.EXPERT_SIZES[name]
     small = (rows // 32, columns and columns // 9)
     monkeypatch.setitem(random_gpt_oss.EXPERT_SIZES, name, small)
@@ -56,7 +56,7 @@ def test_rows_of_the_head_have_lengths_of_their_own() -> None:
 
 
 def test_the_loader_fills_a_model(tmp_path: Path) -> None:
-    """vLLM takes the loader by its name."""
+    """vLLM finds the loader by its name."""
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
@@ -76,7 +76,7 @@ def test_the_loader_fills_a_model(tmp_path: Path) -> None:
 
 
 class FakeEngine:
-    """Serves each request with a token a step. ``broken``: those that want 70 tokens get one too few."""
+    """Generates one token per request and step. ``broken``: requests of 70 tokens get one too few."""
 
     def __init__(self, broken: bool = False, logit: float = 0.0) -> None:
         self.broken, self.logit, self.wants_logprobs = broken, logit, False
@@ -157,7 +157,7 @@ def test_kernels_are_divided_into_steps() -> None:
 
 
 def test_gaps_between_kernels() -> None:
-    """A kernel that runs beside a longer one ends no gap, and the same two kernels are counted together."""
+    """A kernel that runs beside a longer one ends no gap; gaps between the same two kernels are counted together."""
     found = [("mm", 0.0, 10.0), ("copy", 2.0, 1.0), ("norm", 14.0, 1.0), ("mm", 15.0, 5.0), ("norm", 21.0, 2.0), ("end", 30.0, 1.0)]
     assert vllm_engine.gaps_of(found) == [(("norm", "end"), (1, 7.0)), (("mm", "norm"), (2, 5.0))]
     assert vllm_engine.gaps_of([]) == []
@@ -182,7 +182,7 @@ def test_rows_are_compared_while_tokens_agree_and_by_experts() -> None:
     rows = torch.tensor([[[0.0, 1.0, 3.0], [1.0, 2.0, 0.0]], [[5.0, 1.0, 0.0], [1.0, 0.0, 2.0]]])
     experts = torch.tensor([[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]])
     a = {"rows": rows, "ids": [[2, 1], [0, 2]], "experts": experts}
-    # The second request's first tokens differ, so that its second row does not count.
+    # The second request's first tokens differ, so its second row does not count.
     others = torch.tensor([[[2, 1]], [[3, 5]], [[6, 5]], [[7, 8]]])
     b = {"rows": rows.clone(), "ids": [[2, 0], [1, 2]], "experts": others}
     b["rows"][0, 1] += 1.0
@@ -235,7 +235,7 @@ with open(f"{out}/{name}.jsonl", "w") as file:
 def test_all_engines_are_run_and_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that fails is reported with the end of its log, and the others are run all the same."""
+    """A failed engine is reported with the end of its log, and the other engines still run."""
     (tmp_path / "vllm_engine.py").write_text(ENGINE)
     (tmp_path / "random_gpt_oss.py").write_text("def register(): pass")
     monkeypatch.setattr(h200_vllm, "HERE", tmp_path)

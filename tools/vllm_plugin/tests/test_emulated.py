@@ -22,7 +22,7 @@ from tokenspeed_kernel_vllm.attention import warmup
 
 @pytest.fixture
 def alone(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The wheel's functions serve. vLLM's own operator, which writes the cache, runs on a GPU alone: PyTorch stands for it."""
+    """The wheel's functions run attention. vLLM's own cache-write operator needs a GPU, so PyTorch replaces it."""
 
     def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, k_scale: Any, v_scale: Any) -> None:
         narrow = torch.float8_e4m3fn if dtype.startswith("fp8") else k.dtype
@@ -50,7 +50,7 @@ def test_a_step(alone: Any, window: int | None, cache_dtype: str) -> None:
 
 
 def test_what_is_called_before_the_first_request(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All requests share a block there, and none of their tokens is written: the emulator stops at an access out of bounds."""
+    """In the warm-up all requests share a block, and no token is written; the emulator would report an out-of-bounds access."""
     monkeypatch.setattr(warmup, "_warmed", set())
     layers = [make_layer(alone, window=window, name=f"model.layers.{i}.attn") for i, window in enumerate((None, 32))]
     written = []

@@ -46,7 +46,7 @@ def make_layer(intermediate: int, **options: Any) -> Any:
 
 
 def checkpoint(intermediate: int) -> dict[str, Tensor]:
-    """The tensors of a layer as GPT-OSS has them: rows of w13 are gate 0, up 0, gate 1, up 1, ..."""
+    """The tensors of a layer in GPT-OSS's format: rows of w13 are gate 0, up 0, gate 1, up 1, ..."""
     draw = torch.Generator().manual_seed(3)
     shapes = {"w13": (2 * intermediate, HIDDEN), "w2": (HIDDEN, intermediate)}
     tensors = {}
@@ -60,7 +60,7 @@ def checkpoint(intermediate: int) -> dict[str, Tensor]:
 def load(
     layer: Any, tensors: dict[str, Tensor], shard: slice = slice(None), experts: slice = slice(None), first: bool = True
 ) -> None:
-    """Gives a rank its shard of the intermediate features, or its experts, as vLLM's loader of GPT-OSS does; then prepares them."""
+    """Loads a rank's shard of the intermediate features, or its experts, as vLLM's GPT-OSS loader does; then prepares them."""
     begin, end, _ = shard.indices(tensors["w2_weight"].shape[2] * 2)
     part = {
         "w13_weight": tensors["w13_weight"][experts, 2 * begin : 2 * end],
@@ -121,7 +121,7 @@ def test_a_layer(one_process: Any) -> None:
 
 
 def test_shards_of_a_size_that_is_no_multiple_of_a_block(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two ranks has 80 of 160 features in vLLM's count. The loader gives the first 96 and the second 64."""
+    """By vLLM's count, each of two ranks has 80 of 160 features. The loader gives the first rank 96 and the second 64."""
     tensors = checkpoint(160)
     x, logits = inputs()
     total = torch.zeros(x.shape)
@@ -168,7 +168,7 @@ def test_weights_that_were_arranged_are_not_kept_twice(one_process: Any, monkeyp
 
 
 def test_experts_are_called_before_the_first_request(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer is called in all sizes below the largest batch, which vLLM tries itself. Experts of other ranks are skipped."""
+    """The layer is called in all sizes below the largest batch, which vLLM runs itself. Experts of other ranks are skipped."""
     layer, tensors = make_layer(96), checkpoint(96)
     load(layer, tensors)
     method, sizes = layer.routed_experts.quant_method, []
@@ -185,11 +185,11 @@ def test_experts_are_called_before_the_first_request(one_process: Any, monkeypat
     assert sizes == [1, 2, 4, 8]
 
 
-# -- what vLLM does itself ------------------------------------------------------------------------------------------------------
+# -- fallback to vLLM -----------------------------------------------------------------------------------------------------------
 
 
 class Own(GptOssExperts):
-    """Stands for vLLM's own method, which needs a GPU."""
+    """Replaces vLLM's own method, which needs a GPU."""
 
     def __init__(self, moe: Any) -> None:
         plan = SimpleNamespace(hidden_size=moe.hidden_dim, intermediate_size=moe.intermediate_size_per_partition)
@@ -198,7 +198,7 @@ class Own(GptOssExperts):
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the log says where vLLM serves a layer."""
+    """The log lines about layers that fall back to vLLM."""
     said: list[str] = []
     monkeypatch.setattr(mxfp4, "GptOssMxfp4MoEMethod", Own)
     monkeypatch.setattr(ours.logger, "warning_once", lambda text, *args: said.append(text % args))
@@ -224,7 +224,7 @@ def test_vllm_serves_what_is_refused(one_process: Any, own: list[str], options: 
 
 
 def test_the_reason_of_every_kernel_is_logged(one_process: Any, own: list[str]) -> None:
-    """On a device that no kernel is for, the line is what `explain` says."""
+    """On a device without eligible kernels, the line is the output of `explain`."""
     without_triton = dataclasses.replace(named_platform("sm_50"), features=frozenset())
     with use_platform(without_triton):
         layer = make_layer(96)

@@ -1,4 +1,4 @@
-"""The model in float32 that engines are compared with, beside Transformers', and the comparison itself."""
+"""The float32 reference model, compared with Transformers', and the comparison of engines with it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def model_of(weights: dict[str, Tensor]) -> float32.Model:
 
 
 def test_it_computes_what_transformers_does() -> None:
-    """Weights are unpacked by Transformers' own function."""
+    """The reference equals Transformers' model, whose weights are unpacked by Transformers' own function."""
     transformers = pytest.importorskip("transformers", reason="needs the dependency group `peers`")
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -124,13 +124,13 @@ def test_it_computes_what_transformers_does() -> None:
 
 
 def engine_run(model: float32.Model, prompts: list[list[int]], change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Generates greedily as an engine whose routers say ``change(layer, logits)``: tokens, rows, and routing step by step."""
+    """Generates greedily with router logits ``change(layer, logits)``. Returns tokens, rows, and routing step by step."""
     ids: list[list[int]] = [[] for _ in prompts]
     steps, routing = [], [[] for _ in range(LAYERS)]  # type: ignore[var-annotated]
     for step in range(3):
         sequences = [torch.tensor(prompt + more) for prompt, more in zip(prompts, ids, strict=True)]
         experts: list[Tensor] = []
-        for layer in range(LAYERS):  # what earlier layers chose decides what later routers say
+        for layer in range(LAYERS):  # later routers depend on the experts of earlier layers
             filled = [*experts, *[torch.zeros(sum(map(len, sequences)), TOP_K, dtype=torch.int64)] * (LAYERS - layer)]
             said = change(layer, float32.run(model, sequences, filled).routing[layer])
             experts.append(float32.best(said, TOP_K))
@@ -156,7 +156,7 @@ def test_an_engine_that_chooses_the_same_experts_is_exact() -> None:
 
 
 def test_rows_with_other_experts_are_told_apart() -> None:
-    """The router's last choice and the next expert change places in some tokens: far from float32, and exact once it knows."""
+    """The last selected and the next expert are swapped for some tokens: far from float32, and exact with the engine's choice."""
     model, prompts = model_of(drawn_weights()), [[1, 2, 3, 4, 5], [9, 8], list(range(20))]
 
     def change(layer: int, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One test a hook of vLLM's. Where a release moves one, the message says what it is, what was relied on, and what is there now."""
+"""One test per vLLM hook. If a release changes one, the message names the hook, the expected interface, and the new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 def found(path: str) -> Any:
-    """What a path names: a module as far as there is one, then attributes."""
+    """The object that a path names: the longest module prefix, then attributes."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""vLLM's layers of products with our method: as vLLM makes, loads and compiles them."""
+"""vLLM's linear layers with our method: as vLLM creates, loads and compiles them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_layer_is_compiled_whole_and_once(one_process: Any, monkeypatch: pytes
 
 
 def test_a_router(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM makes it without a quantisation; its class is replaced through vLLM's own table."""
+    """vLLM creates a router without a quantisation; its class is replaced through vLLM's own table."""
     monkeypatch.setattr(custom_op, "op_registry_oot", table := {})
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "1")

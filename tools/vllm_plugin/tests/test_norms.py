@@ -1,4 +1,4 @@
-"""Norms of vLLM's IR by the core's kernel: chosen by vLLM's own priorities, in place and compiled."""
+"""Norms of vLLM's IR by the core's kernel: selected by vLLM's own priorities, in place and compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMS = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
 
 @pytest.fixture
 def preferred(vllm_config: Any) -> Iterator[Any]:
-    """As ``--ir-op-priority`` prefers it."""
+    """Sets the priority as ``--ir-op-priority`` does."""
     tokenspeed_kernel_vllm.register()
     with contextlib.ExitStack() as stack:
         for norm in NORMS:

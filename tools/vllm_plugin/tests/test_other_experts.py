@@ -1,4 +1,4 @@
-"""Experts that are not quantised, and those in fp8 with block scales, in vLLM's layer, against plain PyTorch."""
+"""Unquantised experts and fp8 experts with block scales, in vLLM's layer, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def route(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part is switched on, and vLLM's tables are put back after the test."""
+    """Enables the part; vLLM's tables are restored after the test."""
     monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
     monkeypatch.setattr(custom_op, "op_registry_oot", table := {})
     monkeypatch.setattr(fp8, "Fp8MoEMethod", Own)
@@ -48,7 +48,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Own(routed.BlockFp8Experts):
-    """Stands for vLLM's own fp8 method, which needs a GPU."""
+    """Replaces vLLM's own fp8 method, which needs a GPU."""
 
     def __init__(self, config: Any, layer: Any) -> None:
         super(routed.BlockFp8Experts, self).__init__(layer.moe_config)
@@ -100,7 +100,7 @@ def decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def load(layer: Any, tensors: dict[str, Tensor], scale: str = "weight_scale_inv") -> None:
-    """As vLLM's models load: an expert's tensor at a time, by the parameter's own loader."""
+    """Loads like vLLM's models: one expert's tensor at a time, by the parameter's own loader."""
     experts = layer.routed_experts
     for name in ("w1", "w2", "w3"):
         target = "w2" if name == "w2" else "w13"
@@ -198,12 +198,12 @@ def test_all_sizes_are_called_before_the_first_request(one_process: Any, monkeyp
     assert sizes == [1, 2, 4, 8]
 
 
-# -- what vLLM does itself ------------------------------------------------------------------------------------------------------
+# -- fallback to vLLM -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the log says where vLLM serves a layer; its own unquantised method is not asked for a kernel, which needs a GPU."""
+    """The log lines about layers that fall back to vLLM. vLLM's own unquantised method selects no kernel, which needs a GPU."""
     found: list[str] = []
     monkeypatch.setattr(routed.logger, "warning_once", lambda text, *args: found.append(text % args))
     none = SimpleNamespace(is_monolithic=lambda: False)

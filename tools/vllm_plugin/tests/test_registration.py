@@ -1,4 +1,4 @@
-"""What vLLM's plugin loader finds, and what registering does."""
+"""The plugin as vLLM's loader finds it, and the effects of registration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_the_entry_point_is_declared() -> None:
 
 
 def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pip install tokenspeed-kernel` without a version brings it. Attention then goes to a vendor's wheel, as without the core."""
+    """`pip install tokenspeed-kernel` without a version installs that package. Attention then uses a vendor's wheel, as without the
+    core."""
     from tokenspeed_kernel_vllm.attention import serving
     from tokenspeed_kernel_vllm.settings import core_is_there
 
@@ -59,7 +60,7 @@ def test_another_projects_core_is_not_taken_for_ours(tmp_path: Path, monkeypatch
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's tables, put back after the test."""
+    """vLLM's tables, restored after the test."""
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     from vllm.model_executor.layers import quantization
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -71,7 +72,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_vllm_finds_and_calls_it(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By vLLM's own loader, as each of its processes does."""
+    """vLLM's own loader finds and calls the plugin, as in each of vLLM's processes."""
     from vllm import plugins
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -135,7 +136,7 @@ def test_another_plugin_keeps_its_backend(registered: Any, monkeypatch: pytest.M
 
 
 def test_a_hook_that_is_missing_leaves_its_part_out(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM starts all the same, and the log names the hook."""
+    """vLLM still starts, and the log names the hook."""
     from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.v1.attention.backends import registry
 

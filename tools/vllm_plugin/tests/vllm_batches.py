@@ -1,4 +1,4 @@
-"""Batches as vLLM's model runner makes them, run through vLLM's own attention layer, and attention in plain PyTorch."""
+"""Batches as vLLM's model runner builds them, run through vLLM's own attention layer, and attention in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ K_SCALE, V_SCALE = 0.02, 0.05
 def make_layer(
     config: Any, *, window: int | None = None, sinks: bool = True, name: str = "model.layers.0.attn", **options: Any
 ) -> Any:
-    """vLLM's layer, on our backend."""
+    """vLLM's attention layer on our backend."""
     learned = torch.linspace(-1, 2, HEADS, dtype=torch.bfloat16) if sinks else None
     layer = Attention(
         HEADS,
@@ -43,14 +43,14 @@ def make_layer(
 
 
 def make_builder(config: Any, layer: Any) -> Any:
-    """The metadata builder, made as the model runner makes it."""
+    """The metadata builder, created as by the model runner."""
     spec = layer.get_kv_cache_spec(config)
     return TokenspeedBackend.get_builder_cls()(spec, [layer.layer_name], config, torch.device("cpu"))
 
 
 def make_cache(layer: Any, blocks: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A cache in the order in memory that the backend asks for, full of NaN (of 0xff where it is bytes)."""
-    asks = hasattr(utils, "get_kv_cache_layout")  # newer releases have an order of their own
+    """A cache in the backend's memory order, filled with NaN (0xff for uint8)."""
+    asks = hasattr(utils, "get_kv_cache_layout")  # newer releases decide the order themselves
     order = TokenspeedBackend.get_kv_cache_stride_order() if asks else (0, 2, 1, 3)
     shape = TokenspeedBackend.get_kv_cache_shape(blocks, BLOCK, KV_HEADS, HEAD_DIM)
     physical = torch.empty([shape[axis] for axis in order], dtype=dtype)
@@ -62,7 +62,7 @@ def make_cache(layer: Any, blocks: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 @dataclass
 class Batch:
-    """One step: what the runner says of it, the new tokens, and everything that each request has seen."""
+    """One step: the runner's metadata, the new tokens, and the history of each request."""
 
     common: CommonAttentionMetadata
     query: Tensor
@@ -89,10 +89,10 @@ def make_batch(
     """Requests whose earlier tokens are in the layer's cache.
 
     Args:
-        seq_lens, query_lens: of each request.
-        pad_to: requests of a captured batch that decodes; those beyond the real ones have no tokens.
-        pad_rows: tokens of a captured batch that is mixed, behind those of requests.
-        rows: of the buffers, if more than there are tokens.
+        seq_lens, query_lens: lengths of each request.
+        pad_to: number of requests of a captured decode batch; padding requests have no tokens.
+        pad_rows: padding tokens of a captured mixed batch, after the requests' tokens.
+        rows: rows of the buffers, if more than tokens.
     """
     draw = torch.Generator().manual_seed(seed)
 
@@ -123,7 +123,7 @@ def make_batch(
         slots += slot[length - new :].tolist()
     tokens, reqs = sum(query_lens), max(pad_to, len(seq_lens))
     padding = reqs - len(seq_lens)
-    counted = tokens + padding + pad_rows  # a batch that decodes is padded by one token a request
+    counted = tokens + padding + pad_rows  # a decode batch is padded by one token per request
     rows = max(rows, counted)
 
     def new_tokens(which: int) -> Tensor:
@@ -173,7 +173,7 @@ def expected(layer: Any, batch: Batch, window: int | None) -> Tensor:
 
 
 def check(got: Tensor, wanted: Tensor, error: float = 0.01) -> None:
-    """Asserts that each row differs from the wanted one by no more than some roundings of bfloat16."""
+    """Asserts that each row differs from the expected one by no more than a few bf16 roundings."""
     got = got.float()
     assert got.isfinite().all()
     assert ((got - wanted).norm(dim=-1) <= error * wanted.norm(dim=-1) + 1e-5).all(), (got - wanted).abs().max()

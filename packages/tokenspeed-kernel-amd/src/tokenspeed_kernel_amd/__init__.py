@@ -1,8 +1,8 @@
 """Kernels for AMD MI355X (gfx950, CDNA4), as plain functions and as a plugin of tokenspeed-kernel.
 
-Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_amd import mha_prefill``. It
-has the operator's signature, docstring and checks, and is served by the kernels of this package alone. NoKernelFoundError, a
-RuntimeError, says why each of them does not serve a call: the machine may be another one, for instance.
+Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_amd import mha_prefill``. The
+function has the operator's signature, docstring and checks, and selects among the kernels of this package alone. If no kernel is
+eligible for a call, NoKernelFoundError (a RuntimeError) gives each kernel's reason, for example an unsupported GPU.
 
 Importing the package imports neither PyTorch nor Triton and works on any machine.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tokenspeed_kernel_amd.version import __version__
 from tokenspeed_kernel_base.standalone import functions_of
 
-if TYPE_CHECKING:  # so that editors and type checkers know them; others work all the same
+if TYPE_CHECKING:  # for editors and type checkers; `functions_of` also provides operators that are not listed here
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill

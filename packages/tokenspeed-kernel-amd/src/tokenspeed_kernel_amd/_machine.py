@@ -1,4 +1,4 @@
-"""What is on this machine: the version of Triton, read from package metadata, and the device's compute units."""
+"""The installed Triton's version, read from package metadata, and the device's number of CUs (compute units)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-trito
 
 @functools.cache
 def triton_version() -> str | None:
-    """The installed Triton's version, from package metadata; None if there is no Triton."""
+    """The installed Triton's version, from package metadata; None if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     for name in _DISTRIBUTIONS:
@@ -23,7 +23,7 @@ def triton_version() -> str | None:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    # A Triton that was built from source may lack metadata; its module knows the version.
+    # A Triton built from source may lack package metadata; the module itself has the version.
     import triton
 
     return str(triton.__version__)
@@ -31,7 +31,7 @@ def triton_version() -> str | None:
 
 @functools.cache
 def triton_gap() -> str | None:
-    """Why the installed Triton does not compile the kernels, or None where it does."""
+    """Why the installed Triton cannot compile the kernels, or None if it can."""
     needed = ".".join(map(str, NEEDED_TRITON))
     version = triton_version()
     if version is None:
@@ -44,14 +44,14 @@ def triton_gap() -> str | None:
 
 @functools.cache
 def compute_units(device: int) -> int:
-    """Compute units of a device, by Triton's number for it."""
+    """Number of CUs (compute units) of a device, given Triton's device index."""
     from triton.runtime import driver
 
     return int(driver.active.utils.get_device_properties(device)["multiprocessor_count"])
 
 
 def current_compute_units() -> int:
-    """Compute units of the device that a kernel launched now runs on."""
+    """Number of CUs of the current device, on which a kernel launched now would run."""
     from triton.runtime import driver
 
     return compute_units(driver.active.get_current_device())

@@ -1,4 +1,4 @@
-"""Tensors with the strides that kernels take: all of them take the last axis to be contiguous."""
+"""Tensors with strides that the kernels accept: every kernel requires a contiguous last axis."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def rows_to_write(out: Tensor | None, q: Tensor, *shape: int) -> Tensor:
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:
-    """What the caller gets: ``out`` if it gave one, into which other memory that was written instead is copied."""
+    """The caller's result: ``written`` if ``out`` is None, otherwise ``out``, after copying ``written`` into it if they differ."""
     return written if out is None or written is out else out.copy_(written)

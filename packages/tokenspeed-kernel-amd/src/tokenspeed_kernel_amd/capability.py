@@ -1,6 +1,6 @@
-"""The machines that the kernels of this package run on, as data: a range of architectures, and the software that they need.
+"""Requirements of this package's kernels, as data: a range of GPU architectures and the software that must be installed.
 
-A new architecture is one more function here, and a folder of its kernels.
+A new architecture needs one more function here and a folder for its kernels.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) 
     """gfx942 and gfx950: AMD Instinct MI300 and MI350 series.
 
     Args:
-        features: names that the platform's features must hold, for example ``"triton"``.
-        probe: see `CapabilityRequirement`. It reads package metadata only, and imports neither Triton nor AITER.
+        features: names that the platform's features must include, for example ``"triton"``.
+        probe: see `CapabilityRequirement`. It must only read package metadata, and import neither Triton nor AITER.
     """
     return CapabilityRequirement(ArchVersion(9, 4), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 
 
 def cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
-    """gfx950: AMD Instinct MI350X and MI355X. Arguments are those of `cdna3_to_cdna4`."""
+    """gfx950: AMD Instinct MI350X and MI355X. The arguments are those of `cdna3_to_cdna4`."""
     return CapabilityRequirement(ArchVersion(9, 5), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 
 
-# What kernels in Gluon need.
+# Required by the Gluon kernels.
 GLUON_CDNA4 = cdna4(features={"triton"}, probe=triton_gap)
-# What AITER's kernels need.
+# Required by the AITER kernels.
 AITER = cdna3_to_cdna4(probe=aiter_gap)

@@ -1,4 +1,4 @@
-"""What a memory instruction accesses."""
+"""Description of a memory instruction's access."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Access:
         space: ``"global"``, ``"lds"``, ``"scalar"``, ``"scratch"`` or ``"dma"`` (global memory to LDS).
         direction: ``"load"``, ``"store"``, ``"atomic"``, or ``"permute"`` (LDS instructions that touch no memory).
         size: bytes per lane (of the whole instruction for scalar loads).
-        counter: the wait counter that it raises: ``"vmcnt"`` or ``"lgkmcnt"``.
+        counter: the wait counter that it increments: ``"vmcnt"`` or ``"lgkmcnt"``.
     """
 
     space: str

@@ -1,7 +1,7 @@
-"""The text of a compiled kernel, taken apart: instructions, labels, kernel descriptor, arguments, source lines.
+"""Parses a compiled kernel's assembly text: instructions, labels, kernel descriptor, arguments, source lines.
 
 The grammar is that of LLVM's AMDGPU assembler (llvm.org/docs/AMDGPUUsage.html and AMDGPUOperandSyntax.html), as far as LLVM
-prints it. Nothing is executed here, and no instruction is known by name: `gfx950_emulator.decode` gives them their meaning.
+prints it. This module executes nothing and knows no instruction by name: `gfx950_emulator.decode` gives instructions their meaning.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Instruction:
     """One instruction as written.
 
     Attributes:
-        index: its place among the kernel's instructions; branches go to such places.
+        index: its position among the kernel's instructions; branch targets are such indices.
         mnemonic: ``"v_add_u32_e32"``.
         operands: as written, without modifiers: ``("v0", "v[2:3]", "-v4", "0x10")``.
         modifiers: ``offset:16`` is ``{"offset": 16}``, ``op_sel:[0,1]`` is ``{"op_sel": (0, 1)}``, a bare word maps to True,
             anything else to its text.
         line: line in the assembly text, from 1.
         text: the instruction as written, without comment.
-        source: ``(file, line)`` of the kernel's source, from the debug information; None where it says nothing.
-        location: the same for people, with the calls through which it was inlined: ``"a.py:3:4 @[ b.py:5:6 ]"``.
+        source: ``(file, line)`` of the kernel's source, from the debug information; None if there is none.
+        location: the same in readable form, with the calls through which it was inlined: ``"a.py:3:4 @[ b.py:5:6 ]"``.
     """
 
     index: int
@@ -88,10 +88,10 @@ _KERNEL = re.compile(r"^\.amdhsa_kernel\s+(\S+)")
 
 
 def parse(text: str) -> Assembly:
-    """Takes the assembly text of one kernel apart.
+    """Parses the assembly text of one kernel.
 
     Raises:
-        ValueError: the text holds no kernel, or more than one.
+        ValueError: the text has no kernel, or more than one.
     """
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -155,7 +155,7 @@ _RELATIVE = re.compile(r"^(.+)@rel32@(lo|hi)\+\d+$")
 
 
 def _resolve(instructions: list[Instruction], labels: dict[str, int]) -> list[Instruction]:
-    """Replaces distances to functions by numbers. They are added to what the last s_getpc_b64 wrote."""
+    """Replaces symbolic distances to functions by numbers, relative to the result of the last s_getpc_b64."""
     after = 0  # the instruction after s_getpc_b64
     resolved = []
     for instruction in instructions:
@@ -199,7 +199,7 @@ def _instruction(line: str, number: int, index: int, source: tuple[str, int] | N
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits outside brackets, and drops what is empty."""
+    """Splits outside brackets, and drops empty parts."""
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
@@ -222,7 +222,7 @@ def _modifier(value: str) -> object:
 
 
 def _parse_metadata(lines: list[str]) -> tuple[tuple[Argument, ...], dict[str, int]]:
-    """The kernel's arguments and its integer properties, from the YAML that LLVM writes (one key a line)."""
+    """The kernel's arguments and its integer properties, from the YAML that LLVM writes (one key per line)."""
     arguments: list[Argument] = []
     properties: dict[str, int] = {}
     current: dict[str, str] = {}

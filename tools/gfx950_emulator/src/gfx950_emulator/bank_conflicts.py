@@ -1,11 +1,11 @@
 """Bank conflicts of LDS accesses on gfx950.
 
-A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide; a bank serves one dword a
-cycle, and any number of lanes that read (or write) that same dword. A phase takes as many cycles as its busiest bank has
-different dwords, at least one; every cycle beyond the first is counted as a conflict, which is what the hardware's counter
-SQ_LDS_BANK_CONFLICT counts (ROCm Compute Profiler, "Local data share").
+A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide. A bank delivers one dword
+per cycle, to any number of lanes that read (or write) the same dword. A phase takes as many cycles as its busiest bank has
+different dwords, at least one. Every cycle after the first counts as a conflict, as in the hardware counter SQ_LDS_BANK_CONFLICT
+(ROCm Compute Profiler, "Local data share").
 
-Which lanes go together (sources: `gfx950_emulator.hardware`):
+The lanes of each phase (sources: `gfx950_emulator.hardware`):
 
 =====================  =====  ==========================================================  =============================
 access                 banks  lanes of a phase                                            from
@@ -20,7 +20,7 @@ write, 12 and 16       32     0-7, 8-15, ...                                    
 =====================  =====  ==========================================================  =============================
 
 ds_read2 and ds_write2 are two accesses. Transposing reads (8 bytes) count as 8-byte reads; nothing else is published for them.
-Atomics count as writes, and lanes that change the same dword take turns (ROCPROF, "address conflict").
+Atomics count as writes, and lanes that change the same dword are serialised (ROCPROF, "address conflict").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PERIOD = 4 * LDS_READ_BANKS  # bytes after which banks repeat
 
 
 def _both_halves(*groups: tuple[int, ...]) -> list[list[int]]:
-    """Groups of four lanes, given by their first lanes in lanes 0 to 31; the upper half of the wave is the same."""
+    """Phases built of groups of four lanes, given by the groups' first lanes among lanes 0 to 31; lanes 32 to 63 repeat them."""
     return [[half + first + i for first in group for i in range(4)] for half in (0, 32) for group in groups]
 
 
@@ -67,7 +67,7 @@ def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = 
     """Extra cycles that waves need because of conflicts.
 
     Args:
-        offsets: int64 [waves, 64], byte offsets in LDS; negative for lanes that access nothing.
+        offsets: int64 [waves, 64], byte offsets in LDS; negative for inactive lanes.
         size: bytes per lane: 1, 2, 4, 8, 12 or 16.
         store: the access writes.
         atomic: lanes that access the same dword conflict, too.
@@ -91,7 +91,7 @@ def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = 
 
 
 class ConflictCache:
-    """`conflict_cycles`, which remembers patterns: loops access LDS in few of them."""
+    """Memoised `conflict_cycles`: loops access LDS in few patterns."""
 
     KEPT = 4096
 
@@ -99,7 +99,7 @@ class ConflictCache:
         self._known: dict[tuple[int, bool, bool, bytes], np.ndarray] = {}
 
     def cycles(self, offsets: np.ndarray, size: int, store: bool, atomic: bool) -> np.ndarray:
-        # Banks repeat, so patterns that differ by multiples of the period are the same.
+        # Banks repeat, so patterns whose offsets differ by a multiple of the period have the same conflicts.
         base = int(offsets.max()) // _PERIOD * _PERIOD
         key = (size, store, atomic, np.where(offsets < 0, np.iinfo(np.int64).min, offsets - base).tobytes())
         known = self._known.get(key)

@@ -1,8 +1,8 @@
-"""What an instruction as written is bound to: which registers it reads and writes, and a function that executes it.
+"""Binds an instruction to the registers that it reads and writes, and to a function that executes it.
 
 Families of instructions register a *binder* for each mnemonic (`gfx950_emulator.instructions`), which `gfx950_emulator.decode`
-looks up. A binder runs once per instruction of a kernel, looks at operands and modifiers, and returns a `Bound` whose
-``run(group)`` does the work, so that nothing is parsed while a kernel executes.
+looks up. A binder runs once per instruction of a kernel, reads operands and modifiers, and returns a `Bound` whose ``run(group)``
+executes the instruction, so that nothing is parsed while a kernel executes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Bound:
 
     Attributes:
         run: executes it for all waves of a group.
-        writes, reads: registers by their sanitizer numbers (`gfx950_emulator.operands`), implicit ones included.
-        unit: where it executes: ``valu``, ``trans``, ``mfma``, ``salu``, ``smem``, ``vmem``, ``lds``, ``wait``, ``barrier``,
+        writes, reads: the sanitizer's register numbers (`gfx950_emulator.operands`), implicit registers included.
+        unit: the execution unit: ``valu``, ``trans``, ``mfma``, ``salu``, ``smem``, ``vmem``, ``lds``, ``wait``, ``barrier``,
             ``branch``, ``end``, ``nop``.
-        target: index of the instruction that a branch goes to.
-        jump: of a jump through a register: ``jump(group)`` is the index of the next instruction, or one per wave.
-        condition: of a conditional branch: ``condition(group)`` is a bool, or a bool per wave.
-        demands: registers whose content leaves the wave or decides what it does next (addresses, stored data): they must be
-            initialised. None is short for none.
+        target: index of a branch's target instruction.
+        jump: for a jump through a register: ``jump(group)`` is the index of the next instruction, or one per wave.
+        condition: for a conditional branch: ``condition(group)`` is a bool, or a bool per wave.
+        demands: registers that must be initialised, because their values leave the wave or decide its control flow (addresses,
+            stored data). None means no registers.
         moves: the instruction only moves bits, within or across lanes, so that running it on a mask of uninitialised bits
             tells which bits of the result are uninitialised.
-        memory: what a memory instruction accesses, see `Access`.
+        memory: the access of a memory instruction, see `Access`.
     """
 
     run: Callable[[Group], None]
@@ -54,13 +54,13 @@ class Bound:
 
 @dataclass(frozen=True)
 class Logic:
-    """A logical operation on lane masks, for the sanitizer: a bit that one operand decides alone needs no other.
+    """A logical operation on lane masks, for the sanitizer: the other operand may be uninitialised if one operand decides a bit.
 
     Attributes:
         first, second: the operands as bool [L]; their registers are ``first_ids`` and ``second_ids``.
-        decisive_a, decisive_b: what the first or the second operand must be to decide; None where neither can.
+        decisive_a, decisive_b: the value of the first or second operand that decides the result; None if no value does.
         result_ids: registers that get the result; SCC is not among them.
-        saved_ids: registers that get the second operand as it was (EXEC, where it is saved).
+        saved_ids: registers that receive the old second operand (a saved EXEC).
     """
 
     first: Callable[[Group], np.ndarray]
@@ -74,7 +74,7 @@ class Logic:
 
 
 class Site:
-    """An instruction that is being bound, with what binders need of it."""
+    """An instruction that is being bound, with the data that binders need."""
 
     def __init__(self, instruction: Instruction, assembly: Assembly) -> None:
         self.instruction = instruction
@@ -100,7 +100,7 @@ class Site:
         return self.modifiers.pop(name, default)
 
     def done(self) -> None:
-        """Raises `UnknownInstruction` if a modifier was not understood. Cache hints mean nothing here."""
+        """Raises `UnknownInstruction` if a modifier was not read. Cache hints have no effect and are ignored."""
         left = set(self.modifiers) - {"sc0", "sc1", "nt", "glc", "slc", "dlc", "scc"}
         if left:
             raise self.unknown(f"modifier {', '.join(sorted(left))} of {self.instruction.mnemonic} is not implemented")
@@ -127,11 +127,11 @@ def binder(*mnemonics: str) -> Callable[[Binder], Binder]:
 
 
 def split_encoding(mnemonic: str) -> tuple[str, str]:
-    """``"v_add_u32_dpp"`` is ``("v_add_u32", "dpp")``; the encoding is empty where the name says none."""
+    """``"v_add_u32_dpp"`` is ``("v_add_u32", "dpp")``; the encoding is empty if the name has no suffix."""
     match = re.fullmatch(r"(\w+?)_(e32|e64|dpp|sdwa|e64_dpp)", mnemonic)
     return (match[1], match[2]) if match else (mnemonic, "")
 
 
 def implicit(bound: Bound, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> Bound:
-    """The same with registers added that the text does not name."""
+    """The same `Bound`, with registers added that the text does not name."""
     return replace(bound, reads=(*bound.reads, *reads), writes=(*bound.writes, *writes))

@@ -1,4 +1,4 @@
-"""The command line: runs a function of a file on the emulator, and shows what its kernels did. Needs typer and rich."""
+"""The command line: runs a function of a file on the emulator, and shows its kernels' statistics. Needs typer and rich."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def trace(
 
 
 class _Printer:
-    """Prints instructions; a line of its own wherever the source line changes."""
+    """Prints instructions, with a separate line wherever the source line changes."""
 
     def __init__(self, console: Console, as_float: bool) -> None:
         self._console, self._as_float = console, as_float
@@ -143,7 +143,7 @@ def _load(target: str) -> Callable[[], object]:
         raise typer.BadParameter(f"{path} is not a Python file")
     sys.path.insert(0, str(file.parent))  # as `python FILE.py` does
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # Triton looks for a kernel's module there
+    sys.modules[file.stem] = module  # Triton looks a kernel's module up here
     try:
         spec.loader.exec_module(module)
     except Exception as error:

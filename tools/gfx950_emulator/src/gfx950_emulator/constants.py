@@ -1,11 +1,11 @@
-"""Numbers of the architecture that several modules need."""
+"""Constants of the architecture that several modules need."""
 
 WAVE = 64  # lanes
 MASK32 = 0xFFFFFFFF
 # Scalar operand codes ("Scalar operands", CDNA3 ISA document)
 VCC, M0, EXEC = 106, 124, 126
 SCALARS = 128
-# Where code seems to lie, for calls through registers
+# Virtual code addresses, for calls through registers
 CODE_BASE, CODE_STEP = 0x100000000, 4
 
 

@@ -1,8 +1,8 @@
-"""What a launch executed: instructions, arithmetic, bytes, cache lines, bank conflicts; in total and for each instruction.
+"""Counts what a launch executed: instructions, arithmetic, bytes, cache lines, bank conflicts; in total and per instruction.
 
-Everything is counted per wave: an instruction that a group of 8 waves runs together counts 8. Instruction counts come from how
-often each block ran, so that counting costs nothing per instruction; memory instructions report their addresses (`global_access`,
-`local_access`).
+Everything is counted per wave: an instruction that a group of 8 waves runs together counts 8. Instruction counts are derived from
+the executions of each basic block, so counting costs nothing per instruction. Memory instructions report their addresses
+(`global_access`, `local_access`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LINE_BITS = CACHE_LINE.bit_length() - 1
 
 @dataclass(frozen=True)
 class Line:
-    """One instruction of the kernel and what it did; see `Counters` for the columns.
+    """One instruction of the kernel and its counts; see `Counters` for the columns.
 
     Attributes:
-        instruction, unit: what it is, and where it executes.
+        instruction, unit: the instruction, and its execution unit.
         executions: wave-instructions.
-        flops: of matrix instructions.
-        accesses: wave-instructions that accessed global memory with at least one lane.
-        bytes, lines, ideal_lines, fresh_lines: of global memory, see `Counters`.
+        flops: operations of MFMA instructions.
+        accesses: wave-instructions that accessed global memory in at least one lane.
+        bytes, lines, ideal_lines, fresh_lines: global memory traffic, see `Counters`.
         lds_accesses: waves that accessed LDS; both halves of ds_read2 count.
-        lds_bytes, lds_cycles, lds_conflicts: of LDS.
+        lds_bytes, lds_cycles, lds_conflicts: LDS traffic, see `Counters`.
     """
 
     instruction: Instruction
@@ -67,12 +67,12 @@ class Counters:
         columns: int64 per instruction of the program:
 
             accesses: wave-instructions that accessed global memory.
-            bytes: asked of or sent to global memory by lanes that are on and in range.
-            lines: cache lines of 128 bytes that these touch, counted for every wave-instruction by itself.
-            ideal_lines: what they would touch if the lanes' data were contiguous and aligned.
-            fresh_lines: those that no earlier instruction of the launch touched in the same way (loads and atomics; stores).
-            lds_accesses, lds_bytes: likewise for LDS.
-            lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: those of them that conflicts cost.
+            bytes: loaded from or stored to global memory by active lanes in range.
+            lines: 128-byte cache lines that these bytes touch, counted separately for every wave-instruction.
+            ideal_lines: lines that they would touch if the lanes' data were contiguous and aligned.
+            fresh_lines: lines that no earlier instruction of the launch touched in the same way (loads and atomics; stores).
+            lds_accesses, lds_bytes: the same for LDS.
+            lds_cycles: cycles of the LDS banks, conflicts included. `lds_conflicts`: the part of these cycles that conflicts cost.
     """
 
     def __init__(self, program: Program) -> None:
@@ -93,10 +93,10 @@ class Counters:
         Args:
             bound: the instruction.
             group: the waves that execute it.
-            addresses: int64 [N], byte addresses of the lanes that are on.
+            addresses: int64 [N], byte addresses of the active lanes.
             size: bytes per lane.
-            room: int64 [N], bytes that are left in the buffer's range at each address; None if there is no range.
-            lanes: int64 [N], the lanes' places in the group; None for all lanes.
+            room: int64 [N], bytes from each address to the end of the buffer's range; None if there is no range.
+            lanes: int64 [N], the lanes' indices in the group; None for all lanes.
         """
         waves = (np.arange(group.lanes) if lanes is None else lanes) // WAVE
         if room is not None:
@@ -183,7 +183,7 @@ class Counters:
         return counts
 
     def by_unit(self) -> Counter[str]:
-        """Wave-instructions by unit, as in `Bound.unit`."""
+        """Wave-instructions by execution unit, as in `Bound.unit`."""
         counts: Counter[str] = Counter()
         for line in self.lines():
             counts[line.unit] += line.executions
@@ -194,7 +194,7 @@ class Counters:
 
         Args:
             column: its name.
-            direction: only of instructions of this `Access.direction`: ``"load"``, ``"store"`` or ``"atomic"``.
+            direction: count only instructions of this `Access.direction`: ``"load"``, ``"store"`` or ``"atomic"``.
         """
         values = self.columns[column]
         if direction is None:
@@ -204,26 +204,26 @@ class Counters:
 
     @property
     def mfma_flops(self) -> int:
-        """Floating-point (or integer) operations of matrix instructions."""
+        """Floating-point (or integer) operations of MFMA instructions."""
         return sum(line.flops for line in self.lines())
 
     @property
     def memory_bytes(self) -> int:
-        """The least that caches must exchange with memory: every cache line once, loaded ones and stored ones."""
+        """The minimum memory traffic with ideal caches: every loaded or stored cache line once."""
         return self.total("fresh_lines") * CACHE_LINE
 
     @property
     def coalescing(self) -> float:
-        """Cache lines that contiguous data would have touched, by those that were touched; 1 is best."""
+        """Coalescing efficiency: the cache lines that contiguous data would touch divided by those that were touched; 1 is best."""
         lines = self.total("lines")
         return self.total("ideal_lines") / lines if lines else 1.0
 
 
 class _CacheLines:
-    """Cache lines of a launch's memory, numbered, and which were loaded and which stored.
+    """Numbers the cache lines of a launch's memory, and records which were loaded and which were stored.
 
-    Memory blocks on the device begin at multiples of a cache line, whatever they do on the host, so a line's bounds are taken from
-    the start of the block that a tensor lies in.
+    Memory blocks on the device are aligned to cache lines, unlike on the host. Line bounds are therefore relative to the start of
+    the block that contains a tensor.
     """
 
     def __init__(self, memory: GlobalMemory) -> None:
@@ -231,20 +231,20 @@ class _CacheLines:
         self._starts = np.array([a.start for a in memory.allocations], np.int64)
         self._blocks = np.array([a.block or a.start for a in memory.allocations], np.int64)
         for allocation, block in zip(memory.allocations, self._blocks.tolist(), strict=True):
-            # Allocations of one block follow one another.
+            # Allocations of one block are adjacent.
             before = first.setdefault(block, count)
             count = before + ((allocation.end - 1 - block) >> _LINE_BITS) + 1
         self._first = np.array([first[block] for block in self._blocks.tolist()], np.int64)
         self._seen = np.zeros((2, count), bool)
 
     def of(self, addresses: np.ndarray) -> np.ndarray:
-        """Numbers of the lines of byte addresses, int64. Addresses outside, whose access will be refused, get some number."""
+        """Line numbers of byte addresses, int64. Invalid addresses, whose access will be rejected, get an arbitrary number."""
         place = np.maximum(np.searchsorted(self._starts, addresses, "right") - 1, 0)
         lines = self._first[place] + ((addresses - self._blocks[place]) >> _LINE_BITS)
         return lines.clip(0, self._seen.shape[1] - 1)
 
     def touch(self, lines: np.ndarray, store: bool) -> int:
-        """Marks lines (different ones) as loaded or stored; returns how many were not before."""
+        """Marks distinct lines as loaded or stored; returns how many are new."""
         seen = self._seen[int(store)]
         fresh = int(np.count_nonzero(~seen[lines]))
         seen[lines] = True

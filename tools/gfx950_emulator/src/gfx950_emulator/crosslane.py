@@ -20,10 +20,10 @@ _ROW, _AT = _LANES // 16 * 16, _LANES % 16
 
 @dataclass(frozen=True)
 class DppPlan:
-    """Where every lane of a wave reads from.
+    """The source lane of every lane of a wave.
 
     Attributes:
-        index: int64 [64], the source lane; any number where there is none.
+        index: int64 [64], the source lane; arbitrary if there is none.
         valid: bool [64], whether there is a source lane.
         enabled: bool [64], row_mask and bank_mask: lanes that are written at all.
         zero: bound_ctrl: lanes without a source read zero; otherwise they are not written.
@@ -37,7 +37,7 @@ class DppPlan:
 
     @property
     def overwrites(self) -> bool:
-        """Every lane that is switched on is written, so that what the destination held does not matter."""
+        """Whether every active lane is written, so that the destination's old value does not matter."""
         return bool(self.enabled.all() and (self.zero or self.valid.all()))
 
     @property
@@ -90,7 +90,7 @@ def dpp_plan(site: Site) -> DppPlan:
         raise site.unknown(str(error)) from None
     rows, banks = int(site.take("row_mask", 15)), int(site.take("bank_mask", 15))
     enabled = ((rows >> (_LANES // 16)) & (banks >> (_LANES % 16 // 4)) & 1).astype(bool)
-    # LLVM writes bound_ctrl:1 (older: bound_ctrl:0) for the bit that makes missing lanes read zero.
+    # LLVM writes bound_ctrl:1 (older: bound_ctrl:0) for the bit that makes lanes without a source read zero.
     return DppPlan(index, valid, enabled, site.take("bound_ctrl") is not None)
 
 
@@ -101,7 +101,7 @@ def dpp_read(group: Group, row: np.ndarray, plan: DppPlan) -> tuple[np.ndarray, 
     if group.full and plan.total:
         return moved, group.mask
     valid = np.tile(plan.valid, waves)
-    if not group.full:  # a lane that is switched off is no source
+    if not group.full:  # an inactive lane is no source
         valid &= group.mask.reshape(waves, WAVE).take(plan.index, axis=1).reshape(-1)
     written = np.tile(plan.enabled, waves) & group.mask
     if plan.zero:
@@ -111,7 +111,7 @@ def dpp_read(group: Group, row: np.ndarray, plan: DppPlan) -> tuple[np.ndarray, 
     return moved, written
 
 
-# ds_swizzle_b32: its offset says how ("DS_SWIZZLE_B32", CDNA3 ISA document; names: LLVM's AMDGPUModifierSyntax.html)
+# ds_swizzle_b32: the offset encodes the pattern ("DS_SWIZZLE_B32", CDNA3 ISA document; names: LLVM's AMDGPUModifierSyntax.html)
 
 _QUAD, _ROTATE, _FFT = 0x8000, 0xC000, 0xE000
 
@@ -149,7 +149,7 @@ def swizzle_lanes(offset: object) -> np.ndarray:
     """The source lane of each lane of a wave for ds_swizzle_b32, by its offset: a number, or text as LLVM writes it.
 
     Raises:
-        ValueError: the text is none that is known.
+        ValueError: the text is unknown.
     """
     code = offset if isinstance(offset, int) else _swizzle_code(str(offset))
     low, mask = _LANES & 31, code & 31

@@ -1,4 +1,4 @@
-"""From an instruction as written to a bound operation, by the binders that families of instructions have registered."""
+"""Binds an instruction as written, with the binders that the instruction families registered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A Triton driver whose device is the emulator.
 
-Triton asks its driver what to compile for, loads the binary through it, and calls its launcher with the kernel's arguments.
-This one says gfx950, ignores the binary, finds the assembly text that Triton stored beside it, and executes that on CPU tensors.
+Triton queries its driver for the compilation target, loads the binary through it, and calls its launcher with the kernel's
+arguments. This driver reports gfx950, ignores the binary, finds the assembly text that Triton stored beside it, and executes it on
+CPU tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gfx950_emulator.trace import InstructionTrace
 ARCH = "gfx950"
 DEVICE_NAME = "AMD Instinct MI355X"
 COMPUTE_UNITS = 256
-# Triton keeps compiled kernels per device number; this one is nobody else's.
+# Triton caches compiled kernels per device index; no real device has this index.
 _DEVICE = 950
 
 Edit = Callable[[str, str], str]
@@ -49,10 +50,10 @@ class LaunchReport:
         grid: workgroups in x, y, z.
         waves: per workgroup.
         lds: bytes of LDS per workgroup.
-        instructions: that the emulator executed, each counted once for all waves in lockstep.
-        wave_instructions: counted for every wave, as hardware executes them.
+        instructions: instructions that the emulator executed, each counted once for all waves in lockstep.
+        wave_instructions: instructions counted for every wave, as hardware executes them.
         program: the kernel as bound.
-        counters: `gfx950_emulator.counters.Counters`, if asked for.
+        counters: `gfx950_emulator.counters.Counters`, if requested.
     """
 
     kernel: str
@@ -67,7 +68,7 @@ class LaunchReport:
 
 @dataclass
 class Emulator:
-    """What `emulated_gfx950` yields: settings that may be changed between launches, and what was launched."""
+    """The result of `emulated_gfx950`: settings that may be changed between launches, and the list of launches."""
 
     sanitize: bool = True
     counters: bool = False
@@ -80,7 +81,7 @@ class Emulator:
     extra: list[Allocation] = field(default_factory=list)
 
     def share(self, tensor: torch.Tensor, name: str = "shared tensor") -> None:
-        """Lets kernels access a tensor that is no argument of theirs: one whose address lies in another tensor."""
+        """Lets kernels access a tensor that is not their argument, for example one whose address is stored in another tensor."""
         self.extra.append(_allocation_of(tensor, name, self.bounds))
 
 
@@ -88,7 +89,7 @@ _active: ContextVar[Emulator | None] = ContextVar("gfx950_emulator", default=Non
 
 
 def _allocation_of(tensor: torch.Tensor, name: str, bounds: Bounds = "view") -> Allocation:
-    """The bytes that a tensor's elements lie in, or all of its storage."""
+    """The byte range of a tensor's elements, or of all of its storage."""
     storage = tensor.untyped_storage()
     start, block = tensor.data_ptr(), storage.data_ptr()
     if bounds == "storage":
@@ -116,7 +117,7 @@ def _flatten_signature(signature: Iterable[Any]) -> Iterator[str]:
 
 
 def _expand_descriptor(argument: Any, type_: str) -> list[tuple[str, Any]]:
-    """A host tensor descriptor as the scalars that the compiled kernel takes on this device: base, shape and strides as 64 bits,
+    """A host tensor descriptor as the scalar arguments of the compiled kernel on this device: base, shape and strides as 64 bits,
     padding and rounding flags, then shape (32 bits) and strides once more."""
     from triton.backends import driver as interface
 
@@ -153,7 +154,7 @@ def _pack(type_: str, value: Any) -> bytes:
 
 
 class _Launcher:
-    """Made by Triton for a compiled kernel, called for a launch."""
+    """Created by Triton for a compiled kernel and called for each launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.metadata = metadata
@@ -228,7 +229,7 @@ class _Launcher:
         return pairs
 
     def _scratch(self, grid: tuple[int, int, int]) -> list[tuple[str, torch.Tensor]]:
-        """Global and profile scratch memory: None where the kernel needs none."""
+        """Global and profile scratch memory; None if the kernel needs none."""
         result = []
         for kind in ("global", "profile"):
             size = getattr(self.metadata, f"{kind}_scratch_size", 0) or 0
@@ -283,8 +284,8 @@ def _segment(
 
 @lru_cache(maxsize=256)
 def _assembly_text(hash_: str, name: str) -> str:
-    """The text that Triton's cache holds for a compiled function of this name, whatever it is called in the text."""
-    file = name[:150]  # Triton cuts long names so
+    """The assembly text in Triton's cache for a compiled function of this name, whatever its name in the text."""
+    file = name[:150]  # Triton truncates long names to this length
     group = get_cache_manager(hash_).get_group(f"{file}.json") or {}
     path = group.get(f"{file}.amdgcn")
     if path is None or not Path(path).exists():
@@ -293,15 +294,15 @@ def _assembly_text(hash_: str, name: str) -> str:
 
 
 class _Utils:
-    """What Triton asks of a device."""
+    """The device functions that Triton requires."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
         # module, function, registers, spills, largest workgroup; the launcher reports registers and spills from the assembly.
-        # A kernel that has no module does not ask the driver of the day, which may be none, to unload it when it is forgotten.
+        # Without a module, a deleted kernel does not ask the then active driver, which may be none, to unload it.
         return (None, name, 0, 0, 1024)
 
     def unload_module(self, module: Any) -> None:
-        """Nothing was loaded."""
+        """Does nothing, because nothing was loaded."""
 
     def get_device_properties(self, device: int) -> dict[str, Any]:
         return {
@@ -330,7 +331,7 @@ class EmulatorDriver(DriverBase):
         return _DEVICE
 
     def set_current_device(self, device: int) -> None:
-        """There is one."""
+        """Does nothing, because there is one device."""
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -354,7 +355,7 @@ class EmulatorDriver(DriverBase):
         return torch.empty(0)
 
     def clear_cache(self, cache: Any) -> None:
-        """There is none."""
+        """Does nothing, because there is no cache to clear."""
 
 
 @contextlib.contextmanager
@@ -370,23 +371,23 @@ def emulated_gfx950(
 ) -> Iterator[Emulator]:
     """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
 
-    With tokenspeed-kernel-base installed, its platform is an emulated MI355X, so that operators select and run what they do there.
+    With tokenspeed-kernel-base installed, its platform is an emulated MI355X, so that operators select and run the same kernels.
 
     Args:
         sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the
             tensors that a kernel was passed are errors with or without it.
         counters: count instructions, bytes, bank conflicts and cache lines, for `LaunchReport.counters`.
-        jobs: processes among which workgroups are divided; with global atomics, counters or a tracer it is one.
+        jobs: processes among which workgroups are divided; global atomics, counters or a tracer force one process.
         edit: ``edit(kernel_name, text)`` returns the assembly text to execute instead.
-        batch_lanes: lanes that are executed together at most; only speed depends on it.
-        tracer: shown what one wave does, instruction by instruction.
-        bounds: what a kernel may access of a tensor that it was passed: ``"view"``, the bytes between its first and its last
-            element, or ``"storage"``, all of the memory that it is a view of, as on a GPU. For kernels that rely on padding
-            which their caller allocated and sliced off.
+        batch_lanes: the most lanes that are executed together; affects only speed.
+        tracer: receives each instruction of one wave.
+        bounds: the bytes of a tensor argument that a kernel may access: ``"view"``, from its first to its last element, or
+            ``"storage"``, all of the underlying memory, as on a GPU. The latter is for kernels that rely on padding which their
+            caller allocated and sliced off.
 
     Raises:
         RuntimeError: inside another such block.
-        ValueError: ``bounds`` is neither.
+        ValueError: ``bounds`` is neither of these.
     """
     if bounds not in get_args(Bounds):
         raise ValueError(f"bounds must be one of {', '.join(get_args(Bounds))}, got {bounds!r}")
@@ -394,7 +395,7 @@ def emulated_gfx950(
         raise RuntimeError("emulated_gfx950() inside emulated_gfx950()")
     emulator = Emulator(sanitize, counters, jobs, edit, batch_lanes, tracer, bounds)
     config = triton.runtime.driver
-    previous = config._active  # reading `active` would ask for a GPU
+    previous = config._active  # reading `active` would initialise a GPU driver
     token = _active.set(emulator)
     with contextlib.ExitStack() as stack:
         if importlib.util.find_spec("tokenspeed_kernel_base") is not None:

@@ -1,5 +1,5 @@
-"""What goes wrong, and how it is told: every error names the kernel, the instruction and, where the compiler wrote debug
-information, the line of the kernel's source."""
+"""Error classes. Every error names the kernel, the instruction and, if the compiler wrote debug information, the line of the
+kernel's source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def describe(kernel: str, instruction: Instruction | None) -> str:
 
 
 class EmulationError(RuntimeError):
-    """The emulator cannot go on: an instruction or a form of it that it does not know, or state that no hardware would accept.
+    """The emulator cannot continue: an unknown instruction or form of one, or a state that hardware would not accept.
 
     Attributes:
         kernel: the kernel's name.
@@ -43,7 +43,7 @@ class UnknownInstruction(EmulationError):
 
 
 class SanitizerError(EmulationError):
-    """The kernel does something that hardware would not report, and that is wrong or may be.
+    """The kernel has an actual or potential error that hardware would not report.
 
     Attributes:
         kind: ``"out-of-bounds"``, ``"uninitialised"``, ``"race"``, ``"wait"``, ``"misaligned"``, ``"barrier-divergence"`` or

@@ -1,9 +1,9 @@
-"""Number formats of CDNA4 and the conversions between them, as numpy functions that work on one value per lane.
+"""CDNA4's number formats and the conversions between them, as numpy functions with one value per lane.
 
 gfx950 uses the OCP encodings of fp8 (not FNUZ, as gfx942 does): fp8 is E4M3FN, bf8 is E5M2. The 6-bit and 4-bit formats are those
 of the OCP Microscaling (MX) specification 1.0: fp6 is E2M3, bf6 is E3M2, fp4 is E2M1; a scale is E8M0.
 
-Facts, and where they come from:
+Facts and their sources:
 
 - *Operands and scales.* V_CVT_SCALEF32_* take the biased exponent of a float32 operand as E8M0 scale; sign and mantissa of that
   operand do not matter (CDNA4 ISA document, pseudocode of these instructions: ``scale = exponent(S2.f32)``). Narrowing
@@ -11,8 +11,8 @@ Facts, and where they come from:
   ``hip/amd_detail/amd_hip_ocp_host.hpp``: ``from_float`` and ``to_float``). Exponent 0 means 2**-127.
 - *Rounding* is to nearest even whatever MODE says (ISA pseudocode of V_CVT_PK_FP8_F32, V_CVT_PK_BF16_F32 and so on:
   ``ROUND_MODE = ROUND_NEAREST_EVEN``), once, with a scale on the scaled value (``from_float``).
-- *Overflow of fp8 and bf8.* With MODE.FP16_OVFL = 0 what rounds beyond the largest finite number becomes NaN in fp8, which has no
-  infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``); infinities likewise. With FP16_OVFL = 1
+- *Overflow of fp8 and bf8.* With MODE.FP16_OVFL = 0, values that round beyond the largest finite number become NaN in fp8, which
+  has no infinity, and infinity in bf8 (Composable Kernel, ``mxf8_utils.hpp``); infinities likewise. With FP16_OVFL = 1
   (``saturate=True`` below; Triton sets this bit, MODE[23], in kernels that convert to fp8) finite values and infinities become
   the largest finite number, NaN stays NaN: Triton's hardware test ``test_typeconvert_downcast_clamping`` expects this on gfx950.
 - *fp6, bf6 and fp4* have neither infinity nor NaN and always saturate. A NaN, or a NaN scale, becomes the largest number with the
@@ -24,8 +24,8 @@ Facts, and where they come from:
   ISA's pseudocode names the bits: S1[31:12] for fp8, S1[31:11] for bf8).
 - *Denormals* of every format are read and written; MODE's denormal bits are on in Triton's kernels and are not consulted here.
 
-Arguments are arrays of any shape with at least one axis; codes are uint8 (uint16 for the 16-bit formats), values float32.
-Nothing here warns about overflow.
+Arguments are arrays of any shape with at least one axis. ``codes`` are encoded values, uint8 (uint16 for 16-bit formats); values
+are float32. Nothing here warns about overflow.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Format:
         name: as in mnemonics.
         exponent_bits, mantissa_bits, bias: its fields.
         infinity: the largest exponent with a zero mantissa is infinity, and with any other one NaN (as in IEEE 754).
-        nan: without infinity, whether the code with all bits set is NaN (E4M3FN).
+        nan: without infinity, whether the encoding with all bits set is NaN (E4M3FN).
     """
 
     name: str
@@ -70,7 +70,7 @@ class Format:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of codes."""
+        """The numpy dtype of encoded values."""
         return np.dtype(np.uint8 if self.bits <= 8 else np.uint16)
 
     @property
@@ -80,7 +80,7 @@ class Format:
 
     @property
     def largest(self) -> int:
-        """Code of the largest finite number."""
+        """The encoding of the largest finite number."""
         if self.infinity:
             return self.infinity_code - 1
         return self.sign - 2 if self.nan else self.sign - 1
@@ -91,18 +91,18 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """What a NaN becomes: a NaN with all mantissa bits set, or the largest number where there is none."""
+        """The encoding of NaN: all mantissa bits set, or the largest number if the format has no NaN."""
         return self.sign - 1
 
     def overflow_code(self, saturate: bool) -> int:
-        """What a number beyond the largest one becomes, without its sign."""
+        """The encoding of an overflowing value, without its sign."""
         if saturate or not (self.infinity or self.nan):
             return self.largest
         return self.infinity_code if self.infinity else self.nan_code
 
     @cached_property
     def values(self) -> np.ndarray:
-        """float32 [2**bits]: the value of every code."""
+        """float32 [2**bits]: the value of every encoding."""
         codes = np.arange(1 << self.bits, dtype=np.int64)
         exponent = codes >> self.mantissa_bits & ((1 << self.exponent_bits) - 1)
         mantissa = codes & ((1 << self.mantissa_bits) - 1)
@@ -167,16 +167,16 @@ def decode_scaled(form: Format, codes: np.ndarray, exponent: np.ndarray | int) -
     """
     values = form.values.take(codes)
     with np.errstate(over="ignore", invalid="ignore"):
-        # A NaN scale has no sign of its own: the result takes that of the number.
+        # A NaN scale has no sign; the result has the sign of the decoded value.
         return np.copysign(values * E8M0[exponent], values)
 
 
 @lru_cache(maxsize=32)
 def _narrowing(form: Format, saturate: bool) -> np.ndarray:
-    """Codes of `form` by the upper half of a float32 that was rounded to odd, of ``form.dtype`` [65536].
+    """A lookup table of ``form.dtype`` [65536]: the encoding in `form` for the upper half of a float32 that was rounded to odd.
 
-    Rounding to odd (the last bit kept is set if any bit that is dropped was) before rounding to nearest gives the same result as
-    rounding once, as long as two more bits were kept than the target has. 8 significant bits are enough for formats of 4.
+    Rounding to odd sets the last kept bit if any dropped bit was set. Rounding to odd and then to nearest equals rounding once, if
+    at least two more bits are kept than the target has. 8 significant bits suffice for formats with 4.
     """
     upper = np.arange(1 << 16, dtype=np.uint32)
     with np.errstate(invalid="ignore"):
@@ -213,7 +213,7 @@ def encode(form: Format, values: np.ndarray, saturate: bool = False) -> np.ndarr
         saturate: MODE.FP16_OVFL; without effect on fp6, bf6 and fp4, which always saturate.
 
     Returns:
-        uint8 codes.
+        uint8, the encoded values.
 
     Raises:
         ValueError: `form` is wider than 8 bits.
@@ -228,7 +228,7 @@ def encode_scaled(form: Format, values: np.ndarray, exponent: np.ndarray | int, 
     Args and errors as in `encode`; `exponent` holds scale bytes in [0, 256), of the same shape or a scalar.
     """
     _of_at_most_8_bits(form)
-    # The product may overflow to infinity or lose bits below 2**-149. Both lie so far outside these formats that the code is the
+    # The product may overflow to infinity or lose bits below 2**-149. Both are so far outside these formats that the result is the
     # same as for the exact quotient.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         quotient = (values * _E8M0_INVERSE[exponent]).view(np.uint32)
@@ -240,8 +240,8 @@ def encode_stochastic(
 ) -> np.ndarray:
     """Rounds ``values / 2**(exponent - 127)`` up or down by random bits, as V_CVT_SR_* and V_CVT_SCALEF32_SR_* do.
 
-    The upper bits of `random` are added to what lies below the last bit that is kept, as many as a float32 has there, and the sum
-    is cut off. Where the result is a denormal of `form`, bits of the source below its 23 are cut off first.
+    The upper bits of `random`, as many as float32 has below the last kept bit, are added to these low bits, and the sum is
+    truncated. If the result is a denormal of `form`, source bits below its 23 are truncated first.
 
     Args:
         form: any format, 16-bit ones included.
@@ -251,7 +251,7 @@ def encode_stochastic(
         saturate: MODE.FP16_OVFL.
 
     Returns:
-        codes of ``form.dtype``.
+        encoded values of ``form.dtype``.
     """
     bits = values.view(np.uint32)
     scale = np.asarray(exponent).astype(np.int64)
@@ -274,12 +274,12 @@ def next_random(random: np.ndarray) -> np.ndarray:
 
 
 def bf16_to_f32(codes: np.ndarray) -> np.ndarray:
-    """float32 of bfloat16 codes (uint16), exact, NaN payloads included."""
+    """bfloat16 bits (uint16) to float32, exact, NaN payloads included."""
     return (codes.astype(np.uint32) << _HALF).view(np.float32)
 
 
 def _bf16_in_upper_half(values: np.ndarray, saturate: bool) -> np.ndarray:
-    """uint32 whose upper half is the rounded bfloat16; the lower half is anything."""
+    """uint32 whose upper half is the rounded bfloat16; the lower half is arbitrary."""
     bits = values.view(np.uint32)
     rounded = bits >> _HALF
     rounded &= _ONE
@@ -294,10 +294,10 @@ def _bf16_in_upper_half(values: np.ndarray, saturate: bool) -> np.ndarray:
 
 
 def f32_to_bf16(values: np.ndarray, saturate: bool = False) -> np.ndarray:
-    """bfloat16 codes (uint16) of float32, to nearest even.
+    """float32 to bfloat16 bits (uint16), to nearest even.
 
-    ``saturate`` turns finite values that overflow into the largest finite number and leaves infinities alone, which AMD's emulator
-    rocjitsu does with MODE.FP16_OVFL = 1, after the ISA document's text on data conversion. Without it they become infinity.
+    With ``saturate``, finite values that overflow become the largest finite number and infinities stay, as in AMD's emulator
+    rocjitsu with MODE.FP16_OVFL = 1, which follows the ISA document's text on data conversion. Otherwise they become infinity.
     """
     return (_bf16_in_upper_half(values, saturate) >> _HALF).astype(np.uint16)
 
@@ -313,7 +313,7 @@ def pack_bf16(low: np.ndarray, high: np.ndarray, saturate: bool = False) -> np.n
 
 
 def f16_to_f32(codes: np.ndarray) -> np.ndarray:
-    """float32 of float16 codes (uint16), exact; NaNs are made quiet."""
+    """float16 bits (uint16) to float32, exact; NaNs are made quiet."""
     with np.errstate(invalid="ignore"):
         values = codes.view(np.float16).astype(np.float32)
     if _has_nan(values):
@@ -323,7 +323,7 @@ def f16_to_f32(codes: np.ndarray) -> np.ndarray:
 
 
 def f32_to_f16(values: np.ndarray, saturate: bool = False, toward_zero: bool = False) -> np.ndarray:
-    """float16 codes (uint16) of float32.
+    """float32 to float16 bits (uint16).
 
     Args:
         values: float32.
@@ -350,7 +350,7 @@ _SIX_WORD, _SIX_SHIFT = _SIX_BITS // 32, (_SIX_BITS % 32).astype(np.uint64)[:, N
 
 
 def unpack6(words: np.ndarray) -> np.ndarray:
-    """The 32 codes of 6 bits in 6 registers; element j occupies bits 6j + 5 to 6j of the 192, register 0 first.
+    """Unpacks 32 values of 6 bits from 6 registers; element j occupies bits 6j + 5 to 6j of the 192, register 0 first.
 
     Args:
         words: uint32 [6, lanes].
@@ -379,7 +379,7 @@ def pack6(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack4(words: np.ndarray) -> np.ndarray:
-    """The codes of 4 bits in registers, low bits first: uint32 [registers, lanes] to uint8 [8 * registers, lanes]."""
+    """Unpacks 4-bit values from registers, low bits first: uint32 [registers, lanes] to uint8 [8 * registers, lanes]."""
     shifts = np.arange(0, 32, 4, dtype=np.uint32)[:, None]
     return (words[:, None] >> shifts & np.uint32(15)).astype(np.uint8).reshape(8 * len(words), -1)
 

@@ -1,13 +1,13 @@
-"""Waves in lockstep: their registers, and how instructions read and write them.
+"""Waves in lockstep: their registers, and the functions by which instructions read and write them.
 
-A *group* is a set of waves, of one or of several workgroups, that agree on control flow. Every vector register is one row
+A *group* is a set of waves, of one or several workgroups, with the same control flow. Every vector register is one row
 over all lanes of all its waves, so that one numpy operation executes an instruction for the whole group. A scalar register
 holds one of three things, whichever is cheapest:
 
-- a Python ``int`` in [0, 2**32), when all waves agree on it (kernel arguments, loop counters, addresses);
-- an int64 array with one such value per wave, when they do not;
-- half of a `LaneMask`, when it was written as a set of lanes (compares, EXEC): as booleans per lane, which is what vector
-  instructions want, and turned into bits only if a scalar instruction looks at it.
+- a Python ``int`` in [0, 2**32), if it is equal in all waves (kernel arguments, loop counters, addresses);
+- an int64 array with one such value per wave, if waves differ;
+- half of a `LaneMask`, if it was written as a set of lanes (compares, EXEC): one bool per lane, as vector instructions need it,
+  converted to bits only if a scalar instruction reads it.
 
 Nearly all scalar code is therefore integer arithmetic that reads the same for ints and for arrays.
 """
@@ -24,7 +24,7 @@ from gfx950_emulator.outstanding import Outstanding
 
 
 class LaneMask:
-    """One bit per lane, as a bool per lane. Half of it stands in each register of a pair; `high` is the upper half's token."""
+    """A lane mask, as one bool per lane. Each register of a pair holds one half; `high` is the upper half's token."""
 
     __slots__ = ("_bits", "high", "lanes")
 
@@ -54,7 +54,7 @@ class HighHalf:
 
 
 def agree(values: np.ndarray) -> int | np.ndarray:
-    """One int for values per wave that are all the same, else the values."""
+    """One int if the per-wave values are all the same, otherwise the values."""
     first = values[0]
     if len(values) == 1 or (values == first).all():
         return int(first)
@@ -85,17 +85,17 @@ class Group:
 
     Attributes:
         waves: number of waves W; lanes L = 64 W, those of a wave side by side.
-        slot: int64 [W], the workgroup's slot in the batch that is being executed (its share of LDS).
+        slot: int64 [W], the workgroup's slot in the batch that is being executed (which selects its LDS).
         wave: int64 [W], the wave's number in its workgroup.
         registers: uint32 [rows, L]; rows are v0 up, then a0 up.
         U, F, I: the rows as uint32, float32, int32.
         s: scalar registers by their operand code: 0 to 101, VCC 106 and 107, M0 124. EXEC is `mask`.
-        mask, full: lanes that are switched on, bool [L]; full says that all are.
+        mask, full: active lanes, bool [L]; full says that all are active.
         scc: bool, or a bool per wave.
         mode: the MODE register, the same for all waves.
         pc: index of the next instruction.
-        queue: memory operations that were not waited for.
-        shadow: the sanitizer's knowledge of the registers, or None.
+        queue: outstanding memory operations.
+        shadow: the sanitizer's state of the registers, or None.
     """
 
     __slots__ = (
@@ -200,7 +200,7 @@ class Group:
         self.mask = lanes
         self.full = bool(lanes.all())
 
-    # What vector instructions read
+    # Reads by vector instructions
 
     def broadcast(self, index: int) -> int | np.ndarray:
         """A scalar register for the lanes: an int, or uint32 [L]."""
@@ -230,7 +230,7 @@ class Group:
         return value
 
     def set_pair(self, row: int, value: np.ndarray) -> None:
-        """Writes a 64-bit value per lane (any 64-bit type) to two vector registers, where lanes are switched on."""
+        """Writes a 64-bit value per lane (any 64-bit type) to two vector registers, in active lanes."""
         halves = np.ascontiguousarray(value).view(np.uint32).reshape(-1, 2)
         if self.full:
             self.U[row][...] = halves[:, 0]
@@ -240,7 +240,7 @@ class Group:
             np.copyto(self.U[row + 1], halves[:, 1], where=self.mask)
 
     def columns(self) -> np.ndarray:
-        """int64 [L], each lane's place among the lanes of all waves of the batch."""
+        """int64 [L], each lane's index among the lanes of all waves of the batch."""
         if self._columns is None:
             first = (self.slot * self.machine.waves_per_group + self.wave) * WAVE
             self._columns = (first[:, None] + np.arange(WAVE)).reshape(-1)
@@ -255,7 +255,7 @@ class Group:
         low = self.s[index]
         return type(low) is LaneMask and self.s[index + 1] is low.high
 
-    # Groups part and meet
+    # Divergence and reconvergence
 
     def select(self, waves: np.ndarray) -> Group:
         """A group of some of the waves (indices), with its own copy of the state."""
@@ -275,7 +275,7 @@ class Group:
 
     @staticmethod
     def join(groups: list[Group]) -> Group:
-        """One group of all waves of groups that stand at the same instruction in the same mode."""
+        """Joins groups with the same program counter and mode into one group of all their waves."""
         first = groups[0]
         whole = Group(
             np.concatenate([g.registers for g in groups], axis=1),
@@ -302,7 +302,7 @@ class Group:
 
 
 def _side_by_side(values: list[int | np.ndarray], waves: list[int]) -> int | np.ndarray:
-    """A scalar of groups of so many waves each, for all of them."""
+    """Joins a scalar of several groups, each with its number of waves, into one scalar for all waves."""
     if all(type(value) is int and value == values[0] for value in values):
         return values[0]
     return np.concatenate([np.broadcast_to(value, count).astype(np.int64) for value, count in zip(values, waves, strict=True)])

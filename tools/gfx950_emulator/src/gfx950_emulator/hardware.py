@@ -1,6 +1,6 @@
-"""Numbers of an MI355X (gfx950, CDNA4) that bank conflicts, occupancy and the timing model rest on, each with its public source.
+"""Parameters of an MI355X (gfx950, CDNA4) for bank conflicts, occupancy and the timing model, each with its public source.
 
-Sources, as they are named below:
+Abbreviations of the sources:
 
 - CDNA4: "AMD CDNA 4 Architecture" white paper (amd.com, amd-cdna-4-architecture-whitepaper.pdf).
 - CDNA3: "AMD CDNA 3 Architecture" white paper (amd.com, amd-cdna-3-white-paper.pdf).
@@ -16,7 +16,8 @@ Sources, as they are named below:
   (rocm.docs.amd.com/projects/composable_kernel).
 - LLVM: llvm/lib/Target/AMDGPU, the file is named beside the number.
 - CALC: github.com/ROCm/amd_matrix_instruction_calculator.
-- MEASURED: on MI355X, by those who published tokenspeed-kernel-amd; pull requests 165, 191 and 464 of their project.
+- MEASURED: measured on MI355X by the authors of the published tokenspeed-kernel-amd; pull requests 165, 191 and 464 of their
+  project.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ COMPUTE_UNITS = 256  # SPECS
 XCDS = 8  # SPECS; CDNA3: workgroups are dispatched to the XCDs in turn
 CLOCK_HZ = 2.4e9  # CDNA4: peak engine clock of the MI355X; sustained clocks are lower and depend on power
 HBM_BYTES_PER_SECOND = 8e12  # CDNA4: peak of HBM3E
-# What measurements reach. MEASURED: the published decode kernels, two launches a call and each key and value read once, take
-# 4.7 us + bytes / 6.6 TB/s (`timing` has the figures).
+# Achievable bandwidth and launch time. MEASURED: the published decode kernels, with two launches and each key and value read once,
+# take 4.7 us + bytes / 6.6 TB/s (`timing` has the figures).
 HBM_ACHIEVED_BYTES_PER_SECOND = 6.6e12
 LAUNCH_SECONDS = 2.3e-6
 CACHE_LINE = 128  # bytes, L1 and L2: MT4G ("lineSize"), CDNA3
 
-# One compute unit: registers, LDS, waves
+# One CU: registers, LDS, waves
 
 SIMDS = 4  # ROCPROF
 WAVES_PER_SIMD = 8  # ROCPROF: instruction buffer slots since CDNA2
 VGPRS_PER_LANE = 512  # LLVM Utils/AMDGPUBaseInfo.cpp, getTotalNumVGPRs with gfx90a instructions; VGPRs and AGPRs together
 VGPR_GRANULE = 8  # LLVM Utils/AMDGPUBaseInfo.cpp, getVGPRAllocGranule with gfx90a instructions
-SGPRS_PER_SIMD = 800  # LLVM Utils/AMDGPUBaseInfo.cpp, getTotalNumSGPRs; SPECS: 12.5 KiB a compute unit
+SGPRS_PER_SIMD = 800  # LLVM Utils/AMDGPUBaseInfo.cpp, getTotalNumSGPRs; SPECS: 12.5 KiB per CU
 SGPR_GRANULE = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getSGPRAllocGranule
 LDS_BYTES = 160 * 1024  # CDNA4
 LDS_GRANULE = 1280  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 320 dwords with 160 KB of LDS
 BARRIERS = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getMaxWorkGroupsPerCU; only workgroups of several waves need one
 
-# Issue. ROCPROF, "Scheduler": every cycle one SIMD's turn, and of each category at most one instruction, each of another wave.
+# Issue. ROCPROF, "Scheduler": SIMDs issue in rotation, one per cycle: at most one instruction per category, each of another wave.
 
-SLOT = 4  # cycles between two turns of a SIMD
+SLOT = 4  # cycles between two issue slots of a SIMD
 
-# Vector ALU. ROCPROF: 16 lanes wide, so 4 cycles a wave. LLVM SISchedule.td, SIDPGFX950FullSpeedModel, in units of 4 cycles:
+# Vector ALU. ROCPROF: 16 lanes wide, so 4 cycles per wave. LLVM SISchedule.td, SIDPGFX950FullSpeedModel, in multiples of 4 cycles:
 # 1 for 32-bit, 64-bit, packed, FMA, integer multiply and double precision operations, 4 for conversions and others of quarter rate.
 
 VALU_CYCLES = 4
@@ -57,10 +58,10 @@ QUARTER_RATE_CYCLES = 16
 TRANSCENDENTAL_CYCLES = 8  # CDNA4: rate doubled over CDNA3, whose transcendental instructions LLVM has at quarter rate
 TRANSCENDENTAL_F64_CYCLES = 16  # LLVM SISchedule.td, WriteTrans64
 
-# Matrix core. Passes: `gfx950_emulator.mfma`. Between it and a dependent instruction lie passes + 4 wait states, so that one comes
-# this many slots after the passes: LLVM GCNHazardRecognizer.cpp, GFX940_XDL_N_PassWriteVgprVALUMemExpReadWaitStates for gfx950. One
-# that only accumulates (C is the other's D) waits for the passes alone. Vector instructions issue beside it after 4 cycles: CALC
-# ("coexec_delay" of CDNA3).
+# Matrix core. Passes: `gfx950_emulator.mfma`. A dependent instruction needs passes + 4 wait states after an MFMA, so it issues this
+# many slots after the passes: LLVM GCNHazardRecognizer.cpp, GFX940_XDL_N_PassWriteVgprVALUMemExpReadWaitStates for gfx950. An MFMA
+# that only accumulates (its C is the first one's D) waits for the passes alone. Vector instructions can issue 4 cycles after an
+# MFMA: CALC ("coexec_delay" of CDNA3).
 
 MFMA_RESULT_SLOTS = 5
 
@@ -75,16 +76,16 @@ SCALAR_CACHE_MISS = 48 + 119  # cycles, MT4G
 LDS_LATENCY = 48  # cycles for one dword without conflicts, MT4G
 LDS_READ_BANKS = 64  # 4 bytes each: HK, TRITON; CDNA4: 256 bytes a clock. MT4G streams 220
 LDS_WRITE_BANKS = 32  # HK for 64-bit writes: 128 bytes a clock. MT4G streams 75
-# ROCPROF: two SIMDs share a port; addresses and data of stores take turns on it, 16 addresses or 64 bytes a cycle.
+# ROCPROF: two SIMDs share a port. Addresses and data of stores alternate on it, 16 addresses or 64 bytes per cycle.
 LDS_PORTS = 2
 LDS_PORT_ADDRESS_CYCLES = 4
 LDS_PORT_STORE_BYTES = 64
-LDS_PORT_LOAD_BYTES = 128  # ROCPROF has 64 for 32 banks; half of CDNA4's 256 bytes a clock
+LDS_PORT_LOAD_BYTES = 128  # ROCPROF has 64 for 32 banks; half of CDNA4's 256 bytes per clock
 
 # Vector memory
 
 ADDRESS_CYCLES = 4  # ROCPROF: a fully coalesced instruction makes requests of 16 lanes each
-# Per compute unit. CDNA4: 16 channels a XCD, each reads 128 and writes 64 bytes a clock, here among 32. MT4G streams 48 and 22.
+# Per CU. CDNA4: 16 channels per XCD, each reads 128 and writes 64 bytes per clock, shared by 32 CUs. MT4G streams 48 and 22.
 L2_READ_BYTES_PER_CYCLE = 64
 L2_WRITE_BYTES_PER_CYCLE = 32
 L2_LATENCY = 256  # cycles, MT4G

@@ -1,8 +1,8 @@
 """Local data share (LDS): one block per workgroup slot, addressed in bytes.
 
-Access sizes, alignment and what happens beyond the allocation follow the chapter on the data share of AMD's CDNA3 ISA document:
-reads beyond it return zero, writes are dropped. The sanitizer reports both, except for direct loads that a wave switches off by
-an address beyond it.
+Access sizes, alignment and out-of-range behaviour follow the chapter on the data share of AMD's CDNA3 ISA document: reads beyond
+the allocation return zero, writes beyond it are dropped. The sanitizer reports both, except for direct loads that a wave disables
+by an address beyond the allocation.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ class LocalMemory:
     """The LDS of all workgroups of a batch.
 
     Attributes:
-        size: bytes that a workgroup allocated.
+        size: bytes allocated per workgroup.
         stride: bytes between slots.
         bytes, dwords: the memory of all slots, as uint8 and uint32.
-        shadow: the sanitizer's record of who wrote what, or None.
+        shadow: the sanitizer's record of readers and writers, or None.
     """
 
     def __init__(self, slots: int, size: int) -> None:
         if size > LIMIT:
             raise ValueError(f"a workgroup asks for {size} bytes of LDS; gfx950 has {LIMIT}")
         self.size = size
-        self.stride = (size + 31) & ~15  # some space past the end, never read by a program
+        self.stride = (size + 31) & ~15  # padding past the end, never read by a kernel
         self.bytes = np.zeros(slots * self.stride, np.uint8)
         self.dwords = self.bytes.view(np.uint32)
         self.shadow = None
 
     def bases(self, group: Group) -> np.ndarray:
-        """int64 [L], where each lane's block begins."""
+        """int64 [L], the start of each lane's LDS block."""
         if group.lds is None:
             group.lds = np.repeat(group.slot * self.stride, 64)
         return group.lds
@@ -47,7 +47,7 @@ class LocalMemory:
         """Checks int64 offsets of accesses of ``size`` bytes.
 
         Returns:
-            Addresses in `bytes`, and bool [N] of those inside the allocation (None where all are).
+            Addresses in `bytes`, and bool [N]: whether each is inside the allocation (None if all are).
         """
         base = self.bases(group) if lanes is None else self.bases(group)[lanes]
         if len(offsets) and (int(offsets.max()) + size > self.size or int(offsets.min()) < 0):

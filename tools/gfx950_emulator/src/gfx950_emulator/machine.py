@@ -1,13 +1,14 @@
 """Executes a kernel: workgroups in batches, waves in lockstep while they agree, one group at a time.
 
-**Lockstep.** All waves of a batch of workgroups begin as one group. A branch on which they disagree splits it; groups that stand
-at the same instruction become one again. The group that is furthest behind (smallest program counter) runs first, which lets the
-others wait where control flow joins.
+**Lockstep.** All waves of a batch of workgroups begin as one group. A divergent branch splits the group; groups at the same
+instruction are joined again. The group that is furthest behind (smallest program counter) runs first, so that the others wait where
+control flow joins.
 
-**Barriers.** A wave that reaches ``s_barrier`` waits until every wave of its workgroup has; those that ended do not count.
+**Barriers.** A wave that reaches ``s_barrier`` waits until every wave of its workgroup has reached it; waves that ended do not
+count.
 
-**Spinning.** A group that branches back with exactly the state it had before, while nothing was stored in between, waits for
-another wave. Others run first; if all that are left wait like this, no one ever wakes them, and the launch ends with an error.
+**Spinning.** A group that branches back with exactly its earlier state, while nothing was stored in between, waits for another
+wave. Other groups run first. If all remaining groups spin, nothing can wake them, and the launch ends with an error.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from gfx950_emulator.memory import Fault, GlobalMemory
 from gfx950_emulator.program import Block, Program
 
 XCCS = 8
-# Lanes that a batch aims at: large enough that numpy's cost per call is small beside its cost per lane.
+# Target number of lanes per batch: large enough that numpy's overhead per call is small compared with its cost per lane.
 BATCH_LANES = 4096
-# User SGPRs in their order, and how many registers each takes (llvm.org/docs/AMDGPUUsage.html, "SGPR register set up order")
+# User SGPRs in order, with the number of registers of each (llvm.org/docs/AMDGPUUsage.html, "SGPR register set up order")
 _USER_SGPRS = (
     ("private_segment_buffer", 4), ("dispatch_ptr", 2), ("queue_ptr", 2), ("kernarg_segment_ptr", 2), ("dispatch_id", 2),
     ("flat_scratch_init", 2), ("private_segment_size", 1),
 )  # fmt: skip
-_SLICE = 8192  # backward branches until others that can run get their turn
-_SPIN_CHECK = 512  # backward branches between looks for a spinning group
+_SLICE = 8192  # backward branches before other runnable groups are scheduled
+_SPIN_CHECK = 512  # backward branches between checks for a spinning group
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What was executed.
+    """Counts of executed instructions.
 
     Attributes:
         dispatched: instructions, each counted once for all waves of its group.
-        waves: instructions, counted for every wave.
+        waves: instructions, counted once per wave.
     """
 
     dispatched: int = 0
@@ -55,17 +56,17 @@ class Tally:
 
 @dataclass
 class Launch:
-    """What is executed.
+    """A kernel launch.
 
     Attributes:
         program: the kernel.
         grid: workgroups in x, y, z.
         waves: waves per workgroup.
         lds: bytes of LDS per workgroup.
-        kernarg: the argument segment, uint8; its address is what the kernel gets.
+        kernarg: the argument segment, uint8; the kernel receives its address.
         memory: the tensors.
         counters: `gfx950_emulator.counters.Counters`, or None.
-        tracer: `gfx950_emulator.trace.InstructionTrace` that wants this launch, or None.
+        tracer: `gfx950_emulator.trace.InstructionTrace` that traces this launch, or None.
     """
 
     program: Program
@@ -95,7 +96,7 @@ class Machine:
     waves_per_group: int
     workgroups: np.ndarray  # linear workgroup id of each slot
     counters: object | None
-    mode: int = MODE_DEFAULT  # what waves begin with
+    mode: int = MODE_DEFAULT  # initial MODE of waves
     progress: int = 0  # raised by every store
     executed: int = 0  # instructions, each counted once for all waves of its group
     executed_by_waves: int = 0
@@ -105,7 +106,7 @@ class Machine:
         return self.executed
 
     def xcc_of(self, slots: np.ndarray) -> np.ndarray:
-        """Workgroups go to the XCDs in turn."""
+        """The XCC ids of workgroups, which are dispatched to the XCDs round-robin."""
         return self.workgroups[slots] % XCCS
 
     def scratch_rows(self, offset: int, dwords: int) -> np.ndarray:
@@ -120,7 +121,7 @@ class Machine:
 
 
 def execute(launch: Launch, workgroups: range | None = None) -> Tally:
-    """Runs the launch's workgroups, or some of them; tensors are written in place.
+    """Runs all or some of the launch's workgroups; tensors are written in place.
 
     Raises:
         SanitizerError, UnknownInstruction, EmulationError: see `gfx950_emulator.errors`.
@@ -136,7 +137,7 @@ def execute(launch: Launch, workgroups: range | None = None) -> Tally:
             tally += batch.tally
         else:
             stalled.append(batch)
-    # Workgroups that wait for others, of batches that had not begun, go on after them.
+    # Workgroups that wait for workgroups of later batches continue after these batches ran.
     while stalled:
         before = [batch.machine.progress for batch in stalled]
         finished = [batch for batch in stalled if batch.run()]
@@ -166,8 +167,8 @@ class Batch:
             group.shadow = RegisterShadow.at_entry(group, self.initialised)
         self.ready: list[Group] = [group]
         self.waiting: list[Group] = []  # at a barrier
-        self.later: list[Group] = []  # looped for long while others could run
-        self.spinning: list[tuple[Group, int, int]] = []  # with the progress they saw, and the end of their loop
+        self.later: list[Group] = []  # preempted after many loop iterations while others could run
+        self.spinning: list[tuple[Group, int, int]] = []  # (group, progress it saw, end of its loop)
         self.alive = np.full(len(workgroups), launch.waves)
         counters = launch.counters
         self._block_runs: dict[int, int] = {} if counters is None else counters.block_runs
@@ -192,7 +193,7 @@ class Batch:
                 group.set_s64(at, int(launch.kernarg.ctypes.data))
                 initialised += [at, at + 1]
             at += size
-        # Arguments may be preloaded into what is left of the user registers. The code at the entry point loads them again, for
+        # Arguments may be preloaded into the remaining user SGPRs. The code at the entry point loads them again, for
         # firmware that does not preload, so nothing needs to be done here.
         at = descriptor.get("user_sgpr_count", at)
         x, y, _ = launch.grid
@@ -210,10 +211,10 @@ class Batch:
     # Scheduling
 
     def run(self) -> bool:
-        """Runs until all waves ended, or until those that are left wait for something that no wave of the batch will store.
+        """Runs until all waves ended, or until the remaining waves wait for values that no wave of the batch will store.
 
         Returns:
-            Whether all ended.
+            Whether all waves ended.
         """
         self.ready += [group for group, *_ in self.spinning]
         self.spinning.clear()
@@ -236,7 +237,7 @@ class Batch:
         return True
 
     def _wake(self) -> None:
-        """Groups that spun go on when something was stored."""
+        """Resumes spinning groups if something was stored."""
         progress = self.machine.progress
         self.ready += [g for g, seen, _ in self.spinning if seen != progress]
         self.spinning = [entry for entry in self.spinning if entry[1] == progress]
@@ -252,7 +253,7 @@ class Batch:
         return self._sanitizer_error("deadlock", message, polls[0])
 
     def _poll(self, start: int, end: int) -> int:
-        """The instruction of a loop that reads what it waits for: its first read of memory, or its first instruction."""
+        """The instruction of a spin loop that polls: its first memory read, or its first instruction."""
         for index in range(start, end):
             memory = self.program.bound[index].memory
             if memory is not None and memory.direction in ("load", "atomic") and memory.space != "scratch":
@@ -269,7 +270,7 @@ class Batch:
         return instruction.location or f"assembly line {instruction.line}"
 
     def _run_group(self, group: Group, horizon: int | None) -> None:
-        """Runs until the group reaches another group's place or passes it, a barrier, or its end."""
+        """Runs until the group reaches or passes another group's program counter, reaches a barrier, or ends."""
         blocks, machine, runs = self.program.blocks, self.machine, self._block_runs
         sanitize, trace, tracer = group.shadow is not None, self._trace, self.launch.tracer
         back, seen = 0, None
@@ -352,7 +353,7 @@ class Batch:
         return target
 
     def _scatter(self, group: Group, targets: np.ndarray, index: int) -> None:
-        """Waves that jump to different places part."""
+        """Splits a group whose waves jump to different targets."""
         for target in np.unique(targets):
             part = group.select(np.flatnonzero(targets == target))
             part.pc = self._entered(int(target), index)
@@ -365,7 +366,7 @@ class Batch:
             self.ready.append(part)
 
     def _release(self) -> None:
-        """Lets the waves of a workgroup go on when all that are alive have reached a barrier."""
+        """Releases the waves of a workgroup when all live waves have reached a barrier."""
         if not self.waiting:
             return
         arrived = np.zeros(len(self.alive), np.int64)
@@ -392,8 +393,8 @@ class Batch:
         self.ready += released
 
     def _check_barriers(self, released: list[Group], full: np.ndarray) -> None:
-        """No wave may have ended. Waves may meet at different barriers: hardware counts arrivals, and pipelines that let half of
-        the waves run ahead by one barrier rely on it."""
+        """Checks that no wave has ended. Waves may wait at different barrier instructions: hardware only counts arrivals, and
+        pipelines in which half of the waves run one barrier ahead rely on this."""
         if self.launch.sanitize and (self.alive[full] != self.launch.waves).any():
             message = "a wave of the workgroup ended without this barrier"
             raise self._sanitizer_error("barrier-divergence", message, released[0].pc - 1)
@@ -414,7 +415,7 @@ class Batch:
             raise self._error(fault, index) from None
 
     def _run_traced(self, group: Group, block: Block, tracer) -> None:
-        """Runs a block, and shows each instruction to the tracer when it is done."""
+        """Runs a block, and passes each executed instruction to the tracer."""
         shadow, index = group.shadow, block.start
         try:
             for run, touched, index in block.checked:

@@ -1,7 +1,7 @@
-"""Memory that the device sees: the tensors of a launch, at their own addresses.
+"""Global memory of the emulated device: the tensors of a launch, at their host addresses.
 
-Addresses are those of the host, so a pointer means the same on both sides. Every access is checked against the allocations
-that are known to a launch before it touches memory: code under test must not bring the emulator down.
+Device addresses equal host addresses, so a pointer is valid on both sides. Every access is checked against the launch's allocations
+before it touches memory: a faulty kernel must not crash the emulator.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 
 def signed64(value: int | np.ndarray) -> int | np.ndarray:
-    """64 bits as the signed number that addresses are computed with: an int, or int64 of a uint64 array."""
+    """64 bits as a signed value for address computation: an int, or int64 for a uint64 array."""
     if isinstance(value, np.ndarray):
         return value.astype(np.int64)
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class Fault(Exception):
-    """An access that is not allowed; the executor adds the instruction and raises a `SanitizerError`."""
+    """An invalid access; the executor adds the instruction and raises a `SanitizerError`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Allocation:
-    """``[start, end)`` in bytes, what to call it, and where the block of memory begins that it is a part of (0: the whole)."""
+    """``[start, end)`` in bytes, a name for messages, and the start of the containing memory block (0: the allocation itself)."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ class Allocation:
 
 
 def _without_overlap(allocations: list[Allocation]) -> list[Allocation]:
-    """In order of addresses, with those that overlap (views of one tensor) made one. Neighbours stay apart."""
+    """Sorts allocations by address and merges overlapping ones (views of one tensor). Adjacent ones stay separate."""
     merged: list[Allocation] = []
     for allocation in sorted((a for a in allocations if a.end > a.start), key=lambda a: a.start):
         if merged and allocation.start < merged[-1].end:

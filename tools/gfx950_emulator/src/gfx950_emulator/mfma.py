@@ -1,10 +1,10 @@
-"""Matrix instructions: V_MFMA_* and V_MFMA_SCALE_* of gfx950 with one block, D = A B + C on matrices spread over a wave.
+"""MFMA instructions: V_MFMA_* and V_MFMA_SCALE_* of gfx950 with one block, D = A B + C on matrices distributed over a wave's lanes.
 
-Registers are given as uint32 [registers, 64 * waves], the lanes of a wave side by side; all waves compute at once, and all lanes
-take part. EXEC is the caller's business.
+Registers are passed as uint32 [registers, 64 * waves], with the lanes of a wave adjacent. All waves compute at once, and all lanes
+take part. The caller handles EXEC.
 
-Where the elements lie
-----------------------
+Element layout
+--------------
 Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belongs to group g = l // S.
 
 - A[i][k]: lane l holds row i = l % S. B[k][j]: lane l holds column j = l % S, its k exactly as for A.
@@ -17,17 +17,17 @@ Let S be M (= N, 16 or 32) and G = 64 / S the number of lane groups. Lane l belo
 - Scales: lane l's byte belongs to row (or column) l % S and to k = 32 g .. 32 g + 31, whatever the format. Byte
   ``op_sel[0] + 2 * op_sel_hi[0]`` of the register is A's, index 1 is B's.
 
-What this rests on, and how it was checked:
+Sources of the layouts, and how they were checked:
 
 - The 17 forms that CDNA3 has too (f32, f64, f16 and bf16 with 2 registers, fp8, i8 with 2 registers): AMD's Matrix Instruction
   Calculator (github.com/ROCm/amd_matrix_instruction_calculator). The maps in the tests were compared with its output for CDNA3,
   every element of A, B and D. AMD's article "Matrix Core Programming on AMD CDNA3 and CDNA4" (rocm.blogs.amd.com) has HIP code
   for f32 32x32x2, f16 16x16x16 and fp8 32x32x16 that agrees.
 - f16 and bf16 32x32x16 and 16x16x32, i8 32x32x32 and 16x16x64, which are new: the same rule, and Triton 3.9's layouts
-  (`DotOperandLayout` with k_width 8 and 16). A and B share one order of k, so a product cannot tell orders apart here.
+  (`DotOperandLayout` with k_width 8 and 16). A and B have the same order of k, so the result D does not depend on that order.
 - f8f6f4: the same article for fp8 and fp4 with 32x32x64, the tables in Composable Kernel's hardware test ``mx_mfma_op.hpp`` for
   fp8 and fp4 with both shapes, and Triton's layouts (`DotOperandLayout`, `get_mfma_scale_layout`) for both, scales included.
-  The tests build registers from Triton's layouts and compare with a plain product, fp8 with fp4 mixed: that pins the order of
+  The tests build registers from Triton's layouts and compare with a plain matmul, fp8 mixed with fp4: this determines the order of
   k of one format against the other, and against the scales. fp6 and bf6 follow the vendor's emulator (rocjitsu in
   github.com/ROCm/rocm-systems, ``mma/layout.h``) only.
 - op_sel: LLVM (Triton 3.9's) prints ``op_sel:[i & 1, ...] op_sel_hi:[i >> 1, ...]`` for byte i of its intrinsic, and its assembler
@@ -35,16 +35,16 @@ What this rests on, and how it was checked:
 
 Arithmetic
 ----------
-- Products are exact. bf16, f16 and all smaller formats: the products of one instruction and C are added in float64 and rounded
-  to float32 once, to nearest even. Hardware rounds more often: on CDNA3 the sum runs in groups of 8 (16-bit) or 16 (8-bit)
-  products, aligned to the largest and cut to 24 fractional bits (arXiv:2511.10909, MMA-Sim); nothing like it is published for
+- Element products are exact. bf16, f16 and all smaller formats: the products of one instruction and C are added in float64 and
+  rounded to float32 once, to nearest even. Hardware rounds more often: on CDNA3 the sum runs in groups of 8 (16-bit) or 16 (8-bit)
+  products, aligned to the largest and truncated to 24 fractional bits (arXiv:2511.10909, MMA-Sim); nothing similar is published for
   CDNA4. Results may differ from hardware in the last bits. Intermediate overflow is not modelled: bf16 products beyond
   2**128 that cancel give a finite number here.
 - f32: a chain of fused multiply-adds, k = 0 first, each rounded to float32 (MMA-Sim's finding for CDNA3). The addition is done in
   float64 first, which may round a tie the wrong way in about 1 of 2**29 cases.
 - f64: the same chain, but numpy has no fused multiply-add, so products are rounded to float64 first.
-- i8: exact, sums wrap around at 32 bits.
-- Scales multiply before the addition of C; 0 is 2**-127, and 255 makes NaN everything of that row or column.
+- i8: exact, accumulators wrap around at 32 bits.
+- Scales are applied before C is added; scale 0 is 2**-127, and scale 255 makes the whole row or column NaN.
 - Denormals are kept, of inputs and outputs, whatever MODE says (MMA-Sim for CDNA3; CDNA2 flushed them).
 - NaN and infinity follow IEEE 754. Every NaN of a float32 result is 0x7FC00000. A sum that is zero is +0 except in the
   f32 and f64 chains, which keep the sign as IEEE 754 has it.
@@ -92,14 +92,14 @@ Compute = Callable[..., np.ndarray]
 
 @dataclass(frozen=True)
 class MatrixOp:
-    """A matrix instruction with its modifiers, ready to execute.
+    """An MFMA instruction with its modifiers, ready to execute.
 
     Attributes:
         mnemonic: as written.
         m, n, k, blocks: sizes of the matrices, and how many of them; blocks is 1.
         a_registers, b_registers, c_registers: 32-bit registers of an operand; D has as many as C.
         flops: per wave, 2 m n k blocks. Integer forms count the same.
-        passes: time in the matrix core in units of 4 clock cycles.
+        passes: time in the matrix core, in passes of 4 clock cycles.
         compute: ``compute(a, b, c, scale_a=None, scale_b=None)`` returns D.
 
             a, b: uint32 [a_registers or b_registers, 64 * waves].
@@ -122,7 +122,7 @@ class MatrixOp:
 
 
 def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
-    """The matrix instruction that is called `mnemonic`.
+    """The MFMA instruction with this mnemonic.
 
     Args:
         mnemonic: any spelling that LLVM's assembler takes: ``v_mfma_f32_16x16x16_bf16``, ``v_mfma_f32_16x16x16bf16_1k``.
@@ -130,7 +130,7 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
             All others must be 0.
 
     Raises:
-        ValueError: not a matrix instruction of gfx950, one with several blocks, or a modifier without meaning here.
+        ValueError: not an MFMA instruction of gfx950, one with several blocks, or a modifier that does not apply.
     """
     match = _MNEMONIC.fullmatch(mnemonic)
     if match is None:
@@ -171,7 +171,7 @@ def bind_mfma(mnemonic: str, modifiers: Mapping[str, object]) -> MatrixOp:
         unpack_a = _unpacker(form_a or types, size, a_registers, scale_bytes and scale_bytes[0])
         unpack_b = _unpacker(form_b or types, size, b_registers, scale_bytes and scale_bytes[1])
         compute = (_product_i8 if kind == "i8" else _product)(size, unpack_a, unpack_b)
-    # Temporary arrays of up to 64 KiB stay in the cache, and malloc keeps them instead of returning them to the system.
+    # Temporary arrays of up to 64 KiB stay in the CPU cache, and malloc keeps them instead of returning them to the system.
     at_once = max(1, 8192 // (size * max(size, k)))
     checked = _checked(compute, mnemonic, (a_registers, b_registers, c_registers), scale_bytes is not None, at_once)
     flops = 2 * size * size * k
@@ -186,7 +186,7 @@ def _format(mnemonic: str, modifier: str, value: object) -> Format:
 
 
 def _scale_bytes(mnemonic: str, op_sel: object, op_sel_hi: object) -> tuple[int, int]:
-    """Which byte of the scale registers is meant, for A and for B."""
+    """The selected byte of the scale registers, for A and for B."""
     low, high = ([*given, 0, 0, 0][:3] for given in (op_sel, op_sel_hi))
     if not {*low, *high} <= {0, 1} or low[2] or high[2]:
         raise ValueError(f"{mnemonic}: op_sel and op_sel_hi select bytes of two scales by 0 and 1, got {op_sel} and {op_sel_hi}")
@@ -194,7 +194,7 @@ def _scale_bytes(mnemonic: str, op_sel: object, op_sel_hi: object) -> tuple[int,
 
 
 def _checked(compute: Compute, mnemonic: str, registers: tuple[int, int, int], scaled: bool, at_once: int) -> Compute:
-    """`compute` with its operands' shapes checked, given `at_once` waves at a time."""
+    """Wraps `compute`: checks the operands' shapes, and calls it for `at_once` waves at a time."""
     a_registers, b_registers, c_registers = registers
     step = at_once * WAVE
 
@@ -234,18 +234,18 @@ def _checked(compute: Compute, mnemonic: str, registers: tuple[int, int, int], s
 
 # Registers to matrices
 #
-# Both operands become float64 [waves, size, K], rows of A and columns of B, in the same order of k. Formats of 8 bits and less
-# are gathered word by word into that order and looked up. 16-bit ones (and i8) are converted where they lie, with the row or
-# column innermost, which is the cheaper way for them; their k runs over position in the word, register, lane group.
+# Both operands become float64 [waves, size, K], rows of A and columns of B, in the same order of k. Formats of up to 8 bits are
+# gathered word by word into that order and converted by table lookup. 16-bit formats (and i8) are converted in place, with the row
+# or column innermost, which is cheaper for them; their k runs over position in the word, register, lane group.
 
 Unpack = Callable[[np.ndarray], np.ndarray]
 
 
 @lru_cache(maxsize=128)
 def _gather(registers: int, waves: int, size: int, chunks: int) -> np.ndarray:
-    """Where the words of an operand lie, int64 [waves, size, words of a row or column] in the order of k.
+    """Indices of an operand's words, int64 [waves, size, words of a row or column] in the order of k.
 
-    With ``chunks`` > 1 a lane's registers are that many runs, and run c of every group comes before run c + 1 of any.
+    With ``chunks`` > 1 a lane's registers are divided into that many chunks; chunk c of every lane group precedes chunk c + 1.
     """
     groups = WAVE // size
     flat = np.arange(registers * waves * WAVE).reshape(chunks, registers // chunks, waves, groups, size)
@@ -256,7 +256,7 @@ def _gather(registers: int, waves: int, size: int, chunks: int) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def _by_byte(form: Format) -> np.ndarray:
-    """float64 values by byte for 8-bit formats; for fp4 pairs of them, low half first, disguised as complex128."""
+    """float64 values by byte for 8-bit formats; for fp4, pairs of values, low nibble first, stored as complex128."""
     values = form.values.astype(np.float64)
     if form.bits == 4:
         byte = np.arange(256)
@@ -265,7 +265,7 @@ def _by_byte(form: Format) -> np.ndarray:
 
 
 def _narrow_unpacker(form: Format, size: int, registers: int) -> Unpack:
-    """For fp8, bf8, fp6, bf6 and fp4."""
+    """The unpacker for fp8, bf8, fp6, bf6 and fp4."""
     table = _by_byte(form)
     chunks = 2 if registers == 8 else 1  # fp8 and bf8 in f8f6f4
 
@@ -275,7 +275,7 @@ def _narrow_unpacker(form: Format, size: int, registers: int) -> Unpack:
 
     def unpack_6(raw: np.ndarray) -> np.ndarray:
         of_row = octets(raw)
-        three = of_row.reshape(*of_row.shape[:2], -1, 3).astype(np.uint32)  # bytes, that make four elements
+        three = of_row.reshape(*of_row.shape[:2], -1, 3).astype(np.uint32)  # three bytes hold four elements
         word = three[..., 0] | three[..., 1] << np.uint32(8) | three[..., 2] << np.uint32(16)
         codes = word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & np.uint32(63)
         return table.take(codes.reshape(*of_row.shape[:2], -1))
@@ -284,7 +284,7 @@ def _narrow_unpacker(form: Format, size: int, registers: int) -> Unpack:
 
 
 def _wide_unpacker(types: str, size: int) -> Unpack:
-    """For bf16, f16 and i8."""
+    """The unpacker for bf16, f16 and i8."""
     dtype, per_word = {"bf16": (np.uint16, 2), "f16": (np.float16, 2), "i8": (np.int8, 4)}[types]
 
     def unpack(raw: np.ndarray) -> np.ndarray:
@@ -293,17 +293,17 @@ def _wide_unpacker(types: str, size: int) -> Unpack:
             upper = np.zeros((*elements.shape, 2), np.uint16)
             upper[..., 1] = elements
             elements = upper.view(np.float32)
-        # The lane axis is lane group and row, and so the end of the k axis and the row axis.
+        # The lane axis is (lane group, row): the innermost part of the k axis, and the row axis.
         return elements.astype(np.float64, order="C").reshape(raw.shape[1] // WAVE, -1, size).transpose(0, 2, 1)
 
     return unpack
 
 
 class _Recent:
-    """An unpacker of narrow formats, scaled, that remembers the operands it was given last.
+    """A memoising unpacker of narrow, scaled formats.
 
-    Kernels use every fragment of A and of B in several instructions, and unpacking one costs far more than comparing it with what
-    was unpacked before: v_mfma_scale_f32_16x16x128_f8f6f4 of fp4 with 4 waves takes a third of the time when both are known.
+    Kernels use every fragment of A and of B in several instructions. Unpacking a fragment costs far more than comparing it with
+    cached ones: v_mfma_scale_f32_16x16x128_f8f6f4 of fp4 with 4 waves takes a third of the time if both operands are cache hits.
     """
 
     KEPT = 32
@@ -313,7 +313,7 @@ class _Recent:
         self._known: dict[tuple[int, ...], tuple[bytes, bytes, np.ndarray]] = {}
 
     def __call__(self, raw: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
-        key = (raw.item(0), raw.item(raw.size // 2), raw.item(-1))  # a hint; the whole content decides
+        key = (raw.item(0), raw.item(raw.size // 2), raw.item(-1))  # a quick key; a hit also compares the whole content
         content, factors = raw.tobytes(), b"" if scale is None else scale.tobytes()
         known = self._known.get(key)
         if known is not None and known[0] == content and known[1] == factors:
@@ -336,21 +336,21 @@ def _scales() -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _unpacker(form: Format | str, size: int, registers: int, byte: int | None = None) -> Callable[..., np.ndarray]:
-    """A function from an operand's registers, and its scales if `byte` of them is meant, to float64 [waves, size, K]."""
+    """A function that converts an operand's registers, and byte `byte` of its scales if given, to float64 [waves, size, K]."""
     if isinstance(form, str):
         return _wide_unpacker(form, size)
     return _Recent(_narrow_unpacker(form, size, registers), size, byte)
 
 
 def _in_registers(matrix: np.ndarray, size: int) -> np.ndarray:
-    """A view of [waves, size, size] with the axes of 32-bit C and D registers: the first ones make r, the last ones the lane."""
+    """A view of [waves, size, size] with the axes of 32-bit C and D registers: the first axes form r, the last ones the lane."""
     if size == 16:
         return matrix.reshape(-1, 4, 4, 16).transpose(2, 0, 1, 3)
     return matrix.reshape(-1, 4, 2, 4, 32).transpose(1, 3, 0, 2, 4)
 
 
 def _addend(c: np.ndarray | float, dtype: type[np.floating]) -> np.ndarray | np.floating:
-    """C as numbers of `dtype`."""
+    """C converted to `dtype`."""
     if type(c) is np.ndarray:
         return c.view(dtype)
     if isinstance(c, int | np.integer):
@@ -360,7 +360,7 @@ def _addend(c: np.ndarray | float, dtype: type[np.floating]) -> np.ndarray | np.
 
 
 def _canonical(result: np.ndarray) -> np.ndarray:
-    """The bits of a float32 result, with every NaN made the same."""
+    """The bits of a float32 result, with canonical NaNs."""
     flat = result.reshape(-1)
     squares = np.dot(flat, flat)
     if squares != squares:  # squares do not cancel, so only a NaN makes this NaN
@@ -393,7 +393,7 @@ def _product_i8(size: int, unpack_a: Unpack, unpack_b: Unpack) -> Compute:
     registers = size * size // WAVE
 
     def compute(a, b, c):
-        # Sums of at most 64 products below 2**15 are exact in float64.
+        # A sum of at most 64 products below 2**15 is exact in float64.
         matrix = _in_registers(np.matmul(unpack_a(a), unpack_b(b).transpose(0, 2, 1)), size)
         result = matrix.astype(np.int32, order="C").reshape(registers, -1).view(np.uint32)
         if type(c) is np.ndarray:

@@ -1,6 +1,6 @@
-"""How many workgroups of a kernel fit on a compute unit, and what limits them.
+"""Occupancy: how many workgroups of a kernel fit on a CU, and which resource limits them.
 
-Rules as LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) for gfx950; numbers in
+The rules are LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) for gfx950; the figures are in
 `gfx950_emulator.hardware`.
 """
 
@@ -24,16 +24,16 @@ from gfx950_emulator.hardware import (
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What fits on one compute unit.
+    """The occupancy of one CU.
 
     Attributes:
-        workgroups: per compute unit; 0 if not even one fits.
-        waves_per_simd: on average, so not a whole number if a workgroup's waves do not divide among 4 SIMDs.
+        workgroups: workgroups per CU; 0 if not even one fits.
+        waves_per_simd: average waves per SIMD, fractional if the waves are not a multiple of 4 SIMDs.
         limits: workgroups that each resource alone would allow: ``"waves"``, ``"VGPRs"``, ``"SGPRs"``, ``"LDS"``, ``"barriers"``.
-        limiter: the resource that allows fewest.
-        vgprs, agprs, sgprs: per wave as the code asks for them; vgprs without accumulation registers.
-        allocated_vgprs: registers per lane as the hardware gives them out, both kinds together.
-        allocated_lds: bytes per workgroup, likewise.
+        limiter: the resource that allows the fewest workgroups.
+        vgprs, agprs, sgprs: registers that the code uses; vgprs without accumulation registers.
+        allocated_vgprs: registers per lane that the hardware allocates, VGPRs and AGPRs together.
+        allocated_lds: LDS bytes per workgroup that the hardware allocates.
     """
 
     workgroups: int
@@ -52,14 +52,14 @@ def _up(value: int, granule: int) -> int:
 
 
 def occupancy(assembly: Assembly, waves: int, lds: int) -> Occupancy:
-    """Workgroups that run on a compute unit at once.
+    """Computes how many workgroups run on a CU at once.
 
     Args:
         assembly: the kernel.
         waves: waves per workgroup.
         lds: bytes of LDS per workgroup.
     """
-    # Accumulation registers begin at the accum offset, which is a multiple of 4; what lies between is lost.
+    # Accumulation registers begin at the accum offset, a multiple of 4; the registers in between are unused.
     total = assembly.descriptor.get("next_free_vgpr", 0)
     allocated = max(_up(total, VGPR_GRANULE), VGPR_GRANULE)
     # VCC, FLAT_SCRATCH and XNACK_MASK take up to 6 more than the code names.
@@ -69,7 +69,7 @@ def occupancy(assembly: Assembly, waves: int, lds: int) -> Occupancy:
         "VGPRs": VGPRS_PER_LANE // allocated,
         "SGPRs": SGPRS_PER_SIMD // max(_up(sgprs, SGPR_GRANULE), SGPR_GRANULE),
     }
-    # The waves of a workgroup are spread over the SIMDs as evenly as they can be.
+    # The waves of a workgroup are distributed over the SIMDs as evenly as possible.
     limits = {name: SIMDS * count // waves for name, count in per_simd.items()}
     limits["LDS"] = LDS_BYTES // _up(lds, LDS_GRANULE) if lds else limits["waves"]
     limits["barriers"] = BARRIERS if waves > 1 else limits["waves"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from gfx950_emulator.constants import EXEC, M0, VCC
 
-# Register numbers that stand for an operand in the sanitizer: vector rows as they are, scalars from here.
+# Register numbers in the sanitizer: vector registers have their row's number, scalar registers start here.
 SCALAR_BASE = 1024
 SCC_ID = SCALAR_BASE + 200
 
@@ -30,7 +30,7 @@ class Operand:
     Attributes:
         file: ``"v"`` (rows of `Group.registers`, accumulation registers included), ``"s"``, ``"literal"`` or ``"off"``.
         index, count: first register and how many; a literal's count is 0.
-        literal: a number as written: an int for integers and hex, a float for floating point.
+        literal: the value as written: an int for integers and hex, a float for floating point.
         raw: the literal was written in hex, and is bits rather than a value.
         negate, absolute, sign_extend: input modifiers.
     """
@@ -52,7 +52,7 @@ class Operand:
         return range(base + self.index, base + self.index + self.count)
 
     def bits(self, dtype: np.dtype) -> np.generic:
-        """A literal as a number of ``dtype``.
+        """A literal as a value of ``dtype``.
 
         Inline floats and integers take the operand's type; a hex literal is 32 bits as they are, which for float64 are the
         upper half, and for wider integers are extended by sign or zeros.
@@ -80,7 +80,7 @@ def parse_operand(text: str, vgprs: int) -> Operand:
     """Reads one operand. Accumulation registers become rows from ``vgprs`` on.
 
     Raises:
-        ValueError: the text is no operand that is known here.
+        ValueError: the text is not a known operand.
     """
     whole, negate, absolute, sign_extend = text, False, False, False
     if text.startswith("neg(") and text.endswith(")"):

@@ -1,8 +1,8 @@
-"""Memory operations that were issued and not waited for.
+"""Outstanding memory operations: issued and not waited for.
 
-Data of ordinary loads is in its registers at once; whether the code waits before it reads them is the sanitizer's business.
-Direct loads to LDS are different: what they write is seen by other waves, so each one is held back until the ``s_waitcnt``
-that covers it. A kernel that waits for one too few reads what was there before, as it may on hardware.
+Ordinary loads write their registers at once; the sanitizer checks that the code waits before it reads them. Direct loads to LDS are
+different, because other waves see their data: each one is deferred until the ``s_waitcnt`` that covers it. A kernel that waits for
+one load too few reads stale data, as it may on hardware.
 
 The order of completion is that of AMD's ISA document: vector memory operations complete in order (vmcnt), LDS operations
 among themselves in order, scalar loads in any order (both lgkmcnt).
@@ -29,11 +29,11 @@ class Issued(Protocol):
 
 
 class Waiting(Protocol):
-    """A `Group`, as far as its waiting is concerned.
+    """The part of a `Group` that waiting needs.
 
     Attributes:
-        machine: has the LDS, where data arrives.
-        shadow: what the sanitizer knows of registers, or None.
+        machine: has the LDS, to which deferred data is written.
+        shadow: the sanitizer's state of the registers, or None.
     """
 
     machine: Any
@@ -42,11 +42,11 @@ class Waiting(Protocol):
 
 @dataclass
 class Deferred:
-    """A direct load to LDS on its way: bytes for LDS, per active lane.
+    """A direct load to LDS in flight: the data per active lane.
 
     Attributes:
         bound: the instruction.
-        columns: int64 [N], the lanes' place in the group.
+        columns: int64 [N], the lanes' indices in the group.
         addresses: int64 [N], byte addresses in the LDS of all slots.
         values: uint32 [count, N].
     """
@@ -57,13 +57,13 @@ class Deferred:
     values: np.ndarray
 
     def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Deferred:
-        """The part of some lanes, at their place in another group."""
+        """The entries of some lanes, with the lanes' indices in another group."""
         return Deferred(self.bound, columns, self.addresses[kept], self.values[:, kept])
 
 
 @dataclass
 class Stored:
-    """What an LDS write wrote, which the sanitizer wants to know until it was waited for. Fields as those of `Deferred`.
+    """The data of an LDS write, which the sanitizer needs until the write was waited for. Fields as in `Deferred`.
 
     Attributes:
         size: bytes per lane.
@@ -74,19 +74,19 @@ class Stored:
     size: int
 
     def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Stored:
-        """The part of some lanes, at their place in another group."""
+        """The entries of some lanes, with the lanes' indices in another group."""
         return Stored(columns, self.addresses[kept], self.size)
 
 
-# A bare `Bound` is only counted. A tuple is one operation of each wave: different ones, or one with what is known of it.
+# A bare `Bound` is only counted. A tuple is one operation per wave: different ones, or one with its data.
 Entry: TypeAlias = "Issued | Deferred | Stored"
 Operation: TypeAlias = "Entry | tuple[Entry, ...]"
 
 
 class Outstanding:
-    """What a group has outstanding, oldest first: vector memory operations (vmcnt), and LDS and scalar ones (lgkmcnt).
+    """A group's outstanding operations, oldest first: vector memory operations (vmcnt), and LDS and scalar ones (lgkmcnt).
 
-    Without the sanitizer nobody wants to know of the latter, and `local` stays empty.
+    Without the sanitizer the latter are not needed, and `local` stays empty.
     """
 
     __slots__ = ("local", "vector")
@@ -96,7 +96,7 @@ class Outstanding:
         self.local: list[Operation] = []
 
     def issue_vector(self, group: Waiting, operation: Entry) -> None:
-        """Adds an operation. One more than the counter holds is not issued before the oldest has completed."""
+        """Adds an operation. If the counter is full, the oldest operation completes first."""
         self.vector.append(operation)
         if len(self.vector) > VMCNT_LIMIT:
             self.wait_vector(group, VMCNT_LIMIT)
@@ -117,7 +117,8 @@ class Outstanding:
             group.shadow.arrived(finished)
 
     def wait_local(self, group: Waiting, limit: int) -> None:
-        """Scalar loads may overtake, so a limit above 0 says nothing about operations while one of them is outstanding."""
+        """Waits until no more than ``limit`` operations are outstanding. A scalar load may overtake others, so a limit above 0
+        proves nothing while one is outstanding."""
         if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
             return
         finished = self._finish(self.local, limit)
@@ -126,22 +127,22 @@ class Outstanding:
 
     @staticmethod
     def _finish(operations: list[Operation], limit: int) -> list[Entry]:
-        """Takes the oldest operations away, all but ``limit``."""
+        """Removes the oldest operations, all but ``limit``."""
         done = max(0, len(operations) - limit)
         finished = list(entries(operations[:done]))
         del operations[:done]
         return finished
 
     def note(self, entry: Stored) -> None:
-        """Adds to what is known of the newest LDS operation."""
+        """Adds an LDS write's data to the newest LDS operation."""
         self.local[-1] = (*entries(self.local[-1:]), entry)
 
     def stored(self) -> Iterator[Stored]:
-        """LDS writes that were not waited for."""
+        """Outstanding LDS writes."""
         return (entry for entry in entries(self.local) if type(entry) is Stored)
 
     def select(self, columns: np.ndarray, lanes: int) -> Outstanding:
-        """The part that belongs to some lanes, given by their place in the group of ``lanes`` lanes."""
+        """The operations of some lanes, given by their indices in the group of ``lanes`` lanes."""
         place = np.full(lanes, -1)
         place[columns] = np.arange(len(columns))
 
@@ -158,8 +159,8 @@ class Outstanding:
 
     @staticmethod
     def join(parts: list[Outstanding], waves: list[int]) -> Outstanding:
-        """Of groups that meet. What they have outstanding is aligned at the newest operation; an older one that only some
-        have is waited for no earlier than it would have been."""
+        """Joins the queues of groups that reconverge, aligned at the newest operation. An older operation that only some groups
+        have completes no earlier than it would have without the join."""
         starts = np.concatenate([[0], np.cumsum(waves)]) * WAVE
         whole = Outstanding()
         whole.vector = _aligned([part.vector for part in parts], starts)
@@ -168,7 +169,7 @@ class Outstanding:
 
 
 def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
-    """All entries of operations, one after the other."""
+    """All entries of the operations, in order."""
     for operation in operations:
         if type(operation) is tuple:
             yield from operation
@@ -183,7 +184,7 @@ def _operation(parts: Iterable[Entry]) -> Operation:
 
 
 def _aligned(queues: list[list[Operation]], starts: np.ndarray) -> list[Operation]:
-    """Queues of groups whose lanes begin at ``starts``, laid side by side."""
+    """Joins the queues of groups whose lanes begin at ``starts``, aligned at their newest operations."""
     whole = []
     for age in range(max(len(queue) for queue in queues), 0, -1):
         same_age = []

@@ -1,8 +1,8 @@
-"""One launch on several processes.
+"""Runs one launch on several processes.
 
-Workgroups are independent of one another unless they use global atomics, so batches of them can run in forked children. A child
-shares the tensors' contents as they were before the launch; what it stores it also writes down, and the parent repeats the stores.
-Of workgroups that store to the same place without atomics, which is a race on hardware too, the last batch wins.
+Workgroups are independent of one another unless they use global atomics, so batches of workgroups can run in forked child
+processes. A child sees the tensors as they were before the launch. It records its stores, and the parent repeats them. If
+workgroups store to the same address without atomics, which is a race on hardware too, the last batch wins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gfx950_emulator.memory import GlobalMemory
 
 
 class RecordedMemory(GlobalMemory):
-    """Global memory that remembers stores, in order."""
+    """Global memory that records stores, in order."""
 
     def __init__(self, memory: GlobalMemory) -> None:
         super().__init__(memory.allocations)
@@ -44,7 +44,7 @@ class RecordedMemory(GlobalMemory):
 
 
 def can_divide(launch: machine.Launch) -> bool:
-    """Whether the launch's workgroups may run in different processes: no global atomics, no onlooker, several batches."""
+    """Whether the launch may be divided among processes: no global atomics, no tracer or counters, several batches."""
     batches = -(-int(np.prod(launch.grid)) // launch.batch_size)
     atomics = any(
         bound.memory is not None and bound.memory.space == "global" and bound.memory.direction == "atomic"
@@ -55,7 +55,7 @@ def can_divide(launch: machine.Launch) -> bool:
 
 
 def execute(launch: machine.Launch, jobs: int) -> machine.Tally:
-    """Like `machine.execute`, on up to ``jobs`` processes. A child's error is raised here; of several, the first."""
+    """Like `machine.execute`, on up to ``jobs`` processes. Raises the first error of a child process."""
     if jobs <= 1 or not can_divide(launch):
         return machine.execute(launch)
     total, size = int(np.prod(launch.grid)), launch.batch_size

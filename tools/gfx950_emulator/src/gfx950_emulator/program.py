@@ -1,4 +1,4 @@
-"""A kernel bound for execution: straight blocks of operations, and where control goes after each."""
+"""A kernel bound for execution: basic blocks of operations, and the control flow between them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from gfx950_emulator.assembly import Assembly, Instruction, parse
 from gfx950_emulator.binding import Bound
 from gfx950_emulator.decode import decode
 
-ALWAYS = -1  # a register number that the sanitizer always looks at: marks memory operations, waits and branches
+ALWAYS = -1  # a register number that is always watched: marks memory operations, waits and branches for the sanitizer
 
 
 @dataclass(frozen=True)
 class Block:
-    """Instructions ``[start, end)`` without a branch or barrier inside.
+    """A basic block: instructions ``[start, end)`` without a branch or barrier inside.
 
     Attributes:
-        body: what to run for each, without the closing branch, barrier or end.
+        body: the functions to run, without the closing branch, barrier or end.
         checked: the same for the sanitizer: (run, registers that are touched, index of the instruction).
-        close: the closing instruction's `Bound`, or None where control falls into the next block.
-        next: index of the instruction that follows.
+        close: the closing instruction's `Bound`, or None if control falls through to the next block.
+        next: index of the next instruction.
     """
 
     start: int
@@ -37,7 +37,7 @@ class Program:
     Attributes:
         assembly: the kernel as written.
         bound: `Bound` of each instruction.
-        blocks: by the index of their first instruction.
+        blocks: basic blocks by the index of their first instruction.
     """
 
     def __init__(self, assembly: Assembly) -> None:
@@ -54,7 +54,7 @@ class Program:
             self.blocks[start] = self._block(start)
 
     def instruction_of(self, bound: Bound) -> Instruction:
-        """The instruction that a bound operation was made of."""
+        """The instruction of a bound operation."""
         return self.assembly.instructions[self._index[id(bound)]]
 
     def mnemonic_of(self, bound: Bound) -> str:
@@ -93,5 +93,5 @@ class Program:
 
 @lru_cache(maxsize=256)
 def load(text: str) -> Program:
-    """Parses and binds a kernel's assembly text; the result is kept."""
+    """Parses and binds a kernel's assembly text; the result is memoised."""
     return Program(parse(text))

@@ -1,4 +1,4 @@
-"""pytest: kernels of a test run on the emulator.
+"""pytest plugin: runs the kernels of a test on the emulator.
 
 The fixture ``emulated`` yields the `Emulator`; the marker ``emulated`` runs a whole test inside one::
 
@@ -14,7 +14,7 @@ The fixture ``emulated`` yields the `Emulator`; the marker ``emulated`` runs a w
     @pytest.mark.emulated(sanitize=False, counters=True)
     def test_softmax(emulated): ...
 
-The sanitizer is on unless the marker says otherwise. Neither PyTorch nor Triton is imported before a test asks for the emulator.
+The sanitizer is on unless the marker says otherwise. PyTorch and Triton are imported only when a test uses the emulator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A marked test uses the fixture, whether it names it or not; before its other fixtures, which may launch kernels, too."""
+    """Adds the fixture to marked tests that do not name it, before their other fixtures, which may launch kernels too."""
     for item in items:
         names = getattr(item, "fixturenames", None)
         if names is not None and item.get_closest_marker("emulated") is not None:

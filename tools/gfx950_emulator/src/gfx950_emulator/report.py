@@ -1,4 +1,4 @@
-"""Counters and modelled time of launches as tables for a terminal. Needs rich."""
+"""Tables of a launch's counters and modelled time for a terminal. Needs rich."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gfx950_emulator.hardware import CLOCK_HZ, COMPUTE_UNITS
 
 
 def number(value: float) -> str:
-    """A count to be read: ``950``, ``12.3k``, ``4.56M``."""
+    """A count in readable form: ``950``, ``12.3k``, ``4.56M``."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
@@ -28,7 +28,7 @@ def headline(report: LaunchReport) -> str:
 
 
 def stats(report: LaunchReport, top: int) -> RenderableType:
-    """Everything that is known of a launch that was executed with counters."""
+    """All statistics of a launch that was executed with counters."""
     counters: Counters = report.counters
     prediction = timing.predict(report)
     parts: list[RenderableType] = [
@@ -48,7 +48,7 @@ def stats(report: LaunchReport, top: int) -> RenderableType:
 
 
 def _table(title: str, *columns: str, left: tuple[int, ...] = (0,)) -> Table:
-    """Without column titles if they are all empty."""
+    """A table; without a header row if all column titles are empty."""
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="dim", show_header=any(columns))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i in left else "right", overflow="fold", no_wrap=i not in left)
@@ -126,7 +126,7 @@ def _where(line: Line) -> str:
 
 
 def _hot_lines(counters: Counters, top: int) -> Table:
-    """Source lines by the wave-instructions that they became."""
+    """Source lines by the number of wave-instructions executed for them."""
     totals: dict[str, list[float]] = {}
     for line in counters.lines():
         where = _where(line) if line.instruction.location else "(no source line)"
@@ -158,7 +158,7 @@ def _global(lines: list[Line], top: int) -> Table:
 
 
 def _local(lines: list[Line], top: int) -> Table:
-    """Instructions that access LDS, those that lose most to conflicts first."""
+    """Instructions that access LDS, those with the most conflict cycles first."""
     table = _table("LDS", "instruction", "source", "executed", "bytes each", "bank cycles each", "of them conflicts", left=(0, 1))
     chosen = sorted((line for line in lines if line.lds_accesses), key=lambda line: (-line.lds_conflicts, -line.lds_cycles))
     for line in chosen[:top]:

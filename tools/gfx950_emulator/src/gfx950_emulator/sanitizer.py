@@ -1,15 +1,15 @@
-"""What hardware does not report: uninitialised data, results used before they were waited for, races between waves in LDS.
+"""Finds errors that hardware does not report: uninitialised data, missing waits, races between waves in LDS.
 
 **Registers** (`RegisterShadow`). A register is *watched* while a load into it is outstanding, or while some of its lanes are
-uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. Others first pass through
-`RegisterShadow.around`: touching a register whose load was not waited for is an error; uninitialised lanes spread to what is
-computed from them, and are an error once they become an address, stored data, or the condition of a branch. They are
-followed per lane, through moves across lanes exactly, and through anything else that combines lanes for the whole wave.
+uninitialised. Instructions that touch no watched register, nearly all of them, run at full speed. Others run in
+`RegisterShadow.around`. Touching a register whose load was not waited for is an error. Uninitialised lanes propagate to results
+that depend on them, and are an error once they become an address, stored data, or the condition of a branch. Propagation is exact
+per lane, also through moves across lanes; any other operation that combines lanes marks the whole wave.
 
-**LDS** (`LocalShadow`). Every byte knows whether it was ever written, and since the last barrier of its workgroup by which wave
-it was written and which waves read it. Reading what another wave wrote, writing what another wave read or wrote, without a
-barrier between, is a race. A write that its wave did not wait for before the barrier does not count as published by it. A direct
-load to LDS leaves its bytes unreadable until the ``s_waitcnt`` that covers it.
+**LDS** (`LocalShadow`). For every byte the shadow records whether it was ever written, and which waves wrote and read it since the
+workgroup's last barrier. Without a barrier in between, reading another wave's write or overwriting another wave's read or write is
+a race. A barrier does not publish a write that its wave did not wait for. The bytes of a direct load to LDS are unreadable until
+the ``s_waitcnt`` that covers the load.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def name_of(register: int, vgprs: int) -> str:
 
 
 class RegisterShadow:
-    """What the sanitizer knows of a group's registers.
+    """The sanitizer's state of a group's registers.
 
     Attributes:
-        watch: registers that need a look, and `ALWAYS`.
-        pending: register -> instructions whose result it waits for: one, or several where waves met.
+        watch: watched registers, and `ALWAYS`.
+        pending: register -> loads into it that are outstanding: one, or several after waves reconverged.
         unset: register -> bool [L], lanes that are uninitialised.
-        loaded: left by a read of LDS or scratch memory: lanes whose data is uninitialised, by register.
-        scratch: dword of scratch memory -> bool [L], lanes that are uninitialised; all are where nothing was written.
+        loaded: set by a read of LDS or scratch memory: lanes whose data is uninitialised, by register.
+        scratch: dword of scratch memory -> bool [L], uninitialised lanes; a missing dword is uninitialised in all lanes.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RegisterShadow:
 
     @classmethod
     def at_entry(cls, group: Group, scalars: list[int]) -> RegisterShadow:
-        """Everything is uninitialised but v0, EXEC and the given scalar registers."""
+        """The state at kernel entry: everything but v0, EXEC and the given scalar registers is uninitialised."""
         shadow = cls()
         everywhere = np.ones(group.lanes, bool)
         registers = [*range(1, len(group.U)), *(SCALAR_BASE + i for i in range(SCALARS - 2) if i not in scalars), SCC_ID]
@@ -81,10 +81,10 @@ class RegisterShadow:
         shadow.watch.update(registers)
         return shadow
 
-    # The instruction that is about to run
+    # Checks around an instruction
 
     def around(self, group: Group, bound: Bound, run) -> None:
-        """Checks an instruction, runs it, and notes what it did. Raises `Fault`."""
+        """Checks an instruction, runs it, and updates the shadow state. Raises `Fault`."""
         if bound.unit == "wait":
             run(group)
             return
@@ -112,14 +112,14 @@ class RegisterShadow:
 
     @staticmethod
     def _where(mask: np.ndarray, new: np.ndarray | None, old: np.ndarray | None) -> np.ndarray | None:
-        """What is uninitialised after lanes that are switched on took on the new state."""
+        """The uninitialised lanes after the active lanes took the new state."""
         if new is None:
             return None if old is None else old & ~mask
         return new & mask if old is None else np.where(mask, new, old)
 
     def _check_pending(self, group: Group, bound: Bound) -> None:
-        """Raises `Fault` if a register is touched whose load was not waited for. A vector load may follow another into the
-        same register: they complete in order."""
+        """Raises `Fault` if the instruction touches a register whose load was not waited for. A vector load may follow another one
+        into the same register, because vector loads complete in order."""
         for register in (*bound.reads, *bound.writes):
             loads = self.pending.get(register, ())
             in_order = bound.unit == "vmem" and register not in bound.reads and all(load.unit == "vmem" for load in loads)
@@ -141,8 +141,8 @@ class RegisterShadow:
         return Fault("wait", f"{name} is used before an s_waitcnt {counter} covers the load into it: {source}")
 
     def demand(self, group: Group, bound: Bound) -> None:
-        """Raises `Fault` if what leaves the wave, or decides a branch, is uninitialised: a vector register in a lane that is
-        switched on, or a scalar register."""
+        """Raises `Fault` if a value that leaves the wave or decides a branch is uninitialised: a vector register in an active lane,
+        or a scalar register."""
         what = "decides the branch" if bound.unit == "branch" else "is an address or stored data"
         for register in bound.demands:
             lanes = self.unset.get(register)
@@ -150,7 +150,7 @@ class RegisterShadow:
                 self._demand_lanes(group, register, lanes if register >= SCALAR_BASE else lanes & group.mask, what)
 
     def demand_stored(self, group: Group, register: int, lanes: np.ndarray) -> None:
-        """Raises `Fault` if a register is uninitialised in a lane (given by its place) that stores it."""
+        """Raises `Fault` if a register is uninitialised in a lane (given by its index) that stores it."""
         unset = self.unset.get(register)
         if unset is not None:
             stored = np.zeros(group.lanes, bool)
@@ -158,14 +158,15 @@ class RegisterShadow:
             self._demand_lanes(group, register, unset & stored, "is stored")
 
     def spill(self, group: Group, place: int, row: int, count: int, lanes: np.ndarray | None) -> None:
-        """``count`` registers from ``row`` on go to scratch memory, at dword ``place``. ``lanes`` None: all are switched on."""
+        """Records that ``count`` registers from ``row`` on go to scratch memory at dword ``place``. ``lanes`` None: all are
+        active."""
         on = np.ones(group.lanes, bool) if lanes is None else group.mask
         for i in range(count):
             before = self.scratch.get(place + i, all_lanes(group.lanes))
             self.scratch[place + i] = np.where(on, self._unset_in(group, [row + i]), before)
 
     def reload(self, group: Group, place: int, row: int, count: int) -> None:
-        """Registers come back from scratch memory, or from where nothing was ever written."""
+        """Records that registers are loaded from scratch memory; dwords that were never written are uninitialised."""
         self.loaded = {row + i: self.scratch.get(place + i, all_lanes(group.lanes)) for i in range(count)}
 
     def _demand_lanes(self, group: Group, register: int, unset: np.ndarray, what: str) -> None:
@@ -208,11 +209,11 @@ class RegisterShadow:
         if bound.unit == "mfma" or (bound.unit in ("salu", "smem") and instruction not in _LANE_WISE):
             total = _whole_waves(group, total)
         elif bound.unit == "valu" and any(w >= SCALAR_BASE for w in bound.writes):
-            total = total & group.mask  # compares: bits of lanes that are off are zero
+            total = total & group.mask  # compares: bits of inactive lanes are zero
         return total
 
     def _low_sources(self, group: Group, bound: Bound) -> list[int]:
-        """What the lower half of the result is made of."""
+        """The registers on which the lower half of the result depends."""
         program = group.machine.launch.program
         operands = [parse_operand(text, program.assembly.vgprs) for text in program.instruction_of(bound).operands]
         upper = {operand.ids[1] for operand in operands if operand.count == 2}
@@ -223,7 +224,7 @@ class RegisterShadow:
         return np.repeat(chosen, WAVE)
 
     def _after_write_lane(self, group: Group, bound: Bound, register: int) -> np.ndarray:
-        """One lane takes on what the scalar is; the others stay."""
+        """v_writelane: one lane takes the scalar's state; the others keep theirs."""
         new = self._unset_in(group, [register]).copy()
         scalar = self._unset_in(group, [r for r in bound.reads if r >= SCALAR_BASE])
         at = np.broadcast_to(bound.extra["lane"](group), group.waves) & 63
@@ -247,20 +248,20 @@ class RegisterShadow:
         return np.where(chosen, b, a) | choice
 
     def _of_dpp(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """The first source comes from another lane, and lanes that the control leaves out keep what they had."""
+        """DPP: the first source comes from another lane, and lanes that the control excludes keep their state."""
         plan, first, others = bound.extra["dpp"]
         moved, written = dpp_read(group, self._unset_in(group, first).astype(np.uint32), plan)
         unknown = (moved != 0) | self._unset_in(group, others)
         return {register: np.where(written, unknown, self._unset_in(group, [register])) for register in bound.writes}
 
     def _of_choice(self, group: Group, bound: Bound) -> np.ndarray:
-        """SCC chooses one of two scalars; the other does not matter."""
+        """SCC selects one of two scalars; the other one may be uninitialised."""
         first, second = (self._unset_in(group, ids) for ids in bound.extra["choice"])
         scc = np.repeat(np.broadcast_to(group.scc, group.waves), WAVE)
         return np.where(scc, first, second) | self._unset_in(group, [SCC_ID])
 
     def _of_logic(self, group: Group, bound: Bound) -> dict[int, np.ndarray]:
-        """A bit of the result is known where both operands are, or one that decides it alone: a 0 for and, a 1 for or."""
+        """A result bit is initialised if both operands are, or if one operand decides it: a 0 for and, a 1 for or."""
         logic: Logic = bound.extra["logic"]
         unknown_a, unknown_b = (self._unset_in(group, ids) for ids in (logic.first_ids, logic.second_ids))
         unknown = unknown_a | unknown_b
@@ -274,7 +275,7 @@ class RegisterShadow:
         return result
 
     def _of_move(self, group: Group, bound: Bound, data: Iterable[int]) -> dict[int, np.ndarray]:
-        """Runs the move on registers that hold ones where the real ones are uninitialised."""
+        """Runs the move on registers whose bits are one where the real registers are uninitialised."""
         ghost = Group(group.registers.copy(), group.slot, group.wave, group.machine)
         ghost.s = list(group.s)
         ghost.set_exec(group.mask)
@@ -301,7 +302,7 @@ class RegisterShadow:
                 elif register not in self.unset:
                     self.watch.discard(register)
 
-    # Groups part and meet
+    # Divergence and reconvergence
 
     def select(self, waves: np.ndarray, columns: np.ndarray) -> RegisterShadow:
         part = RegisterShadow()
@@ -328,7 +329,7 @@ class RegisterShadow:
 
 
 def _whole_waves(group: Group, lanes: np.ndarray) -> np.ndarray:
-    """All lanes of the waves that have one of these lanes."""
+    """All lanes of the waves that contain any of these lanes."""
     return np.repeat(lanes.reshape(group.waves, WAVE).any(axis=1), WAVE)
 
 
@@ -341,16 +342,16 @@ def _describe(group: Group, bound: Bound) -> str:
     return f"{instruction.text} ({instruction.location or f'assembly line {instruction.line}'})"
 
 
-# What `LocalShadow.owner` holds for a byte, besides 0 (settled) and wave + 1 (written since the barrier)
+# Values of `LocalShadow.owner` for a byte, besides 0 (settled) and wave + 1 (written since the barrier)
 _NEVER, _FLYING, _SEVERAL, _UNPUBLISHED = 255, 254, 253, 100
 
 
 class LocalShadow:
-    """What the sanitizer knows of the LDS of a batch.
+    """The sanitizer's state of the LDS of a batch.
 
     Attributes:
         owner: uint8 per byte: see the constants above; ``_UNPUBLISHED + wave`` was written before the barrier and not waited for.
-        readers, writers: uint8 [waves, bytes], 1 where a wave read or wrote since the barrier.
+        readers, writers: uint8 [waves, bytes], 1 if a wave read or wrote the byte since the barrier.
     """
 
     def __init__(self, local: LocalMemory, waves: int) -> None:
@@ -359,7 +360,7 @@ class LocalShadow:
         self.readers, self.writers = (np.zeros((waves, len(local.bytes)), np.uint8) for _ in range(2))
         self._dirty = False
         self._owner32, self._readers32, self._writers32 = (x.view(np.uint32) for x in (self.owner, self.readers, self.writers))
-        self._probe = np.zeros(len(local.bytes), np.uint8)  # for one use at a time
+        self._probe = np.zeros(len(local.bytes), np.uint8)  # scratch array, for one use at a time
         self._probe32 = self._probe.view(np.uint32)
 
     def _waves(self, group: Group, lanes: np.ndarray | None) -> np.ndarray:
@@ -370,8 +371,8 @@ class LocalShadow:
         return addresses[:, None] + np.arange(size)
 
     def _units(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Owners and readers in the largest units that the accesses consist of, dwords or bytes, the units' places, int64
-        [size / unit, N], and the number that repeats a byte over a unit."""
+        """Owners and readers viewed as the largest words that the accesses consist of (dwords or bytes), the words' indices, int64
+        [size / word size, N], and the factor that replicates a byte over a word."""
         if size >= 4 and not (addresses & 3).any():
             return self._owner32, self._readers32, (addresses >> 2) + np.arange(size // 4)[:, None], 0x01010101
         return self.owner, self.readers, addresses + np.arange(size)[:, None], 1
@@ -379,7 +380,7 @@ class LocalShadow:
     def read(
         self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int, row: int, move: Move | None = None
     ) -> None:
-        """Bytes are read into registers from ``row`` on; ``move`` says how a transposing read rearranges those of all lanes."""
+        """Checks a read into registers from ``row`` on; ``move`` is the permutation of bytes across lanes of a transposing read."""
         self._alignment(addresses, size)
         self._dirty = True
         waves = self._waves(group, lanes)
@@ -392,12 +393,12 @@ class LocalShadow:
         found = self.owner[places]
         never = found == _NEVER
         bad = (found != 0) & (found != (waves + 1)[:, None]) & ~never
-        bad &= (found != _SEVERAL) | (self.writers[waves[:, None], places] == 0)  # a wave may read what it wrote too
+        bad &= (found != _SEVERAL) | (self.writers[waves[:, None], places] == 0)  # a wave may read bytes that it also wrote
         if bad.any():
             lane, byte = (int(x[0]) for x in np.nonzero(bad))
             raise self._conflict(int(found[lane, byte]), "reads", int(waves[lane]), int(places[lane, byte]))
         if move is not None:
-            never = move(never * np.uint8(255)) != 0  # all bits of a byte: an element may be a part of it
+            never = move(never * np.uint8(255)) != 0  # all bits of a byte, because an element may be narrower than a byte
         for i in range(max(1, size // 4)):
             unset = np.zeros(group.lanes, bool)
             unset[slice(None) if lanes is None else lanes] = never[:, 4 * i : 4 * i + 4].any(axis=1)
@@ -418,16 +419,16 @@ class LocalShadow:
 
     @staticmethod
     def _left(addresses: np.ndarray, waves: np.ndarray, data: np.ndarray) -> np.ndarray:
-        """``data`` as each wave leaves it: where lanes of a wave write to one place, what the last of them writes. The others may
-        write something else: each lane may add up a reduction in its own order."""
+        """The data that each wave leaves in LDS: if several lanes of a wave write to one address, the last lane's data. The other
+        lanes may write different data, for example a reduction summed in another order."""
         _, place = np.unique(waves.astype(np.int64) << 32 | addresses, return_inverse=True)
         last = np.zeros(len(place), np.int64)
         last[place] = np.arange(len(place))
         return data[last[place]]
 
     def _before_write(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
-        """Nobody else may have read these bytes since the barrier, or written anything else than ``data``, uint8 [N, size]: waves
-        that hold copies of the same values write the same to the same place, which is no race."""
+        """Checks that no other wave read these bytes since the barrier, and that other waves wrote nothing but the same ``data``,
+        uint8 [N, size]. Waves with replicated values write equal data to the same address, which is no race."""
         owners, readers, at, repeat = self._units(addresses, size)
         found = owners.take(at)
         if found.any() and not ((found == 0) | (found == _NEVER * repeat) | (found == (waves + 1) * repeat)).all():
@@ -455,7 +456,7 @@ class LocalShadow:
             raise Fault("race", f"wave {int(waves[lane])} writes {at}, which wave {reader} read with no barrier between")
 
     def write(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int, row: int, values: np.ndarray) -> None:
-        """Before ``values``, uint32 [dwords, N], are written from registers from ``row`` on."""
+        """Checks the write of ``values``, uint32 [dwords, N], from registers from ``row`` on, before it happens."""
         self._alignment(addresses, size)
         if not len(addresses):
             return
@@ -478,9 +479,9 @@ class LocalShadow:
         group.queue.note(Stored(np.arange(group.lanes) if lanes is None else lanes, addresses, size))
 
     def _share(self, addresses: np.ndarray, size: int, waves: np.ndarray, data: np.ndarray) -> None:
-        """Several waves wrote some of these bytes. What those of this instruction write must agree; then all count as writers.
+        """Handles bytes that several waves of this instruction write: their data must agree, and all of them count as writers.
 
-        ``data`` is uint8 [N, size]; the owner of a byte is the wave whose lane came last, whose data would be stored.
+        ``data`` is uint8 [N, size]; the owner of a byte is the wave of the last lane, whose data would be stored.
         """
         owners, _, at, repeat = self._units(addresses, size)
         stored, writers = (self._probe32, self._writers32) if repeat > 1 else (self._probe, self.writers)
@@ -495,7 +496,7 @@ class LocalShadow:
         owners[at[several]] = _SEVERAL * repeat
 
     def atomic(self, group: Group, addresses: np.ndarray, lanes: np.ndarray | None, size: int) -> None:
-        """Atomics do not race with one another; what they leave is settled."""
+        """Records atomics, which do not race with one another; their results are settled."""
         self._alignment(addresses, size)
         places = self._bytes(addresses, size)
         owners = self.owner[places]
@@ -508,7 +509,7 @@ class LocalShadow:
             raise self._conflict(int(owners[lane, byte]), "changes", int(waves[lane]), int(places[lane, byte]))
 
     def depart(self, group: Group, entry: Deferred) -> None:
-        """A direct load to LDS begins: nobody may read or write its bytes until it was waited for."""
+        """Records the start of a direct load to LDS: no wave may read or write its bytes until the load was waited for."""
         if not len(entry.addresses):
             return
         self._dirty = True
@@ -524,7 +525,7 @@ class LocalShadow:
         self._dirty = True
 
     def barrier(self, released: list[Group], full: np.ndarray) -> None:
-        """All waves of the given slots met: what they wrote is settled, if they waited for it."""
+        """Records a barrier of the given slots: writes are settled if their waves waited for them."""
         if not self._dirty:
             return
         stride = self.local.stride
@@ -545,8 +546,8 @@ class LocalShadow:
                 self._dirty = True
 
     def _alignment(self, addresses: np.ndarray, size: int) -> None:
-        """gfx950 takes LDS accesses of up to 8 bytes at multiples of their size, larger ones at multiples of 16, as compilers
-        arrange without unaligned access mode."""
+        """Checks alignment: LDS accesses of up to 8 bytes must be aligned to their size, larger ones to 16 bytes, as compilers
+        ensure without unaligned access mode."""
         step = {12: 16, 16: 16}.get(size, size)
         wrong = addresses & (step - 1)
         if wrong.any():

@@ -1,4 +1,4 @@
-"""A few instructions on registers of one's choice: for tests of single instructions and for trying things out.
+"""Runs a few instructions on given registers: for tests of single instructions and for experiments.
 
 >>> import numpy as np
 >>> from gfx950_emulator.snippet import Snippet
@@ -36,11 +36,11 @@ _NAMES = {"vcc": VCC, "m0": M0, "exec": EXEC}
 
 
 class Snippet:
-    """Instructions with the state that they start from, and afterwards the state that they left.
+    """Instructions with their initial state and, after `run`, their final state.
 
     Args:
         text: instructions, one per line; labels are allowed.
-        v, a: vector and accumulation registers by number: an array of 64 (times waves) values of any 32-bit dtype, or one number.
+        v, a: vector and accumulation registers by number: an array of 64 (times waves) values of any 32-bit dtype, or one value.
         s: scalar registers by number, or ``"m0"``; for ``"vcc"`` and ``"exec"`` and numbers whose value needs it, 64 bits.
             An array gives a value per wave.
         scc: the scalar condition code.
@@ -109,7 +109,7 @@ class Snippet:
                 group.shadow._set(SCALAR_BASE + index + i, None)
 
     def run(self) -> Snippet:
-        """Executes all of it. Raises what a launch would."""
+        """Executes the instructions. Raises the same errors as a launch."""
         if not self._batch.run():
             raise self._batch.deadlock()
         return self

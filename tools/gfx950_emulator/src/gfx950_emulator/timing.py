@@ -1,39 +1,40 @@
 """A simple model of time on an MI355X. **Its results are for ratios between kernels, never for absolute times.**
 
-What goes in is what the emulator executed: which blocks each wave of a workgroup ran, and for each memory instruction the cache
-lines and LDS cycles that the counters found. What comes out is the time of a workgroup, of a compute unit with as many workgroups
-as fit, and of the grid. All numbers with their sources: `gfx950_emulator.hardware`.
+Input of the model is what the emulator executed: the blocks that each wave of a workgroup ran, and the cache lines and LDS cycles
+that the counters found for each memory instruction. The results are the times of a workgroup, of a CU with as many workgroups as
+fit, and of the grid. All figures and their sources: `gfx950_emulator.hardware`.
 
-The compute unit
-----------------
-- Waves are spread over 4 SIMDs. Every 4 cycles a SIMD issues at most one instruction of each category (vector ALU with matrix,
+The CU (compute unit)
+---------------------
+- Waves are distributed over 4 SIMDs. Every 4 cycles a SIMD issues at most one instruction of each category (vector ALU with MFMA,
   vector memory, scalar with scalar memory, LDS, branch), each from another wave, the oldest wave first. Waits, barriers, s_nop and
-  the like take a turn of their wave, but no unit.
-- A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16; matrix
-  instructions hold the matrix core for their passes and the issue port for 4 cycles. Reading the result of one that takes longer
-  waits for it, matrix results 5 issue slots more; accumulating onto a matrix result waits for its passes only.
-- LDS: the banks serve one phase a cycle, and what conflicts add; each pair of SIMDs has a port of 128 bytes a cycle for loads and
-  64 for stores and their addresses. Results come 48 cycles later.
-- Vector memory: one address pipeline (4 cycles an instruction), 64 bytes a cycle from L2 and 32 to it. Loads fetch whole cache
-  lines, stores send what they write, at most one line a cycle. Latency lies between that of L2 and that of HBM, by the share of
-  lines that the launch touched for the first time in that instruction. The L1 cache is not modelled: every line comes from L2.
-- s_waitcnt waits for the operations that it says, vector memory and LDS in order, scalar loads all of them. s_barrier waits for the
-  waves of the workgroup.
-- Not modelled: instruction fetch, register bank conflicts, the queues of LDS and memory pipelines (they never push back), TLB,
-  atomics' contention, launch overhead, clocks that drop under load.
+  the like take an issue slot of their wave, but no execution unit.
+- A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16. MFMAs hold
+  the matrix core for their passes and the issue port for 4 cycles. An instruction that reads the result of a longer instruction
+  waits for it, 5 issue slots longer after an MFMA; an MFMA that accumulates onto another one's result waits for its passes only.
+- LDS: the banks process one phase per cycle, plus the conflict cycles. Each pair of SIMDs has a port of 128 bytes per cycle for
+  loads and 64 for stores and their addresses. Results arrive 48 cycles later.
+- Vector memory: one address pipeline (4 cycles per instruction), 64 bytes per cycle from L2 and 32 to it. Loads fetch whole cache
+  lines; stores send only the bytes that they write, at most one line per cycle. Latency is interpolated between L2 and HBM by the
+  fraction of lines that the launch touches for the first time in that instruction. The L1 cache is not modelled: every line comes
+  from L2.
+- s_waitcnt waits for the operations that it names: vector memory and LDS in order, scalar loads all at once. s_barrier waits for
+  the waves of the workgroup.
+- Not modelled: instruction fetch, register bank conflicts, the queues of LDS and memory pipelines (there is no back-pressure), TLB,
+  contention of atomics, launch overhead, clocks that drop under load.
 
 The grid
 --------
-Workgroups go to the 256 compute units in turn. The heaviest workgroup is simulated, alone and beside copies of itself; others take
-time in proportion to the instructions they executed. A compute unit takes as long as its workgroups together at the rate of full
-occupancy, or as its heaviest one alone, whichever is longer; the grid as its slowest compute unit, or as HBM needs at 8 TB/s to
-move every cache line once, whichever is longer.
+Workgroups are assigned to the 256 CUs round-robin. The heaviest workgroup is simulated, alone and beside copies of itself; the
+times of others are proportional to the instructions they executed. The time of a CU is the maximum of two times: all its workgroups
+at the rate of full occupancy, and its heaviest workgroup alone. The time of the grid is the maximum of its slowest CU's time and
+the time that HBM needs at 8 TB/s to move every cache line once.
 
 Ideal and achievable
 --------------------
-`Prediction.seconds` is that ideal. `Prediction.achievable_seconds` counts what no kernel escapes: 2.3 us for a launch, and 6.6 TB/s
-where HBM takes longest. Both were compared with what was measured on MI355X of the published attention kernels, at GPT-OSS's 64
-heads of 64 and 8 key heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
+`Prediction.seconds` is this ideal time. `Prediction.achievable_seconds` adds unavoidable costs: 2.3 us per launch, and 6.6 TB/s
+instead of 8 TB/s for HBM. Both were compared with times measured on MI355X for the published attention kernels, at GPT-OSS's 64
+heads of 64 and 8 KV heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_model.py` of the AMD wheel predicts these calls):
 
 ==================  ========  ========  ==========
 microseconds        measured  ideal     achievable
@@ -46,8 +47,8 @@ prefill 16 x 1024   317       182       184
 prefill 2 x 8192    1462      1127      1129
 ==================  ========  ========  ==========
 
-So where HBM is the bound, the achievable time is right within 10%. Where computing is, kernels take 1.3 to 1.7 times as long as
-either time: clocks under load and instruction fetch are not modelled.
+For memory-bound kernels, the achievable time is right within 10%. Compute-bound kernels take 1.3 to 1.7 times as long as either
+time, because clocks under load and instruction fetch are not modelled.
 """
 
 from __future__ import annotations
@@ -77,24 +78,25 @@ _CATEGORY = {
 _QUARTER_RATE = re.compile(
     r"v_cvt_(f32_(i32|u32|f16|fp8|bf8)|(i32|u32|f16)_f32|(rpi|flr)_i32_f32|pk_(fp8|bf8)_f32|pk_f32_(fp8|bf8)|sr_(fp8|bf8)_f32|scalef32_)"
 )
-# What a wave may wait for, in the order in which results show it.
+# The causes for which a wave may wait, in the order of the result tables.
 CAUSES = ("MFMA", "VALU", "scalar", "LDS", "global memory", "scalar memory", "barrier", "issue")
-_SATURATED = 0.85  # waves of different lengths and barriers leave some gaps even where a unit limits
-_PENDING = 512  # registers that are remembered before those that are ready are forgotten
+_SATURATED = 0.85  # even a limiting unit has some gaps, from barriers and waves of different lengths
+_PENDING = 512  # pending registers before those that are ready are dropped
 _UNIT_CAUSE = {"valu": "VALU", "trans": "VALU", "mfma": "MFMA", "vmem": "global memory", "lds": "LDS", "smem": "scalar memory"}
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What simulating workgroups on one compute unit gave.
+    """The result of simulating workgroups on one CU.
 
     Attributes:
-        workgroups: how many ran at once.
-        cycles: until the last wave ended.
-        spent: wave-cycles by cause, see `CAUSES`: time that an instruction's own issue took counts for its unit, what it waited
-            counts for what it waited for. The sum is the lifetime of all waves.
-        busy: share of the cycles that units were busy: ``"MFMA"``, ``"VALU"`` (mean of the SIMDs), ``"LDS"``, ``"global memory"``.
-        simulated: the share of the trace that was simulated; cycles are extrapolated by it.
+        workgroups: how many workgroups ran at once.
+        cycles: cycles until the last wave ended.
+        spent: wave-cycles by cause, see `CAUSES`: an instruction's issue time counts for its execution unit, its waiting time for
+            the cause of the wait. The sum is the lifetime of all waves.
+        busy: fraction of the cycles that execution units were busy: ``"MFMA"``, ``"VALU"`` (mean of the SIMDs), ``"LDS"``,
+            ``"global memory"``.
+        simulated: the fraction of the trace that was simulated; cycles are extrapolated by it.
     """
 
     workgroups: int
@@ -105,8 +107,9 @@ class Simulation:
 
     @property
     def bound_by(self) -> str:
-        """What limits the compute unit: a unit that is busy nearly all the time; or else what waves spend most time on, with the
-        busiest unit if that is busy at least half of the time, for then it is next."""
+        """What limits the CU: an execution unit that is busy nearly all the time; otherwise the cause on which waves spend most
+        time. The latter is followed by the busiest execution unit if it is busy at least half of the time, because it is the next
+        limit."""
         unit = max(self.busy, key=lambda name: self.busy[name])
         if self.busy[unit] >= _SATURATED:
             return f"{unit} throughput"
@@ -123,11 +126,11 @@ class Prediction:
 
     Attributes:
         kernel: name.
-        workgroup: the linear id of the workgroup that was simulated, the heaviest.
-        alone, full: that workgroup alone on a compute unit, and with as many copies of itself as fit and the grid has.
-        occupancy: how many fit.
-        compute_seconds: the slowest compute unit's time.
-        memory_seconds: HBM's, for moving every cache line once, at its peak.
+        workgroup: the linear id of the simulated workgroup, the heaviest one.
+        alone, full: that workgroup alone on a CU, and with as many copies of itself as fit and the grid has.
+        occupancy: the occupancy of a CU.
+        compute_seconds: the slowest CU's time.
+        memory_seconds: HBM's time to move every cache line once, at peak bandwidth.
     """
 
     kernel: str
@@ -144,7 +147,7 @@ class Prediction:
 
     @property
     def achievable_seconds(self) -> float:
-        """With the bandwidth that measurements reach, and the cost of the launch."""
+        """The time with the measured HBM bandwidth and the launch cost."""
         memory = self.memory_seconds * hw.HBM_BYTES_PER_SECOND / hw.HBM_ACHIEVED_BYTES_PER_SECOND
         return hw.LAUNCH_SECONDS + max(self.compute_seconds, memory)
 
@@ -155,7 +158,7 @@ class Prediction:
 
     @property
     def bound_by(self) -> str:
-        """What limits the launch: HBM, or what limits a compute unit (`Simulation.bound_by`)."""
+        """What limits the launch: HBM, or the limit of a CU (`Simulation.bound_by`)."""
         return "HBM bandwidth" if self.memory_seconds >= self.compute_seconds else self.full.bound_by
 
 
@@ -163,11 +166,11 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
     """Predicts the time of a launch that was executed with counters.
 
     Args:
-        report: of the launch.
-        max_instructions: wave-instructions to simulate at most; beyond that, time is extrapolated from the first so many.
+        report: the launch's report.
+        max_instructions: the most wave-instructions to simulate; the time of a longer trace is extrapolated.
 
     Raises:
-        ValueError: the launch was executed without counters, or a workgroup does not fit on a compute unit.
+        ValueError: the launch was executed without counters, or a workgroup does not fit on a CU.
     """
     counters: Counters | None = report.counters
     if counters is None:
@@ -187,7 +190,7 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
     load: dict[int, float] = {}
     for workgroup, amount in work.items():
         load[workgroup % hw.COMPUTE_UNITS] = load.get(workgroup % hw.COMPUTE_UNITS, 0.0) + amount / work[heaviest]
-    # A unit with fewer workgroups than fit runs them all at once, in between the two times that were simulated.
+    # A CU with fewer workgroups than fit runs them all at once; its time is between the two simulated times.
     cycles = max(max(alone.cycles, total * _rate(alone, full, min(resident, per_unit[unit]))) for unit, total in load.items())
     return Prediction(
         report.kernel,
@@ -201,33 +204,33 @@ def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Predict
 
 
 def _rate(alone: Simulation, full: Simulation, workgroups: int) -> float:
-    """Cycles per workgroup when so many run at once: the time of all grows linearly from one to as many as were simulated."""
+    """Cycles per workgroup if ``workgroups`` run at once: total time is interpolated linearly between the two simulations."""
     if full.workgroups == 1:
         return alone.cycles
     step = (full.cycles - alone.cycles) / (full.workgroups - 1)
     return (alone.cycles + step * (workgroups - 1)) / workgroups
 
 
-# What an instruction costs
+# Instruction costs
 
 
 @dataclass(frozen=True)
 class Cost:
-    """An instruction, as the simulation sees it.
+    """An instruction's cost in the simulation.
 
     Attributes:
-        category: issue category; empty for instructions that need no unit.
-        cause: what `Simulation.spent` calls its own time.
-        turns: issue slots that the wave gives up.
+        category: issue category; empty for instructions that need no execution unit.
+        cause: the cause in `Simulation.spent` for its own time.
+        turns: issue slots that it takes from its wave.
         valu, mfma: cycles that it holds its SIMD's vector ALU or matrix core.
-        latency: cycles until its register results can be read, where that is more than one turn; 0 otherwise.
+        latency: cycles until its register results can be read, if more than one issue slot; otherwise 0.
         reads, writes: registers that may have to be waited for.
-        chained: of a matrix instruction: registers of C, and D's.
+        chained: for an MFMA: the registers of C and D.
         banks, port: cycles of LDS banks and of the SIMD pair's port.
         pipeline: cycles of the vector memory pipeline.
-        counter: ``"vmcnt"`` or ``"lgkmcnt"`` if it raises one; `delay`: cycles until it falls again.
+        counter: ``"vmcnt"`` or ``"lgkmcnt"`` if it increments one; `delay`: cycles until the counter decrements.
         scalar: it is a scalar load, which may overtake.
-        wait: (vmcnt, lgkmcnt) of s_waitcnt, None where it says nothing.
+        wait: (vmcnt, lgkmcnt) of s_waitcnt; None for a counter that it does not name.
         kind: ``"barrier"``, ``"end"``, ``"wait"`` or empty.
     """
 
@@ -251,7 +254,7 @@ class Cost:
 
     @property
     def weight(self) -> float:
-        """A measure of its share in a workgroup's work."""
+        """Its weight in a workgroup's total work."""
         return max(self.turns * hw.SLOT, self.valu, self.mfma, self.banks, self.pipeline)
 
 
@@ -291,7 +294,7 @@ def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost
         return Cost(**common, banks=banks, port=port, counter="lgkmcnt", delay=hw.LDS_LATENCY)
     if unit == "smem":
         return Cost(**common, counter="lgkmcnt", delay=hw.SCALAR_CACHE_MISS, scalar=True)
-    # Scratch is not counted: a lane's dwords are interleaved, so that waves access whole lines, and they stay in L2.
+    # Scratch is not counted: lanes' dwords are interleaved, so waves access whole lines, which stay in L2.
     lines = memory.size * WAVE / hw.CACHE_LINE if memory.space == "scratch" else found["lines"]
     if memory.direction == "store":
         # A store sends the bytes that it writes, and a request for each line.
@@ -320,10 +323,10 @@ def _vector_cycles(mnemonic: str, unit: str) -> int:
 
 
 def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
-    """Cycles of the banks and of the port, of one execution on average."""
+    """Average cycles of the banks and of the port per execution."""
     memory = bound.memory
     if memory is not None and memory.direction == "permute":
-        # Data goes through the port once each way, and through the crossbar as 4-byte reads do.
+        # Data passes the port once in each direction, and the crossbar as 4-byte reads do.
         return 1.0, hw.LDS_PORT_ADDRESS_CYCLES + 4 * WAVE / hw.LDS_PORT_STORE_BYTES
     size = found["lds_bytes"]
     if memory is not None and memory.direction == "load":
@@ -343,22 +346,22 @@ def instructions_of(counters: Counters, workgroup: int) -> list[list[int]]:
 
 @dataclass
 class _Wave:
-    """A wave on its way through its trace."""
+    """A wave at its position in its trace."""
 
     number: int
     simd: int
     workgroup: int
     trace: list[int]
     at: int = 0
-    free: float = 0.0  # when it may issue next
-    last: float = 0.0  # until when its time was accounted for
+    free: float = 0.0  # earliest time of its next issue
+    last: float = 0.0  # time up to which its time is accounted for
     pending: dict[int, tuple[float, bool, str]] = field(default_factory=dict)  # register -> ready, by a matrix instruction, cause
-    vector: deque[float] = field(default_factory=deque)  # when outstanding operations are done, oldest first
-    local: deque[tuple[float, bool]] = field(default_factory=deque)  # likewise; whether it is a scalar load
+    vector: deque[float] = field(default_factory=deque)  # completion times of outstanding operations, oldest first
+    local: deque[tuple[float, bool]] = field(default_factory=deque)  # (completion time, whether it is a scalar load)
 
 
 class _Unit:
-    """One compute unit while workgroups run on it."""
+    """One CU while workgroups run on it."""
 
     def __init__(self, costs: list[Cost], workgroups: list[list[list[int]]]) -> None:
         self.costs = costs
@@ -379,10 +382,10 @@ class _Unit:
         self.end = 0.0
 
     def earliest(self, wave: _Wave, cost: Cost) -> tuple[float, str]:
-        """When a wave can issue its next instruction, and what it waits for until then."""
+        """The earliest time at which a wave can issue its next instruction, and the cause of the wait."""
         time, cause = wave.free, "issue"
         if wave.pending:
-            # Matrix results come in order, so one may be written again at once.
+            # MFMA results are written in order, so a result register may be overwritten at once.
             for register in cost.reads if cost.mfma else (*cost.reads, *cost.writes):
                 entry = wave.pending.get(register)
                 if entry is None:
@@ -416,7 +419,7 @@ class _Unit:
             if done > time:
                 time, cause = done, "global memory"
         if local is not None and len(wave.local) > local:
-            # Scalar loads come back in any order, so while one is outstanding only a wait for all says anything.
+            # Scalar loads return in any order, so while one is outstanding only a wait for all is meaningful.
             finished = list(wave.local)[: len(wave.local) - local]
             for done, scalar in finished:
                 if done > time:
@@ -461,7 +464,7 @@ class _Unit:
             self.pipeline = done = start + cost.pipeline
             self.busy["global memory"] += cost.pipeline
         if cost.banks or cost.port:
-            # Banks and ports are queues of their own; an access is done when both have served it.
+            # Banks and ports are separate queues; an access is done when both have processed it.
             port = simd * hw.LDS_PORTS // hw.SIMDS
             self.banks, self.ports[port] = max(time, self.banks) + cost.banks, max(time, self.ports[port]) + cost.port
             self.busy["LDS"] += max(cost.banks, cost.port / hw.LDS_PORTS)
@@ -479,7 +482,7 @@ class _Unit:
                 wave.local.popleft()
 
     def run(self, max_instructions: int) -> int:
-        """Runs until all waves ended, or so many instructions were issued; returns how many were."""
+        """Runs until all waves ended or ``max_instructions`` were issued; returns the number of issued instructions."""
         queue = [(0.0, wave.number) for wave in self.waves]
         issued = 0
         while queue and issued < max_instructions:
@@ -502,7 +505,7 @@ class _Unit:
                 self._release(wave.workgroup, queue)
             else:
                 heapq.heappush(queue, (wave.free, number))
-        # What the memory pipeline still holds are stores, or loads that nobody waited for.
+        # The memory pipeline still holds stores, or loads that no wave waits for.
         self.end = max(self.end, self.pipeline, *(wave.free for wave in self.waves))
         return issued
 
@@ -522,12 +525,12 @@ class _Unit:
 
 
 def simulate(costs: list[Cost], workgroups: list[list[list[int]]], max_instructions: int = 300_000) -> Simulation:
-    """Runs workgroups on one compute unit.
+    """Simulates workgroups on one CU.
 
     Args:
-        costs: of each instruction of the program.
+        costs: the cost of each instruction of the program.
         workgroups: for each workgroup, for each of its waves, the instructions that it executes.
-        max_instructions: after so many the time is extrapolated.
+        max_instructions: number of instructions after which the time is extrapolated.
     """
     unit = _Unit(costs, workgroups)
     issued = unit.run(max_instructions)

@@ -1,4 +1,5 @@
-"""Two records of an execution: which blocks each wave ran (for the timing model), and what each instruction did (to read)."""
+"""Two records of an execution: the blocks that each wave ran (for the timing model), and each instruction's results (for
+people)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Written:
 
     Attributes:
         name: as the assembler writes it.
-        values: of a vector register, the chosen lanes; of a scalar register, one value.
+        values: the chosen lanes of a vector register, or the one value of a scalar register.
     """
 
     name: str
@@ -60,15 +61,15 @@ class Written:
 
 @dataclass
 class InstructionTrace:
-    """Tells what one wave of one workgroup does, instruction by instruction, to ``write(kernel, index, lanes on, registers
+    """Reports each instruction of one wave of one workgroup to ``write(kernel, index, active lanes, registers
     written)``.
 
     Attributes:
-        workgroup, wave: whose.
-        kernel: a part of the names of kernels to trace; empty for all.
-        lanes: lanes whose values are told.
-        limit: instructions at most, over all launches.
-        told, more: instructions that were told, and whether there were more.
+        workgroup, wave: the traced workgroup and wave.
+        kernel: a substring of the names of kernels to trace; empty for all.
+        lanes: lanes whose values are reported.
+        limit: the most instructions to report, over all launches.
+        told, more: the number of reported instructions, and whether there were more.
     """
 
     write: Callable[[Program, int, int, list[Written]], None]
@@ -81,7 +82,7 @@ class InstructionTrace:
     more: bool = field(default=False, init=False)
 
     def wants(self, program: Program) -> bool:
-        """Whether a launch is traced at all; asked once per launch."""
+        """Whether a launch is traced at all; called once per launch."""
         return self.kernel in program.assembly.name and not self.more
 
     def instruction(self, program: Program, group: Group, index: int) -> None:

@@ -1,8 +1,8 @@
-"""How vector instructions are bound: operands of any kind become expressions over a group, and a small function is made of them.
+"""Binds vector instructions: operands become Python expressions over a group, from which a small function is generated.
 
-An instruction's function differs from another's of the same *form* (same operation, same kinds of operands) only in register
-numbers and constants. The source of a form is generated and compiled once; binding an instruction fills in the numbers.
-What is generated for ``v_add_f32 v3, s2, v1`` reads::
+Functions of instructions of the same *form* (same operation, same kinds of operands) differ only in register numbers and constants.
+The source of a form is generated and compiled once; binding an instruction fills in the numbers. The generated function for
+``v_add_f32 v3, s2, v1`` is::
 
     def run(g):
         if g.full:
@@ -31,7 +31,7 @@ from gfx950_emulator.operands import SCALAR_BASE, Operand
 
 @dataclass(frozen=True)
 class Type:
-    """A register operand's type: its dtype, its width, and the group's rows of it where it is 32 bits wide."""
+    """A register operand's type: its dtype, its width, and the group's view of that dtype if it is 32 bits wide."""
 
     dtype: np.dtype
     rows: str = ""
@@ -49,13 +49,13 @@ U32, I32, F32 = Type(np.dtype(np.uint32), "U"), Type(np.dtype(np.int32), "I"), T
 U16, I16, F16 = Type(np.dtype(np.uint16)), Type(np.dtype(np.int16)), Type(np.dtype(np.float16))
 U64, I64, F64 = Type(np.dtype(np.uint64)), Type(np.dtype(np.int64)), Type(np.dtype(np.float64))
 
-# Of floating-point types, by their size in bytes
+# Constants of floating-point types, by their size in bytes
 SMALLEST_NORMAL = {2: np.float16(2.0**-14), 4: np.float32(2.0**-126), 8: np.float64(2.0**-1022)}
 MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 
 
 class Form:
-    """Collects the numbers that a generated function closes over, while its text stays free of them."""
+    """Collects the constants that a generated function closes over, so that its source text is free of them."""
 
     def __init__(self, **values: Any) -> None:
         self.values: dict[str, Any] = dict(values)
@@ -66,7 +66,7 @@ class Form:
         return name
 
     def function(self, body: str) -> Callable[[Group], Any]:
-        """The function whose body is ``body``, with this form's numbers."""
+        """The function with this body and this form's constants."""
         return _factory(body, tuple(self.values))(*self.values.values())
 
 
@@ -151,7 +151,7 @@ def join_pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def per_lane(group: Group, value: np.ndarray) -> np.ndarray:
-    """A value per lane, whether it was one number or one per lane."""
+    """Broadcasts a value to one per lane."""
     return value if value.ndim else np.full(group.lanes, value)
 
 
@@ -169,7 +169,7 @@ def write_pair_where(group: Group, row: int, value: np.ndarray, where: np.ndarra
 
 @helper
 def set_compare(group: Group, index: int, result: np.ndarray) -> None:
-    """A compare's result: bits of lanes that are switched off are zero."""
+    """Writes a compare's result; the bits of inactive lanes are zero."""
     if result.shape != group.mask.shape:
         result = np.broadcast_to(result, group.mask.shape)
     group.set_lane_mask(index, result if group.full else result & group.mask)
@@ -180,7 +180,7 @@ def set_compare(group: Group, index: int, result: np.ndarray) -> None:
 
 @helper
 def clamp_result(value: np.ndarray) -> np.ndarray:
-    """Floating point: to [0, 1]; -0 to 0, and NaN to 0 (DX10_CLAMP is on in every kernel that LLVM compiles)."""
+    """Clamps floating-point values to [0, 1]; -0 and NaN become 0 (DX10_CLAMP is on in every kernel that LLVM compiles)."""
     one, zero = value.dtype.type(1), value.dtype.type(0)
     return np.where(value > zero, np.minimum(value, one), zero)
 
@@ -205,7 +205,7 @@ def limited(group: Group, function: Callable[..., Any], *sources: np.ndarray) ->
 
 
 def saturating(function: Callable[..., Any], type_: Type) -> Callable[..., Any]:
-    """Clamp of an integer operation: its exact result, limited to what the type holds. For results below 2**63."""
+    """Clamp of an integer operation: its exact result, saturated to the type's range. For results below 2**63."""
     limits = np.iinfo(type_.dtype)
 
     def run(*sources: Any) -> Any:
@@ -289,7 +289,7 @@ def moved_source(site: Site, form: Form, lines: list[str], operand: Operand, typ
 
 
 def getter(site: Site, operand: Operand, type_: Type, *, high: int = 0) -> Callable[[Group], Any]:
-    """A function that reads a source operand of a group: per lane, or one number for all lanes."""
+    """A function that reads a source operand of a group: one value per lane, or one for all lanes."""
     form = Form()
     return form.function(f"return {source(site, form, type_, operand, high=high)}")
 
@@ -299,11 +299,11 @@ def getter(site: Site, operand: Operand, type_: Type, *, high: int = 0) -> Calla
 
 @dataclass(frozen=True)
 class VectorOp:
-    """A vector operation by its types.
+    """A vector operation and its operand types.
 
     Attributes:
-        function: of the sources to the result, on numpy arrays. A ufunc may write in place.
-        destination, sources: types. Destination None is a compare: a bool per lane, to a pair of scalar registers.
+        function: computes the result from the sources, on numpy arrays. A ufunc may write in place.
+        destination, sources: types. Destination None means a compare: a bool per lane, to a pair of scalar registers.
         unit: ``"valu"`` or ``"trans"``.
         accumulates: the destination is the last source too (v_fmac).
         keeps_high: a 16-bit result leaves the upper half of the register alone.
@@ -336,7 +336,7 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
     """Binds an instruction of one destination in any encoding: VOP1, VOP2, VOP3, VOPC, DPP, SDWA.
 
     Args:
-        op: what it computes.
+        op: the operation.
         site: the instruction. `Site.operands` must hold the destination and the sources that `op` declares, and nothing else.
         lanes: a pair of scalar registers (their operand, or the first one's number) that `op.function` gets as a last argument,
             a bool per lane.
@@ -364,7 +364,7 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
     form.values["d"] = destination.index
     clamp = bool(site.take("clamp", False))
     call = ", ".join(arguments)
-    if op.destination is None:  # clamp of a compare is about exceptions
+    if op.destination is None:  # a compare's clamp only controls exceptions
         lines.append(f"set_compare(g, d, fn({call}))")
     else:
         result = f"fn({call})"
@@ -381,7 +381,7 @@ def bind_vector(op: VectorOp, site: Site, lanes: Operand | int | None = None) ->
             raise site.unknown(f"clamp of {site.mnemonic} is not implemented")
         in_place = call if isinstance(op.function, np.ufunc) and result == f"fn({call})" and not clamp else ""
         lines.append(_store(op, site, result, in_place, bool(moved), high_result))
-        # A register of which a half was written counts as written: only lanes that a DPP control leaves out keep what they had.
+        # A register with one written half counts as written; only lanes that a DPP control excludes keep their old value.
         if moved and not form.values["plan"].overwrites:
             reads = (*reads, *writes)
     bound = Bound(form.function("\n".join(lines)), writes, reads, op.unit, moves=op.moves)

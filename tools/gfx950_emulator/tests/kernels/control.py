@@ -38,7 +38,7 @@ def collatz_scalar(x_ptr, steps_ptr, n):
 
 @triton.jit
 def collatz_lanes(x_ptr, steps_ptr, block: tl.constexpr):
-    """steps = Collatz steps of every element, with a loop of its own in each lane."""
+    """steps = Collatz steps of every element, with a separate loop in each lane."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     steps = tl.map_elementwise(_collatz_steps, tl.load(x_ptr + at))
     tl.store(steps_ptr + at, steps)
@@ -68,7 +68,7 @@ def grid_coordinates(out_ptr):
 
 @triton.jit
 def copy_through_table(table_ptr, sizes_ptr, out_ptr, block: tl.constexpr):
-    """out[row] = the float32 values whose address stands in table[row] (int64), zero from sizes[row] on."""
+    """out[row] = the float32 values at the address in table[row] (int64), zero from sizes[row] on."""
     row = tl.program_id(0)
     source = tl.load(table_ptr + row).to(tl.pointer_type(tl.float32))
     at = tl.arange(0, block)
@@ -111,7 +111,7 @@ def shift_within_block(x_ptr, scratch_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def spilled(x_ptr, out_ptr, rounds, block: tl.constexpr):
-    """out = block rows of x after `rounds` rotations of 16 full tiles that stay alive: more values than registers."""
+    """out = block rows of x after `rounds` rotations of 16 full tiles that stay live: more values than registers."""
     at = tl.arange(0, block)
     a0 = tl.load(x_ptr + at)
     a1 = tl.load(x_ptr + block + at)

@@ -1,4 +1,4 @@
-"""Gluon kernels with a fault each, or right until their code is altered. The line at fault ends with the tests' marker."""
+"""Gluon kernels that have one fault each, or get one when a test edits their code. The faulty line ends with the tests' marker."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,7 +41,8 @@ def copies_without_waiting(x_ptr, out_ptr, waits: gl.constexpr, block: gl.conste
 
 @gluon.jit
 def exchanges(x_ptr, out_ptr, block: gl.constexpr):
-    """out = x through LDS, written by four neighbours and read one by one: other waves' values. Needs its first barrier."""
+    """out = x through LDS, stored four adjacent elements at a time and read one by one, from other waves. Needs its first
+    barrier."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.store(gl.load(x_ptr + gl.arange(0, block, FOUR_EACH)))
     x = memory.load(ONE_EACH)  # BUG
@@ -64,7 +65,7 @@ def exchanges_twice(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def reads_what_nobody_wrote(x_ptr, out_ptr, written: gl.constexpr, block: gl.constexpr):
-    """out = LDS [block] of which only the first `written` elements were stored."""
+    """out = LDS [block], with only the first `written` elements stored."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.slice(0, written).store(gl.load(x_ptr + gl.arange(0, written, ONE_EACH)))
     gl.barrier()
@@ -73,7 +74,7 @@ def reads_what_nobody_wrote(x_ptr, out_ptr, written: gl.constexpr, block: gl.con
 
 @gluon.jit
 def branches_on_what_nobody_wrote(out_ptr, initialised: gl.constexpr):
-    """out[0] = 1 if an element of LDS is positive, which was stored (as 1) only if `initialised`."""
+    """out[0] = 1 if any element of LDS is positive; the elements were stored (as 1) only if `initialised`."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [1], [0])
     memory = gl.allocate_shared_memory(gl.int32, [64], PLAIN)
     if initialised:
@@ -94,7 +95,7 @@ def reads_half(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def scales_what_it_reads(x_ptr, out_ptr, block: gl.constexpr):
-    """out = 3 x through LDS: right, until the wait for the read is taken out of its code."""
+    """out = 3 x through LDS: correct, until a test removes the wait for the read."""
     memory = gl.allocate_shared_memory(gl.float32, [block], PLAIN)
     memory.store(gl.load(x_ptr + gl.arange(0, block, FOUR_EACH)))
     x = memory.load(ONE_EACH)
@@ -103,7 +104,7 @@ def scales_what_it_reads(x_ptr, out_ptr, block: gl.constexpr):
 
 @gluon.jit
 def meets_once(x_ptr, out_ptr, block: gl.constexpr):
-    """out = x + 1, with a barrier that it does not need; the tests let one wave pass it by."""
+    """out = x + 1, with an unneeded barrier, which one wave skips in the tests."""
     at = gl.arange(0, block, ONE_EACH)
     x = gl.load(x_ptr + at)
     gl.barrier()  # BUG

@@ -1,4 +1,4 @@
-"""Triton kernels with a fault each, for the sanitizer. The line at fault ends with the marker that the tests look for."""
+"""Triton kernels with one fault each, for the sanitizer. The faulty line ends with the tests' marker."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def writes_too_far(x_ptr, out_ptr, n, past, block: tl.constexpr):
 
 @triton.jit
 def reads_before(x_ptr, out_ptr, n, shift, block: tl.constexpr):
-    """out[i] = x[i] - x[i - shift]; the first elements have no such neighbour."""
+    """out[i] = x[i] - x[i - shift]; for the first elements, x[i - shift] is out of bounds."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at, mask=at < n)
     before = tl.load(x_ptr + at - shift, mask=at < n)  # BUG
@@ -48,7 +48,7 @@ def adds_to_indices(index_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit
 def uses_what_it_loads(x_ptr, y_ptr, out_ptr, block: tl.constexpr):
-    """out = 3 x + y: right, until a wait or a load is taken out of its code."""
+    """out = 3 x + y: correct, until a test removes a wait or a load."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at)
     y = tl.load(y_ptr + at)
@@ -65,7 +65,7 @@ def waits_for_nobody(flag_ptr, out_ptr):
 
 @triton.jit
 def polls_for_nobody(flag_ptr, out_ptr):
-    """As above, by loads without atomics."""
+    """As `waits_for_nobody`, with loads instead of atomics."""
     while tl.load(flag_ptr, volatile=True) == 0:  # BUG
         pass
     tl.store(out_ptr + tl.program_id(0), tl.program_id(0))
@@ -73,7 +73,7 @@ def polls_for_nobody(flag_ptr, out_ptr):
 
 @triton.jit
 def keeps_the_lock(lock_ptr, count_ptr):
-    """count += 1 inside a spin lock, which is never given back."""
+    """count += 1 inside a spin lock, which is never released."""
     while tl.atomic_cas(lock_ptr, 0, 1) == 1:  # BUG
         pass
     tl.store(count_ptr, tl.load(count_ptr, volatile=True) + 1)

@@ -1,4 +1,4 @@
-"""What the tests of kernels share: decoded fp4 and e8m0, random operands, and how far a result is from its reference."""
+"""Shared by the kernel tests: decoding of fp4 and e8m0, random operands, and the error against a reference."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def integers(rng: torch.Generator, low: int, high: int, *shape: int, dtype: torc
 def random_operand(
     form: str, rows: int, k: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """An operand [rows, k] of a block-scaled product: (its storage, its e8m0 scales [rows, k / 32] or None, its float64 values).
+    """An operand [rows, k] of a block-scaled matmul: (its storage, its e8m0 scales [rows, k / 32] or None, its float64 values).
 
-    `form`: "e2m1" (uint8, two elements a byte), "e4m3", "e5m2", "bf16" or "fp16"; the last two have no scales.
+    `form`: "e2m1" (uint8, two elements per byte), "e4m3", "e5m2", "bf16" or "fp16"; the last two have no scales.
     """
     if form in ("bf16", "fp16"):
         plain = torch.randn(rows, k, generator=generator).to(torch.bfloat16 if form == "bf16" else torch.float16)
@@ -51,6 +51,6 @@ def packed_across(packed: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Frobenius norm of actual - expected, relative to that of expected; infinite where actual is not finite."""
+    """Frobenius norm of actual - expected, relative to that of expected; infinite if an element of actual is not finite."""
     error = torch.linalg.norm(actual.double() - expected.double()) / torch.linalg.norm(expected.double())
     return float(error) if torch.isfinite(error) else float("inf")

@@ -35,7 +35,7 @@ def transposed_view(
 
 @gluon.jit
 def masked_buffers(x_ptr, out_ptr, n, block: gl.constexpr, width: gl.constexpr):
-    """out = x + 1 for n elements by buffer instructions; masked elements are read as 41 and a block more of them is stored."""
+    """out = x + 1 for n elements by buffer instructions; masked elements read as 41, and one extra block of them is stored."""
     layout: gl.constexpr = gl.BlockedLayout([width], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=41)
@@ -44,7 +44,7 @@ def masked_buffers(x_ptr, out_ptr, n, block: gl.constexpr, width: gl.constexpr):
 
 @gluon.jit
 def buffer_atomics(x_ptr, sums_ptr, old_ptr, n, bins: gl.constexpr, block: gl.constexpr):
-    """sums[i % bins] += x[i] for n elements; old = what stood there before each addition."""
+    """sums[i % bins] += x[i] for n elements; old = the value before each addition."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=0)
@@ -54,7 +54,7 @@ def buffer_atomics(x_ptr, sums_ptr, old_ptr, n, bins: gl.constexpr, block: gl.co
 
 @gluon.jit
 def buffer_bounds(x_ptr, low_ptr, high_ptr, n, block: gl.constexpr):
-    """low[0], high[0] = the smallest and largest of n integers and of what was there."""
+    """low[0], high[0] = the smallest and largest of n integers and of the old contents."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     at = gl.program_id(0) * block + gl.arange(0, block, layout)
     x = cdna4.buffer_load(x_ptr, at, mask=at < n, other=0)
@@ -64,7 +64,7 @@ def buffer_bounds(x_ptr, low_ptr, high_ptr, n, block: gl.constexpr):
 
 @gluon.jit
 def shared_gather(x_ptr, index_ptr, out_ptr, n: gl.constexpr):
-    """out = x[index] by a gather from LDS, then each element scattered to the place that its index names."""
+    """out = x[index] by a gather from LDS, then each element is scattered to its index."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     at = gl.arange(0, n, layout)
@@ -93,7 +93,7 @@ def shared_counters(x_ptr, out_ptr, n: gl.constexpr, bins: gl.constexpr):
 
 @gluon.jit
 def scaled_down(x_ptr, scale_ptr, out_ptr, rows: gl.constexpr, k: gl.constexpr, form: gl.constexpr):
-    """out = x [rows, k] over its e8m0 scales [rows, k / 32], rounded to fp8 or fp4: `form` is "e4m3", "e5m2" or "e2m1"."""
+    """out = x [rows, k] divided by its e8m0 scales [rows, k / 32], rounded to fp8 or fp4: `form` is "e4m3", "e5m2" or "e2m1"."""
     layout: gl.constexpr = gl.BlockedLayout([1, 32], [16, 4], [gl.num_warps(), 1], [1, 0])
     scales: gl.constexpr = gl.BlockedLayout([1, 1], [16, 4], [gl.num_warps(), 1], [1, 0])
     pack: gl.constexpr = 2 if form == "e2m1" else 1

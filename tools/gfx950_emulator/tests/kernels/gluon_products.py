@@ -1,4 +1,4 @@
-"""Gluon kernels of matrix products: operands through LDS, direct loads to LDS in several buffers, block-scaled operands."""
+"""Gluon matmul kernels: operands through LDS, direct loads to LDS in several buffers, block-scaled operands."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,13 +10,13 @@ from .gluon_memory import tile_offsets
 
 @gluon.constexpr_function
 def mfma_layout(nonk, k_of_32, warps):
-    """The accumulator of the MFMA of nonk x nonk results; `k_of_32` is the depth of the one of 32 x 32."""
+    """The accumulator layout of the nonk x nonk MFMA; `k_of_32` is the k size of the 32 x 32 MFMA."""
     return gl.amd.AMDMFMALayout(4, [nonk, nonk, k_of_32 if nonk == 32 else 2 * k_of_32], True, list(warps))
 
 
 @gluon.constexpr_function
 def shared_layout(kind, shape, order):
-    """A shared layout of 16-bit elements by name. A wave's 64 lanes of 16 bytes lie side by side in each of them."""
+    """A shared layout of 16-bit elements by name. In each of them, the 16-byte vectors of a wave's 64 lanes are contiguous."""
     order = list(order)
     if kind == "padded":
         return gl.PaddedSharedLayout.with_identity_for([[512, 8]], shape, order)
@@ -27,7 +27,7 @@ def shared_layout(kind, shape, order):
 
 @gluon.constexpr_function
 def rows_of_eight(order, warps):
-    """Each lane holds eight neighbours, and a wave a tile of 64 x 8 of them; `order` names the contiguous dimension first."""
+    """Each lane holds eight adjacent elements, and a wave 64 x 8 such vectors; `order` names the contiguous dimension first."""
     order = list(order)
     if order[0] == 1:
         return gl.BlockedLayout([1, 8], [8, 8], [warps, 1], order)
@@ -39,7 +39,7 @@ def matmul_through_lds(
     a_ptr, b_ptr, c_ptr, k, n, nonk: gl.constexpr, b_order: gl.constexpr, shared: gl.constexpr,
     block_m: gl.constexpr, block_n: gl.constexpr, block_k: gl.constexpr,
 ):  # fmt: skip
-    """c [m, n] float32 = a [m, k] @ b [k, n], operands by way of registers and LDS; b's fastest dimension is b_order[0]."""
+    """c [m, n] float32 = a [m, k] @ b [k, n], operands through registers and LDS; b's fastest dimension is b_order[0]."""
     mfma: gl.constexpr = mfma_layout(nonk, 16, [2, 2])
     a_load: gl.constexpr = rows_of_eight([1, 0], 4)
     b_load: gl.constexpr = rows_of_eight(b_order, 4)
@@ -76,7 +76,7 @@ def matmul_async(
 ):  # fmt: skip
     """c [m, n] float32 = a [m, k] @ b [k, n] by direct loads to LDS into `buffers` buffers.
 
-    Each step waits until at most `outstanding` groups of loads are under way; buffers - 1 is right, more is a bug.
+    Each step waits until at most `outstanding` groups of loads are in flight; buffers - 1 is correct, more is a bug.
     """
     mfma: gl.constexpr = mfma_layout(nonk, 16, [2, 2])
     load: gl.constexpr = rows_of_eight([1, 0], 4)
@@ -148,7 +148,7 @@ def scaled_matmul(
 ):  # fmt: skip
     """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T by mfma_scaled, operands straight from global memory.
 
-    The e8m0 scales are a_scale [m, k / 32] and b_scale [n, k / 32]; an "e2m1" operand holds two elements a byte.
+    The e8m0 scales are a_scale [m, k / 32] and b_scale [n, k / 32]; an "e2m1" operand holds two elements per byte.
     """
     mfma: gl.constexpr = mfma_layout(nonk, 64, warps)
     a_pack: gl.constexpr = 2 if a_format == "e2m1" else 1

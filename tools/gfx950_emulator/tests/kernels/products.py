@@ -1,4 +1,4 @@
-"""Triton kernels of matrix products, plain and block-scaled, by pointers and by tensor descriptors."""
+"""Triton matmul kernels, plain and block-scaled, with pointers and with tensor descriptors."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ def matmul(
     a_ptr, b_ptr, c_ptr, m, n, k, b_stride_k, b_stride_n,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr, masked: tl.constexpr,
 ):  # fmt: skip
-    """c [m, n] = a [m, k] @ b [k, n], summed in float32 (float64 for float64); `masked` allows any m, n, k."""
+    """c [m, n] = a [m, k] @ b [k, n], accumulated in float32 (float64 for float64); `masked` allows any m, n, k."""
     rows = tl.program_id(0) * block_m + tl.arange(0, block_m)
     columns = tl.program_id(1) * block_n + tl.arange(0, block_n)
     out_dtype: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -47,8 +47,8 @@ def scaled_matmul(
 ):  # fmt: skip
     """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T.
 
-    Each 32 elements along k share an e8m0 byte of a_scale [m, k / 32] and b_scale [n, k / 32]; fp4 operands hold two elements
-    a byte (a_pack, b_pack = 2). A bf16 or f16 operand has no scale. The sizes are multiples of the blocks.
+    Each block of 32 elements along k has an e8m0 scale in a_scale [m, k / 32] and b_scale [n, k / 32]; fp4 operands hold two
+    elements per byte (a_pack, b_pack = 2). A bf16 or f16 operand has no scale. The sizes are multiples of the blocks.
     """
     rows = tl.program_id(0) * block_m + tl.arange(0, block_m)
     columns = tl.program_id(1) * block_n + tl.arange(0, block_n)
@@ -78,7 +78,7 @@ def scaled_matmul_packed_across(
 ):  # fmt: skip
     """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T, one program; b is fp4.
 
-    An fp4 operand holds two elements of k a byte where its `along_k` is set: [m, k / 2]; otherwise two rows: [k, m / 2].
+    An fp4 operand with `along_k` holds two elements of k per byte: [m, k / 2]; otherwise a byte holds two rows: [k, m / 2].
     """
     a_pack: tl.constexpr = 2 if a_format == "e2m1" else 1
     acc = tl.zeros((m, n), tl.float32)
@@ -127,7 +127,8 @@ def chained_products(a_ptr, b_ptr, c_ptr, out_ptr, size: tl.constexpr, depth: tl
 
 @triton.jit
 def persistent_matmul(a_ptr, b_ptr, c_ptr, m, n, k, block: tl.constexpr, block_k: tl.constexpr):
-    """c [m, n] = a [m, k] @ b [k, n] by programs that each take every so many tiles; the sizes are multiples of the blocks."""
+    """c [m, n] = a [m, k] @ b [k, n] by a persistent kernel: programs stride over the tiles; the sizes are multiples of the
+    blocks."""
     across = n // block
     for tile in range(tl.program_id(0), (m // block) * across, tl.num_programs(0)):
         rows = tile // across * block + tl.arange(0, block)

@@ -75,7 +75,7 @@ def _welford(mean_a, m2_a, weight_a, mean_b, m2_b, weight_b):
 
 @triton.jit
 def mean_and_variance(x_ptr, mean_ptr, variance_ptr, columns: tl.constexpr):
-    """mean, population variance of each row, by a reduction of three values with a combine function of its own."""
+    """mean, population variance of each row, by a reduction of three values with a custom combine function."""
     row = tl.program_id(0)
     x = tl.load(x_ptr + row * columns + tl.arange(0, columns))
     mean, m2, weight = tl.reduce((x, tl.zeros_like(x), tl.full((columns,), 1.0, tl.float32)), 0, _welford)
@@ -128,7 +128,7 @@ def topk(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr, k: tl.conste
 
 @triton.jit
 def flip(x_ptr, out_ptr, rows: tl.constexpr, columns: tl.constexpr):
-    """out = x with its rows reversed from end to end."""
+    """out = x with the elements of each row reversed."""
     at = tl.arange(0, rows)[:, None] * columns + tl.arange(0, columns)[None, :]
     tl.store(out_ptr + at, tl.flip(tl.load(x_ptr + at), dim=1))
 

@@ -83,7 +83,7 @@ def demo(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generates text tokens, shows which kernel served each operator and why, and compares the result with the reference.
+    """Generates text tokens, shows which kernel ran each operator and why, and compares the result with the reference.
 
     Exit status: 0, or 1 if the result disagrees with the reference, or 2 if an option is wrong or the model cannot be run.
     """
@@ -115,7 +115,7 @@ def demo(
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """``"1,4,16"`` as numbers. Raises ValueError for anything else."""
+    """Parses ``"1,4,16"`` to ints. Raises ValueError for anything else."""
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError:
@@ -123,7 +123,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _shapes(text: str) -> tuple[tuple[int, int], ...]:
-    """``"1x1024,8x1024"`` as pairs of numbers. Raises ValueError for anything else."""
+    """Parses ``"1x1024,8x1024"`` to pairs of ints. Raises ValueError for anything else."""
     parts = [part.split("x") for part in text.split(",") if part]
     try:
         return tuple((int(batch), int(tokens)) for batch, tokens in parts)

@@ -1,4 +1,4 @@
-"""The input of one forward pass: pieces of sequences, laid flat one after the other."""
+"""The input of one forward pass: concatenated chunks of sequences (class `Piece`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpt_oss.transfer import sent, to_device
 
 
 class Phase(enum.Enum):
-    """What the pieces of a batch attend to. It decides which attention operator runs."""
+    """What the chunks of a batch attend to, which determines the attention operator."""
 
-    PREFILL = "prefill"  # every piece begins its sequence, so it attends to itself only
-    EXTEND = "extend"  # pieces of prompts, some of which have tokens before them in the cache; it can run any pieces
-    MIXED = "mixed"  # pieces of prompts beside decoding sequences, whatever their lengths; it can run any pieces
-    DECODE = "decode"  # every piece is one token that has others before it in the cache
+    PREFILL = "prefill"  # every chunk begins its sequence, so it attends to itself only
+    EXTEND = "extend"  # prompt chunks, some of which have earlier tokens in the cache; can run any chunks
+    MIXED = "mixed"  # prompt chunks beside decoding sequences, of any lengths; can run any chunks
+    DECODE = "decode"  # every chunk is one token with earlier tokens in the cache
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Piece:
     """Consecutive tokens of one sequence.
 
     Attributes:
-        tokens: their ids.
-        start: position of the first of them. Keys and values of the tokens before it are in the cache already.
-        pages: the pages that the sequence holds, in order; enough of them for these tokens.
+        tokens: the token ids.
+        start: position of the first token. Keys and values of earlier tokens are already in the cache.
+        pages: the sequence's pages in order; enough for these tokens.
     """
 
     tokens: Sequence[int]
@@ -45,21 +45,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors of a forward pass, on the model's device. There are n tokens in b pieces.
+    """The tensors of a forward pass, on the model's device. There are n tokens in b chunks.
 
     Attributes:
         phase: see `Phase`.
         tokens: int64 ``[n]``, the ids.
         positions: int64 ``[n]``, the position of each token in its own sequence.
-        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the pieces; None where all decode.
-        cu_seqlens_kv: int32 ``[b + 1]``, cumulative lengths of what the pieces attend to, the pieces themselves included; None
-            where all decode.
-        cache_seqlens: int32 ``[b]``, how many tokens of each sequence are in the cache once this pass has written its own.
-        max_seqlen_q: length of the longest piece.
+        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the chunks; None if all decode.
+        cu_seqlens_kv: int32 ``[b + 1]``, cumulative numbers of keys that the chunks attend to, the chunks themselves included; None
+            if all decode.
+        cache_seqlens: int32 ``[b]``, tokens of each sequence in the cache after this pass has written its own.
+        max_seqlen_q: length of the longest chunk.
         max_seqlen_k: upper bound of ``cache_seqlens``, a whole number of pages.
-        slot_mapping: int64 ``[n]``, the cache slot that each token's keys and values are written to; None without a cache.
+        slot_mapping: int64 ``[n]``, the cache slot of each token's keys and values; None without a cache.
         page_table: int32 ``[b, pages]``, the pages of each sequence; None without a cache.
-        logit_rows: int64 ``[rows]``, the tokens whose logits are wanted; None for all.
+        logit_rows: int64 ``[rows]``, the tokens whose logits are returned; None for all.
     """
 
     phase: Phase
@@ -76,7 +76,7 @@ class Batch:
 
 
 def phase_of(pieces: Sequence[Piece]) -> Phase:
-    """The most specific phase that can run these pieces."""
+    """The most specific phase that can run these chunks."""
     if all(piece.start == 0 for piece in pieces):
         return Phase.PREFILL
     decoding = [piece.start > 0 and len(piece.tokens) == 1 for piece in pieces]
@@ -90,17 +90,17 @@ def make_batch(
     logits_of: Sequence[int] | None = None,
     phase: Phase | None = None,
 ) -> Batch:
-    """Makes the tensors of a pass over some pieces.
+    """Creates the tensors of a pass over chunks.
 
     Args:
         pieces: at least one, none empty.
-        cache: where keys and values are kept; None for a pass that keeps none. Then every piece must start at position 0.
-        device: the model's.
-        logits_of: indices of the pieces whose last token's logits are wanted; None for all tokens of all pieces.
-        phase: runs the pass in another phase than `phase_of` says. Extend and mixed can run any pieces.
+        cache: the KV cache; None for a pass without a cache, in which every chunk must start at position 0.
+        device: the model's device.
+        logits_of: indices of the chunks whose last token's logits are returned; None for all tokens of all chunks.
+        phase: overrides the result of `phase_of`. Extend and mixed can run any chunks.
 
     Raises:
-        ValueError: there are no pieces, one is empty, or one has tokens before it and there is no cache.
+        ValueError: there are no chunks, one is empty, or one has earlier tokens and there is no cache.
     """
     if not pieces or any(not piece.tokens for piece in pieces):
         raise ValueError("a batch needs at least one piece, and pieces need at least one token")
@@ -120,7 +120,7 @@ def make_batch(
     decodes = phase is Phase.DECODE
     ends = cumulative([len(piece.tokens) for piece in pieces])
     page_size = cache.page_size if cache is not None else 1
-    # Long prompts have many positions, and the device waits meanwhile: no loop in Python goes over them.
+    # Long prompts have many positions and the device waits meanwhile, so no Python loop runs over positions.
     tokens = torch.frombuffer(array("q", itertools.chain.from_iterable(piece.tokens for piece in pieces)), dtype=torch.int64)
     positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
     slots = None if cache is None else torch.cat([cache.slots(p.pages, p.start, p.stop) for p in pieces])
@@ -132,7 +132,7 @@ def make_batch(
         cu_seqlens_kv=None if decodes else ints(cumulative([piece.stop for piece in pieces]), torch.int32),
         cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
         max_seqlen_q=max(len(piece.tokens) for piece in pieces),
-        # Whole pages: an operator remembers the checks of a call by its arguments, and a bound that grew with every token would
+        # Rounded to whole pages: operators memoise decisions by arguments, and a bound that grew with every token would
         # make every decode step a new call.
         max_seqlen_k=max(-(-piece.stop // page_size) * page_size for piece in pieces),
         slot_mapping=None if slots is None else sent(slots, device),

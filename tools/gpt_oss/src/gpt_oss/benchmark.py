@@ -1,10 +1,10 @@
-"""How fast the runtime is, end to end: decode steps of the engine, and prefills, with random weights.
+"""Measures the runtime end to end: decode steps of the engine, and prefills, with random weights.
 
-A decode step is timed as a caller of the engine sees it, and beside it the same pass replayed on the device without an engine
-around it. Its floor is the time that the device takes to read what the step cannot do without: weights of attention and of those
-experts that its tokens chose, keys and values, and the output matrix. `breakdown` says which operators take a pass's time.
+A decode step is timed as a caller of the engine sees it. The bare pass, replayed on the device without the engine, is timed as
+well. The floor of a step is the time to read its data: weights of attention and of the routed experts, keys and values, and the
+output matrix. `breakdown` measures the operators of a pass.
 
-A result is a benchmark report too: `tokenspeed-kernel report` shows its kernels.
+A result is also a benchmark report: `tokenspeed-kernel report` shows its kernels.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ class Variant:
     """A way to run the model.
 
     Attributes:
-        kernels: a context in which the kernels that may run are registered.
-        cache_dtype: of keys and values; None for the model's.
-        activation_dtype: what experts round their inputs to; see `moe_plan`.
+        kernels: a context that restricts the registered kernels.
+        cache_dtype: dtype of keys and values; None for the model's dtype.
+        activation_dtype: the format to which experts quantise their inputs; see `moe_plan`.
     """
 
-    kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # all that are installed
+    kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # all installed kernels
     cache_dtype: torch.dtype | None = None
     activation_dtype: str = "none"
 
 
 VARIANTS = {
     "optimised": Variant(),
-    "portable": Variant(portable_only),  # the core's kernels alone
+    "portable": Variant(portable_only),  # only the core's kernels
     "fp8-cache": Variant(cache_dtype=torch.float8_e4m3fn),
     "fp8-activations": Variant(activation_dtype="fp8"),
 }
 
 _WARM_STEPS = 4
-_REPLAYS = 30  # of the bare pass; each is a position further, too
-_PREFILL_TOKENS = 65536  # that are prefilled in one pass before decode steps: what a pass needs besides the weights grows with them
-# Of which a prefill's operators are timed, as all layers' tensors would not fit: a layer with a window, and one without.
+_REPLAYS = 30  # replays of the bare pass; each advances the position by one
+_PREFILL_TOKENS = 65536  # tokens per prefill pass before decode steps; limits the memory of a pass's activations
+# Layers whose operators are timed for a prefill: one with a window and one without. The tensors of all layers would not fit.
 _PREFILL_LAYERS = 2
-# Variants are compared on so many sequences of so many tokens, in their second halves, which see the first ones in the cache.
+# Sequences, and tokens of each, on whose second halves variants are compared; the first halves are in the cache.
 _PROBES, _PROBE_TOKENS = 4, 256
 
 
@@ -94,22 +94,22 @@ _SHAPES = Field(
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured.
+    """The measurements to make.
 
     Attributes:
         preset: the configuration; the weights are random.
-        layers: how many layers the model has; None for the preset's. Embedding and output matrix are part of every pass.
+        layers: number of layers; None for the preset's. Every pass includes the embedding and the output matrix.
         batches: numbers of sequences that decode together.
-        contexts: how many tokens each has before the steps that are timed. Every batch is measured with every context.
-        decode_steps: how many steps of each are timed.
-        prefills: numbers of prompts, and of tokens of each, that are prefilled in one pass.
-        repeats: how often each prefill is timed, after one that is not.
-        page_size: tokens that a page of the cache holds.
-        seed: of weights, prompts and sampling; any int.
-        prefer: names of kernels that serve all calls that they can serve, whatever their priority.
-        temperature: of the tokens that decode steps choose; 0 is greedy, with which texts of random weights soon repeat themselves.
-        bias: standard deviation of the random biases. All tokens have them in common, so large ones make tokens choose much the
-            same experts; the floor counts those that are chosen.
+        contexts: tokens per sequence before the timed steps. Every batch is measured with every context.
+        decode_steps: number of timed steps of each measurement.
+        prefills: (prompts, tokens per prompt) that are prefilled in one pass.
+        repeats: number of timed runs of each prefill, after a warm-up run.
+        page_size: tokens per page of the cache.
+        seed: seed of weights, prompts and sampling; any int.
+        prefer: names of kernels that are selected whenever they are eligible, whatever their priority.
+        temperature: sampling temperature of decode steps; 0 is greedy, with which texts of random weights soon repeat themselves.
+        bias: standard deviation of the random biases. All tokens share the biases, so large biases make tokens select similar
+            experts; the floor counts the selected experts.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -146,7 +146,7 @@ class Workload:
 
     @property
     def config(self) -> Config:
-        """Raises ConfigError if the model cannot have so many layers."""
+        """The configuration. Raises ConfigError if the number of layers is invalid."""
         return preset(self.preset) if self.layers is None else preset(self.preset).with_layers(self.layers)
 
     @property
@@ -156,11 +156,11 @@ class Workload:
         return max([1, *decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
     def length(self, context: int) -> int:
-        """Positions that a sequence passes through when its decode steps are measured."""
+        """Positions of a sequence at the end of its decode measurement."""
         return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3 + self.prefill_passes(context)
 
     def prefill_passes(self, context: int) -> int:
-        """How many passes prefill the largest batch; the sequences that are done with it decode meanwhile."""
+        """How many passes prefill the largest batch; sequences that finish their prefill decode meanwhile."""
         return -(-max(self.batches, default=1) * context // _PREFILL_TOKENS)
 
 
@@ -177,17 +177,17 @@ def run(
     """Measures a workload with each variant, one after the other. The result holds plain values, for JSON.
 
     Args:
-        workload: what to measure.
-        dtype, device: of the model.
+        workload: the measurements to make.
+        dtype, device: dtype and device of the model.
         variants: names from `VARIANTS`.
-        command: the command line that measures the same.
-        console: where progress is shown; None shows none.
-        commit: of this code, where it is a copy whose checkout says another; empty for the checkout's.
-        keep: is given the result as far as it is there, after each measurement.
+        command: the command line of this measurement, for the report.
+        console: shows the progress; None shows none.
+        commit: the commit of this code, if this is a copy without its own checkout; empty for the checkout's commit.
+        keep: called with the partial result after each measurement.
 
     Raises:
-        ConfigError: the model cannot have so many layers.
-        ValueError: its context is too short for the workload, or there is no such variant, or no kernel that is preferred.
+        ConfigError: the number of layers is invalid.
+        ValueError: the model's context is too short for the workload, or a variant or a preferred kernel does not exist.
     """
     config = workload.config
     for variant in variants:
@@ -203,7 +203,7 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     metadata = dataclasses.asdict(collect_metadata(command, device))
     result: dict[str, Any] = {
-        "format": 2,  # of a report of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
+        "format": 2,  # the format of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
         "rows": [],
         "roofline": None if roofline is None else dataclasses.asdict(roofline),
         "workload": asdict(workload),
@@ -274,7 +274,7 @@ class _Measuring:
         progress.advance(task)
 
     def measured(self) -> Iterator[dict[str, Any]]:
-        """Measures one thing after another, and yields all that was measured so far; `rows` holds the kernels of all passes."""
+        """Makes one measurement after another, and yields all results so far; `rows` holds the kernels of all passes."""
         found: dict[str, Any] = {
             "weights": {"seconds": self.seconds, "most_gigabytes": self.gigabytes},
             "decode": [],
@@ -290,8 +290,9 @@ class _Measuring:
             yield found
 
     def probed(self, first: Probed | None) -> tuple[Probed, dict[str, float]]:
-        """What the variant gives for tokens that are the same for all, and how far that is from what the first variant gave: as it
-        is, and with that one's experts. The first is compared with itself in pieces of half the length, which differ by rounding.
+        """The variant's logits for a fixed set of tokens, and their divergence from the first variant's, with the variant's own
+        choice of experts and with the first variant's. The first variant is compared with itself in chunks of half the length,
+        which differ by rounding.
         """
         half = min(_PROBE_TOKENS, self.model.max_positions) // 4 * 2
         run = functools.partial(probe, self.model, self._cache(_PROBES, 2 * half), self._prompts(_PROBES, 2 * half))
@@ -304,21 +305,21 @@ class _Measuring:
         return found, {**divergence, "mean_kl_with_the_same_experts": forced["mean_kl"]}
 
     def _decode(self, batch: int, context: int) -> dict[str, Any]:
-        """Steps of an engine in which a whole batch decodes."""
+        """Measures an engine's steps in which a whole batch decodes."""
         steps = self.workload.decode_steps
         with self._listening():
             prefill_tokens = min(context * batch, _PREFILL_TOKENS)
             engine = self._engine(batch, self.workload.length(context), prefill_tokens, "graphs" if self.on_gpu else "static")
             engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
         for index, prompt in enumerate(self._prompts(batch, context)):
-            # More tokens than are waited for, so that the passes that are replayed have pages of their own.
+            # Request more tokens than are timed, so that the replayed passes have valid pages.
             tokens = self.workload.length(context) - context
             engine.add(Request(prompt, tokens, Sampling(self.workload.temperature, seed=self.workload.seed + index)))
         before = engine.steps[Phase.DECODE]
         while engine.steps[Phase.DECODE] < before + _WARM_STEPS:
             engine.step()
         seconds = [_seconds(engine.step) for _ in range(steps - 1)]
-        step = statistics.fmean(seconds)  # a step may end before its pass, and the next one then waits for both
+        step = statistics.fmean(seconds)  # not the median: a step may return early, and the next one waits for both
         experts = self._experts(engine, batch)
         bare = self._bare(engine, batch)
         floor = self._floor(batch, context + steps // 2, experts)
@@ -340,7 +341,7 @@ class _Measuring:
         }
 
     def _prefill(self, batch: int, tokens: int) -> dict[str, Any]:
-        """A pass over whole prompts, from the request to the first token of each."""
+        """Measures a pass over whole prompts, from the request to the first token of each."""
         engine = self._engine(batch, tokens, tokens * batch, "eager")
         requests = [Request(prompt, 1) for prompt in self._prompts(batch, tokens)]
         with self._listening():
@@ -361,7 +362,7 @@ class _Measuring:
             "all_seconds": seconds,
         }
 
-    # -- what a measurement is made of ------------------------------------------------------------------------------------------
+    # -- building blocks -------------------------------------------------------------------------------------------------------
 
     def _engine(self, batch: int, length: int, prefill_tokens: int, decode: str) -> Engine:
         """An engine for a batch of sequences of that length."""
@@ -379,7 +380,7 @@ class _Measuring:
         return prompts
 
     def _bare(self, engine: Engine, batch: int) -> float:
-        """Milliseconds of a pass that is launched again and again: on a GPU replayed, and timed by the device's own clock."""
+        """Milliseconds of a bare pass, launched repeatedly: replayed on a GPU, and timed with device events."""
         decoder = engine.decoder
         assert decoder is not None
         sampled = self.workload.temperature > 0
@@ -396,7 +397,7 @@ class _Measuring:
         return milliseconds
 
     def _experts(self, engine: Engine, batch: int) -> list[int]:
-        """How many experts of each layer the next pass of an engine reads."""
+        """The number of experts that the engine's next pass reads in each layer."""
         chosen: list[torch.Tensor] = []
 
         def watcher(call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -409,12 +410,12 @@ class _Measuring:
         return [len(ids.unique()) for ids in chosen]
 
     def _forward(self, engine: Engine, batch: int) -> None:
-        """The model's part of a decode pass, launched from Python."""
+        """Launches the model's part of a decode pass from Python."""
         assert engine.decoder is not None
         engine.decoder.forward(batch)
 
     def _some_layers(self, engine: Engine, batch: int, tokens: int, layers: int) -> None:
-        """A prefill pass through the first layers alone, and to the logits."""
+        """Runs a prefill pass through the first layers only, logits included."""
         cache, whole = engine.cache, self.model.layers
         held = [cache.allocator.allocate(cache.allocator.pages_for(tokens)) for _ in range(batch)]
         try:
@@ -427,15 +428,15 @@ class _Measuring:
                 cache.allocator.free(pages)
 
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
-        """Times the kernels of a pass, keeps them for the report, and returns a row for each family of operators."""
+        """Times the kernels of a pass, stores them for the report, and returns a row per family of operators."""
         parts = break_down(forward, name, torch.device(self.device), self.roofline)
-        # Variants stand side by side in a report as solutions do.
+        # A report shows variants side by side, as it shows backends (solutions).
         suffix = "" if self.name == "optimised" else f" ({self.name})"
         self.rows += [dataclasses.replace(part.row, kernel=part.row.kernel + suffix) for part in parts]
         return by_family(parts)
 
     def _floor(self, batch: int, context: int, experts: Sequence[int]) -> float:
-        """Bytes that a decode step must read."""
+        """The floor of a decode step, from the bytes that it must read."""
         config, size = self.config, self.dtype.itemsize
         weights = config.num_local_experts, config.hidden_size, config.intermediate_size
         expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 for each 32

@@ -1,9 +1,9 @@
-"""Where the time of a pass goes: each operator's calls of the pass, timed by themselves, beside what the device can do at most.
+"""Breaks down the time of a pass: each kernel's calls, timed in isolation, compared with the device's roofline.
 
-The calls are those that the pass makes, with its tensors, and only those of kernels: of a composed operator that no fused kernel
-serves, the parts. All calls of one kernel run one after another, in one graph on a GPU, so that each finds its weights as it finds
-them in a pass: not in the caches, if the layers' weights together are more than these hold. What kernels of different operators
-save by overlapping is not seen, nor is what PyTorch does between operators.
+The calls are those of the pass, with its tensors. A composed operator without a fused kernel is represented by its parts. All calls
+of one kernel run back to back, in one graph on a GPU, so that the caches are in the same state as in a pass: a layer's weights are
+not cached if the weights of all layers exceed the caches. The breakdown does not show the time that kernels of different operators
+save by overlapping, nor PyTorch's work between operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenspeed_kernel import KernelRegistry, get_operator, watch_calls
 from tokenspeed_kernel.workbench.benchmark import Roofline, Row, measure, measure_graph
 from tokenspeed_kernel.workbench.benchmark.roofline import share_of
 
-_BUDGET_S = 0.05  # of timing a kernel
+_BUDGET_S = 0.05  # time budget per kernel
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Part:
     """All calls of one kernel in a pass.
 
     Attributes:
-        family: of the operator.
-        row: the kernel on an average call, as a benchmark's report has it; without a time if its calls cannot be repeated.
-        calls: how many there are.
-        floor_us: what the device needs at least for all of them, by its measured roofline; None where there is none.
+        family: the operator's family.
+        row: the average call as a row of a benchmark report; without a time if the calls cannot be repeated.
+        calls: number of calls.
+        floor_us: the minimum time of all calls by the device's measured roofline; None without a roofline.
     """
 
     family: str
@@ -68,7 +68,7 @@ class _Recorded:
         row = Row(self.kernel, self.operator, f"{name}, {count} calls", "measured", solution=solution)
         try:
             timing = (measure_graph if device.type == "cuda" else measure)(self.calls, device, budget_s=_BUDGET_S)
-        except RuntimeError as error:  # a kernel that waits for the device cannot be captured; the others count all the same
+        except RuntimeError as error:  # a kernel that synchronises cannot be captured; the others are still timed
             return Part(family, replace(row, status="error", reason=f"while timing: {error}"), count, None)
         row = replace(row, timing=timing)
         if len(self.costs) < count:
@@ -79,26 +79,26 @@ class _Recorded:
             return Part(family, row, count, None)
         average = replace(self.costs[0], flops=flops, bytes=moved)
         row = replace(row, share=share_of(average, timing.median_us, self.operands, roofline))
-        # The part of the roofline that a call of one microsecond would reach is the microseconds that the device needs for it.
+        # The roofline fraction of a call that takes 1 us equals the microseconds that the device needs at least.
         return Part(family, row, count, sum(share_of(cost, 1.0, self.operands, roofline).part for cost in self.costs))
 
 
 def break_down(forward: Callable[[], Any], name: str, device: torch.device, roofline: Roofline | None) -> list[Part]:
-    """Runs a pass, and then the calls of each of its kernels; longest first.
+    """Runs a pass, and then times the calls of each of its kernels; longest first.
 
     Args:
-        forward: launches the pass. Tensors that it makes are kept meanwhile. What its operators write they write again, so results
-            of the pass, the cache included, must not matter.
-        name: what the pass is called in the rows.
-        device: where it runs.
-        roofline: of the device, or None.
+        forward: launches the pass. Its tensors are kept alive. Its operators write their outputs repeatedly, so the results of the
+            pass, the cache included, must not matter.
+        name: the pass's name in the rows.
+        device: the device.
+        roofline: the device's roofline, or None.
     """
     found: dict[tuple[str, str], _Recorded] = {}
 
     def watcher(call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         operator = f"{call.family}.{call.mode}"
         if KernelRegistry.get().get_by_name(call.kernel, operator).solution == "composed":
-            return run  # its parts come by themselves
+            return run  # its parts are recorded separately
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             key = (operator, call.kernel)
@@ -116,8 +116,8 @@ def break_down(forward: Callable[[], Any], name: str, device: torch.device, roof
 
 
 def by_family(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """For each family of operators, longest first, how many calls there are, how long they take together in microseconds, what part
-    of the time of all calls that is, and what part of it the device needs at least (None without a roofline)."""
+    """For each family of operators, longest first: the number of calls, their total microseconds, their fraction of the time of all
+    calls, and the fraction of the roofline (None without a roofline)."""
     whole = sum(part.total_us for part in parts)
     rows = []
     for family in dict.fromkeys(part.family for part in parts):

@@ -13,19 +13,19 @@ from gpt_oss.transfer import sent
 
 
 class OutOfPages(RuntimeError):
-    """More pages are asked for than are free."""
+    """More pages are requested than are free."""
 
 
 class PageAllocator:
-    """Hands out pages of the cache and takes them back.
+    """Allocates and frees pages of the cache.
 
     Args:
         pages: how many pages there are.
-        page_size: tokens that a page holds.
+        page_size: tokens per page.
 
     Attributes:
-        free_pages: the pages that nobody holds; the last one is handed out first. It is replaced as a whole and never changed in
-            place, so that one assignment can change who holds what.
+        free_pages: the free pages; the last one is allocated first. The tuple is replaced as a whole and never changed in place, so
+            that a single assignment is atomic.
 
     Raises:
         TypeError, ValueError: an argument is not an int of at least 1.
@@ -43,11 +43,11 @@ class PageAllocator:
         return len(self.free_pages)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages hold so many tokens."""
+        """The number of pages for this many tokens."""
         return -(-tokens // self.page_size)
 
     def choose(self, count: int, free_pages: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The pages that an allocation would take from these free pages, and the free pages that would remain. Takes none.
+        """The pages that an allocation would take from these free pages, and the remaining free pages. Allocates nothing.
 
         Raises:
             OutOfPages: fewer are free.
@@ -61,13 +61,13 @@ class PageAllocator:
         return free_pages[remaining:][::-1], free_pages[:remaining]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes pages. Raises OutOfPages, and takes none, if fewer are free; ValueError if the count is negative."""
+        """Allocates pages. Raises OutOfPages, and allocates none, if fewer are free; ValueError if the count is negative."""
         integer(0).check("count", count)
         taken, self.free_pages = self.choose(count, self.free_pages)
         return list(taken)
 
     def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Raises ValueError, and frees none, if one is not held or is given twice."""
+        """Frees pages. Raises ValueError, and frees none, if one is not allocated or is named twice."""
         given = list(pages)
         stray = sorted(set(given) - (set(range(self.total)) - set(self.free_pages)))
         if stray:
@@ -83,13 +83,13 @@ class PagedKVCache:
     Args:
         config: the model's configuration.
         pages: how many pages there are.
-        page_size: tokens that a page holds.
+        page_size: tokens per page.
         dtype: floating-point dtype of the stored keys and values.
-        device: where they are stored.
+        device: the cache's device.
 
     Attributes:
         k, v: for each layer a tensor ``[pages, page_size, kv_heads, head_dim]``.
-        allocator: which pages are free.
+        allocator: the page allocator.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
@@ -114,7 +114,7 @@ class PagedKVCache:
         self.v: Sequence[Tensor] = storage[1].unbind(0)
 
     def slots(self, pages: Sequence[int], start: int, stop: int) -> Tensor:
-        """int64 ``[stop - start]``, in host memory: the slots of these positions of a sequence that holds these pages."""
+        """int64 ``[stop - start]``, in host memory: the slots of these positions of a sequence with these pages."""
         first = start // self.page_size  # page
         held = torch.tensor(pages[first : -(-stop // self.page_size)], dtype=torch.int64)
         slots = held[:, None] * self.page_size + torch.arange(self.page_size)

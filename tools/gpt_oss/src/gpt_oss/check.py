@@ -1,7 +1,7 @@
-"""Comparing what an engine generated with the reference: every operator's PyTorch body, without a cache and without batching.
+"""Compares an engine's tokens with the reference: every operator's PyTorch body, without a cache and without batching.
 
-The reference runs over each prompt and the tokens that were generated for it, all positions in one pass. If at every position it
-chooses the token that was generated there, it would have generated the same text by itself.
+The reference runs over each prompt and its generated tokens, all positions in one pass. If it selects the generated token at every
+position, it would have generated the same text by itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from gpt_oss.model import GptOss
 from gpt_oss.request import Completion
 from gpt_oss.sampling import sample
 
-# Limits of the relative error of a position's logits (in Euclidean norms): of its median over the positions, and of its mean. The
-# mean has more room in float32, for the few positions at which a rounding error changed which expert was chosen. In half precision
-# there are many such positions, more in deeper models and in those with more experts. So the limits are measured there: they are
-# the median and mean error of the reference itself in that dtype, against float32, times a factor, because they are statistics of
-# only about a hundred positions.
+# Limits of the median and mean over positions of the relative error of a position's logits (in Euclidean norms). In float32 the
+# limit of the mean is larger, because of the few positions at which a rounding error changes the selected expert. In half precision
+# there are many such positions, more in deeper models and with more experts. There the limits are measured: the median and mean
+# error of the reference itself in that dtype against float32, times a factor, because about a hundred positions are only a small
+# sample.
 FLOAT32_TOLERANCES = (1e-5, 1e-2)
 HALF_PRECISION_FACTOR = 2.0
 
@@ -37,10 +37,10 @@ class Agreement:
 
     Attributes:
         sequences, tokens: how many were compared.
-        same_sequences, same_tokens: for how many of them the reference chooses the same.
+        same_sequences, same_tokens: for how many of them the reference selects the same tokens.
         max_abs_difference: the largest difference between a logit and the reference's.
-        max_abs_logit: the largest logit of the reference, as a measure for that.
-        median_error, mean_error: over all positions, of the relative error of a position's logits against the reference in float32.
+        max_abs_logit: the largest logit of the reference, for scale.
+        median_error, mean_error: statistics over all positions of the relative error of the logits against the float32 reference.
         median_allowed, mean_allowed: their limits.
     """
 
@@ -71,12 +71,12 @@ def compare_with_reference(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Agreement:
-    """Computes the logits of completions again with the reference of every operator, and compares.
+    """Recomputes the logits of completions with the reference of every operator, and compares.
 
     Args:
-        config, source: the model. It is built again here; in half precision twice, one after the other.
-        completions: at least one, each of a request that kept its logits.
-        dtype, device: those that the completions were generated with.
+        config, source: the model, which is built again here; in half precision twice, one after the other.
+        completions: at least one, each from a request with ``keep_logits``.
+        dtype, device: dtype and device with which the completions were generated.
     """
     got = torch.cat([torch.stack(completion.logits) for completion in completions])
     wanted = _reference_logits(config, source, completions, dtype, device)
@@ -115,7 +115,7 @@ def _reference_logits(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """For each completion the logits ``[tokens, vocab_size]`` that the reference would choose its tokens from."""
+    """For each completion, the reference's logits ``[tokens, vocab_size]`` of its tokens."""
     longest = max(len(c.request.prompt) + len(c.tokens) for c in completions)
     logits = []
     with reference_only():

@@ -28,7 +28,7 @@ _LAYER_COUNT = integer(1, 10_000)  # a mistyped count must not fill the memory w
 _LAYER_TYPE = one_of(SLIDING, FULL)
 _CONTEXT = 131072
 
-# What a field may hold, under the name that config.json gives it too. Those with a default in `Config` may be left out there.
+# The valid values of fields that have the same name in config.json. Fields with a default in `Config` may be omitted there.
 _REQUIRED: Mapping[str, Field] = dict.fromkeys((*_SIZES, "num_experts_per_tok"), _COUNT)
 _DEFAULTED: Mapping[str, Field] = {
     "sliding_window": _COUNT,
@@ -45,7 +45,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
 
 
-# The rest, which config.json spells in another way.
+# The fields with other names in config.json.
 _RESPELLED: Mapping[str, Field] = {
     "layer_types": Field("a list or tuple of at least one layer type", _is_list, lambda types: len(types) > 0),
     "rope": Field("a RopeConfig", lambda value: isinstance(value, RopeConfig)),
@@ -62,7 +62,7 @@ _ROPE: Mapping[str, Field] = {
     "truncate": FLAG,
     "attention_factor": optional(number(SMALLEST)),
 }
-# How config.json spells them.
+# Their names in config.json.
 _ROPE_KEYS: Mapping[str, str] = {
     **{name: name for name in _ROPE},
     "theta": "rope_theta",
@@ -72,10 +72,10 @@ _ROPE_KEYS: Mapping[str, str] = {
 
 
 class ConfigError(ValueError):
-    """A configuration that no model can have.
+    """An invalid configuration.
 
     Args:
-        problems: everything that is wrong with it. Each names the field, what it must be, and what it was.
+        problems: all problems. Each names the field, what it must be, and what it was.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -93,14 +93,14 @@ def _found(fields: Mapping[str, Field], values: Mapping[str, Any], spelled: Mapp
 
 
 def _make_floats(holder: object, fields: Iterable[str]) -> None:
-    """Turns ints that stand for floats into floats, in a frozen dataclass that is just being made."""
+    """Converts ints in float fields to floats, in a frozen dataclass that is being constructed."""
     for name in fields:
         if getattr(holder, name) is not None:
             object.__setattr__(holder, name, float(getattr(holder, name)))
 
 
 def _rope_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the fields of a RopeConfig, under the names that the messages shall use. Fields may be missing."""
+    """The problems of a RopeConfig's fields, with the names for messages. Fields may be missing."""
     found = _found(_ROPE, values, spelled)
     yield from found.values()
     if {"beta_fast", "beta_slow"} <= values.keys() - found.keys() and values["beta_fast"] < values["beta_slow"]:
@@ -109,7 +109,7 @@ def _rope_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Ite
 
 
 def _rope_table(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Which field of a ``config.json`` describes the rotary embedding, and the fields that it holds, in the newer spelling."""
+    """The field of a ``config.json`` that describes the rotary embedding, and its contents in the newer spelling."""
     theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     source = next((name for name in ("rope_parameters", "rope_scaling") if config.get(name) not in (None, {})), None)
     if source is None:
@@ -134,11 +134,11 @@ class RopeConfig:
         theta: base of the frequencies, at least 2.
         kind: ``"default"`` or ``"yarn"``. The default kind uses ``theta`` only.
         factor: how many times longer the context is than the one the model was trained on, at least 1.
-        original_max_positions: the context it was trained on, in tokens.
-        beta_fast, beta_slow: in rotations over the trained context. Frequencies above ``beta_fast`` are kept, those below
+        original_max_positions: the training context, in tokens.
+        beta_fast, beta_slow: in rotations over the training context. Frequencies above ``beta_fast`` are kept, those below
             ``beta_slow`` are divided by ``factor``, and those between them are mixed linearly.
         truncate: whether the two ends of the mixed range are rounded outwards to whole dimensions.
-        attention_factor: cos and sin are multiplied by it; None stands for ``0.1 ln(factor) + 1``.
+        attention_factor: factor of cos and sin; None means ``0.1 ln(factor) + 1``.
 
     Raises:
         ConfigError: a field is not as stated; the message names every such field.
@@ -161,12 +161,12 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """From ``rope_parameters``, or from the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
+        """Reads ``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
 
-        If neither is there, it is the YaRN of the released models, as in transformers.
+        If neither exists, the result is the YaRN of the released models, as in transformers.
 
         Raises:
-            ConfigError: a field does not fit, or is one that is not supported.
+            ConfigError: a field is invalid or not supported.
         """
         source, table = _rope_table(config)
         spelled = {name: f"{source}.{key}" for name, key in _ROPE_KEYS.items()}
@@ -198,7 +198,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         if self.kind == "default":
             return 1.0
         if self.attention_factor is not None:
@@ -216,21 +216,21 @@ def alternating(layers: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Config:
-    """A model. The names are those of Hugging Face's ``config.json``; see `from_hf`.
+    """A model's configuration. The names are those of Hugging Face's ``config.json``; see `from_hf`.
 
     Attributes:
         layer_types: for each layer ``"sliding_attention"`` or ``"full_attention"``.
-        sliding_window: how many tokens a sliding layer sees, the token itself included.
-        swiglu_alpha, swiglu_limit: of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``, where gate is clamped to
-            at most the limit, and up to between minus the limit and the limit.
+        sliding_window: visible tokens of a sliding layer, the token itself included.
+        swiglu_alpha, swiglu_limit: parameters of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``, where gate is
+            clamped to at most the limit, and up to [-limit, limit].
         rope: the rotary embedding.
         eos_token_ids: the tokens that end a text.
-        quantization: ``"mxfp4"`` if the experts are stored as MXFP4, else None.
+        quantization: ``"mxfp4"`` if the experts are stored as MXFP4, otherwise None.
 
     Sizes and counts are ints of at least 1, the other numbers ints or floats.
 
     Raises:
-        ConfigError: a field is not as stated, or two do not go together; the message lists everything that is wrong.
+        ConfigError: a field is not as stated, or two contradict each other; the message lists all problems.
     """
 
     vocab_size: int
@@ -274,7 +274,8 @@ class Config:
         return self.num_key_value_heads * self.head_dim
 
     def window_left(self, layer: int) -> int:
-        """How many earlier tokens a layer sees, -1 for all. A window of 128 tokens is the token itself and 127 before it."""
+        """The number of earlier tokens that a layer sees, -1 for all. A window of 128 tokens is the token itself and 127 before
+        it."""
         return self.sliding_window - 1 if self.layer_types[layer] == SLIDING else -1
 
     def with_layers(self, layers: int) -> Config:
@@ -291,11 +292,11 @@ class Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Config:
-        """From the content of a Hugging Face ``config.json``. A field that is null counts as left out.
+        """Reads the contents of a Hugging Face ``config.json``. A null field counts as omitted.
 
         Raises:
-            ConfigError: the file is another model's, lacks a field, or has one that does not fit or is not supported. The message
-                lists everything that is wrong, each under the name that the file uses.
+            ConfigError: the file is another model's, lacks a field, or has a field that is invalid or not supported. The message
+                lists all problems, each with the file's name of the field.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"config.json must hold an object, got {describe(config, with_type=True)}")
@@ -333,11 +334,11 @@ class Config:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Config:
-        """From ``config.json`` in a checkpoint's directory. The tokens that end a text are those of ``generation_config.json``,
-        where there is such a file and it names some: the released models end a call of a tool and an answer by different tokens.
+        """Reads ``config.json`` in a checkpoint's directory. The stop tokens come from ``generation_config.json`` if that file
+        names any, because the released models end a tool call and an answer with different tokens.
 
         Raises:
-            ConfigError: a file cannot be read, is not JSON, or is refused by `from_hf`.
+            ConfigError: a file cannot be read, is not JSON, or is rejected by `from_hf`.
         """
         content = _read_json(Path(directory) / "config.json")
         generation = Path(directory) / "generation_config.json"
@@ -349,7 +350,7 @@ class Config:
         return cls.from_hf(content)
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a ``config.json`` that `from_hf` reads back as this configuration."""
+        """The contents of a ``config.json`` that `from_hf` reads back as this configuration."""
         names = (*_REQUIRED, "num_hidden_layers", *_DEFAULTED)
         table: dict[str, Any] = {
             "architectures": ["GptOssForCausalLM"],
@@ -375,7 +376,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the fields of a Config, under the names that the messages shall use. Fields may be missing."""
+    """The problems of a Config's fields, with the names for messages. Fields may be missing."""
     found = _found({**_REQUIRED, **_DEFAULTED, **_RESPELLED}, values, spelled)
     yield from found.values()
 
@@ -448,7 +449,7 @@ def preset(name: str) -> Config:
     """A configuration by name.
 
     Raises:
-        ConfigError: there is none of that name; the message lists the names.
+        ConfigError: there is no preset of that name; the message lists the names.
     """
     problem = one_of(*PRESETS).problem("preset", name)
     if problem is not None:

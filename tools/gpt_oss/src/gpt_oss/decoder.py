@@ -1,13 +1,12 @@
-"""Decode passes in buffers that stay where they are, so that a device can run them without Python.
+"""Decode passes in static buffers, so that a device can run them without Python.
 
-Everything that a step needs lies on the device: each sequence's last token, its length, its pages, and how its next token is
-chosen. A step reads them, runs the model, samples, and leaves them as the next step needs them. So as long as the same sequences
-go on, nothing is sent to the device. When others join or some leave, their rows are sent; a token that the host does not know yet
-is copied on the device.
+All inputs of a step are on the device: each sequence's last token, length, pages, and sampling parameters. A step reads them, runs
+the model, samples, and updates the inputs of the next step. While the set of sequences is unchanged, nothing is copied to the
+device. When sequences join or leave, the rows are uploaded; a token that the host does not know yet is copied on the device.
 
-A step consists of two parts, the model's pass and the choice of tokens. On a GPU each is captured into a CUDA graph when the
-decoder is made, for batch sizes in steps. A batch between two sizes is filled up with repetitions of its first sequence, which
-write nothing: so they choose the same experts as that one, and no weights are read for them.
+A step consists of two parts: the model's pass, and sampling. On a GPU each part is captured into a CUDA graph when the decoder is
+created, for a set of batch sizes. A batch between two sizes is padded with copies of its first sequence. The copies write nothing,
+and select the same experts as the original, so no additional weights are read.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
-    """The sizes of batch that are captured: 1, 2, 4, 8, then steps of 8, from 64 on of a quarter of the power of two below them;
-    and the largest."""
+    """The captured batch sizes: 1, 2, 4, 8, then multiples of 8, from 64 on in steps of a quarter of the previous power of two; and
+    the largest."""
     sizes, size = [], 1
     while size < largest:
         sizes.append(size)
@@ -42,16 +41,16 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 class _Rows:
-    """What a step knows of each sequence, in one piece of memory, so that it is sent at once.
+    """The per-sequence inputs of a step, in one contiguous allocation, so that one copy uploads them.
 
     Attributes:
-        tokens: int64 ``[rows]``, the token that runs.
-        positions: int64 ``[rows]``, where it stands in its sequence.
-        offsets: int64 ``[rows]``, how many tokens had been generated before the one that is sampled.
-        seeds: int64 ``[rows]``, of the requests.
-        sources: int64 ``[rows]``, the row of the pass in flight that gives the token; -1 if ``tokens`` has it.
-        written: int64 ``[rows]``, 1 if keys and values go to the cache, 0 for a repetition.
-        cache_seqlens: int32 ``[rows]``, tokens in the cache, this one included.
+        tokens: int64 ``[rows]``, the input token.
+        positions: int64 ``[rows]``, its position in the sequence.
+        offsets: int64 ``[rows]``, how many tokens were generated before the one to sample.
+        seeds: int64 ``[rows]``, the requests' seeds.
+        sources: int64 ``[rows]``, the row of the pass in flight that produces the token; -1 if ``tokens`` has it.
+        written: int64 ``[rows]``, 1 if keys and values are written to the cache, 0 for a padding row.
+        cache_seqlens: int32 ``[rows]``, tokens in the cache, the input token included.
         top_k: int32 ``[rows]``; temperature, top_p: float32 ``[rows]``.
     """
 
@@ -67,7 +66,7 @@ class _Rows:
     top_p: Tensor
 
     def __init__(self, rows: int, device: torch.device | str, pinned: bool = False) -> None:
-        # A whole number of 128 bytes a field, so that each is aligned as kernels like it.
+        # Each field is padded to a multiple of 128 bytes, for alignment.
         rows = -(-rows // 32) * 32
         split = 8 * len(_WIDE) * rows
         self.memory = torch.zeros(split + 4 * len(_NARROW) * rows, dtype=torch.uint8, device=device, pin_memory=pinned)
@@ -83,15 +82,15 @@ class Decoder:
     Args:
         model: the model.
         cache: its key-value cache.
-        sizes: the numbers of sequences that a pass may have, ascending.
+        sizes: the batch sizes of passes, ascending.
         capture: whether passes are captured into CUDA graphs now, and replayed. If not, the same passes are launched from Python.
-        console: where progress is shown; None shows none.
+        console: shows the progress; None shows none.
 
     Attributes:
         sizes: see above.
 
     Raises:
-        RuntimeError: a pass cannot be captured: a kernel that serves an operator waits for the device, for example.
+        RuntimeError: a pass cannot be captured, for example because a kernel synchronises with the device.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
-        # Where the key and value of each position go, -1 for nowhere: a pass looks its slots up with a single kernel.
+        # The cache slot of each position, -1 for none, so that a pass looks its slots up with a single kernel.
         self._slots = torch.full((largest, width * cache.page_size), -1, dtype=torch.int32, device=device)
         self._in_page = torch.arange(cache.page_size, dtype=torch.int32, device=device)
-        self._most_pages = 0  # that a sequence has had
+        self._most_pages = 0  # the most pages of any sequence so far
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}
-        # What the rows hold: a size, and for each sequence its number and length. None while that is not certain.
+        # The contents of the rows: the batch size, and each sequence's number and length. None if unknown.
         self._held: tuple[int, tuple[tuple[int, int], ...]] | None = None
         self._launches = 0
         self._page_rows: dict[int, Tensor] = {}
@@ -120,12 +119,12 @@ class Decoder:
                 self._capture(console)
 
     def launch(self, sequences: Sequence[Running], before: Flight | None, keep_logits: bool = False) -> Flight:
-        """Launches a pass over the last token of some sequences, and the choice of their next ones.
+        """Launches a pass over the last tokens of sequences, and the sampling of their next ones.
 
         Args:
-            sequences: at least one and at most the largest size; every one has generated a token.
-            before: the pass that is in flight. Sequences whose last token is not known have a row in it.
-            keep_logits: whether the logits are fetched, too.
+            sequences: at least one and at most the largest size; each has generated a token.
+            before: the pass in flight. Sequences whose last token is not known have a row in it.
+            keep_logits: whether the logits are copied to the host, too.
         """
         count = len(sequences)
         size = next(size for size in self.sizes if size >= count)
@@ -135,8 +134,8 @@ class Decoder:
             stale = wanted != self._held
             if stale and before is not None:
                 fed = before.on_device.clone()  # the next lines may overwrite them
-            # The next lines change the rows. If one of them fails, what the rows hold is unknown, so they are sent again next time.
-            # They also overwrite the tokens of the last launch, and its flight asks for the count of launches to notice that.
+            # The next lines change the rows. If one of them fails, the contents are unknown, and the rows are uploaded again next
+            # time. They also overwrite the tokens of the last launch; its flight detects this by the launch counter.
             self._held, self._launches = None, self._launches + 1
             launch = self._launches
             if stale:
@@ -153,7 +152,7 @@ class Decoder:
         return flight
 
     def replay(self, size: int, sampled: bool = False) -> None:
-        """Launches a pass as the last one left the rows, and nothing else: for measuring. Its tokens are nobody's."""
+        """Launches a pass with the rows as the last pass left them, for measurements. Its tokens are discarded."""
         self._held, self._launches = None, self._launches + 1
         with self._on_device():
             self._run(size, "model")
@@ -168,20 +167,20 @@ class Decoder:
             self._launch(size, part)
 
     def _launch(self, size: int, part: str) -> None:
-        """One part of a pass, which is what a graph of it holds."""
+        """Launches one part of a pass, the contents of one graph."""
         if part == "model":
             self.forward(size)
         else:
             self._choose(size, part == "greedy")
 
     def forward(self, size: int) -> None:
-        """Launches the model's pass, from the rows to the logits, from Python. The rows stay as they are, so that it may be done
-        once more than a graph does it, for those who watch calls."""
+        """Launches the model's pass, from the rows to the logits, from Python. The rows are not changed, so an extra launch is
+        safe, for recording calls."""
         slots = self._slots[:size].gather(1, self._rows.positions[:size].unsqueeze(1)).squeeze(1)
         self._model.forward(replace(self._batches[size], slot_mapping=slots), self._cache, out=self._logits[:size])
 
     def _choose(self, size: int, greedy: bool) -> None:
-        """The choice of tokens, and the rows of the next pass."""
+        """Launches the sampling of tokens, and the update of the rows for the next pass."""
         rows, ops, logits = self._rows, self._model.ops, self._logits[:size]
         if greedy:
             ops.argmax(logits, out=rows.tokens[:size])
@@ -207,10 +206,10 @@ class Decoder:
             logit_rows=None,
         )
 
-    # -- what the rows hold ---------------------------------------------------------------------------------------------------
+    # -- contents of the rows -------------------------------------------------------------------------------------------------
 
     def _load(self, sequences: Sequence[Running], size: int, row_of: dict[int, int], fed: Tensor | None) -> None:
-        """Sends the rows of a pass."""
+        """Uploads the rows of a pass."""
         pinned = self._model.device.type == "cuda"
         filled = [*sequences, *[sequences[0]] * (size - len(sequences))]
         samplings = [s.request.sampling for s in filled]
@@ -241,18 +240,18 @@ class Decoder:
         self._set_pages(sent(table, self._model.device), max(len(s.pages) for s in sequences))
 
     def _set_pages(self, table: Tensor, used: int) -> None:
-        """Sets pages and slots of the first sequences.
+        """Sets the pages and slots of the first rows.
 
         Args:
             table: int32 ``[sequences, pages]`` on the device, -1 beyond a sequence's pages.
-            used: how many columns have pages.
+            used: number of columns with pages.
         """
         size, page_size = table.shape[0], self._cache.page_size
         self._page_table[:size] = table.clamp(min=0)
         table = table[:, :used, None]
         written = (table >= 0) & (self._rows.written[:size, None, None] > 0)
         self._slots[:size, : used * page_size] = torch.where(written, table * page_size + self._in_page, -1).flatten(1)
-        self._slots[:size, used * page_size : self._most_pages * page_size] = -1  # where other sequences had pages before
+        self._slots[:size, used * page_size : self._most_pages * page_size] = -1  # clears the pages of earlier sequences
         self._most_pages = max(self._most_pages, used)
 
     def _pages_of(self, sequence: Running) -> Tensor:
@@ -267,14 +266,14 @@ class Decoder:
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def _capture(self, console: Console | None) -> None:
-        """Captures all passes, the largest first, so that the others find room in its memory."""
+        """Captures all passes, the largest first, so that the others reuse its memory."""
         columns = (TextColumn("capturing decode passes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         pool = torch.cuda.graph_pool_handle()
         with Progress(*columns, console=console, disable=console is None) as progress:
             for size in progress.track(self.sizes[::-1]):
                 self._rows.memory.zero_()
                 self._rows.top_p.fill_(1)
-                # Once without capturing, so that kernels are compiled and have their workspaces.
+                # Warm-up without capturing, so that kernels are compiled and workspaces are allocated.
                 for part in ("model", "greedy", "sampled"):
                     self._launch(size, part)
                 for part in ("model", "greedy", "sampled"):

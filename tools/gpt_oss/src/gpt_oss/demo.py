@@ -1,4 +1,4 @@
-"""The demo: generates tokens, shows which kernel served each operator and why, and compares the result with the reference."""
+"""The demo: generates tokens, shows which kernel ran each operator and why, and compares the result with the reference."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the demo does.
+    """The demo's options.
 
     Attributes:
         checkpoint: directory of a Hugging Face checkpoint; None for random weights of a preset.
         preset, layers: without a checkpoint, the configuration and its number of layers; None keeps the preset's number.
         prompts: at least one text; by default those of this module.
-        max_tokens: how many tokens are generated for each prompt, at most.
-        sampling: how tokens are chosen. Prompt number i uses the seed plus i.
+        max_tokens: the most tokens to generate per prompt.
+        sampling: the sampling parameters. Prompt number i uses the seed plus i.
         mixed: every other prompt is continued greedily, whatever ``sampling`` says.
-        chat: whether a prompt is a user's message in the checkpoint's chat template, or text to go on with; None: a message if the
-            checkpoint has a template.
+        chat: whether a prompt is a user's message in the checkpoint's chat template, or plain text to continue; None: a message if
+            the checkpoint has a template.
         dtype: floating-point dtype of weights and activations.
-        device: where the model runs, as PyTorch names it.
-        seed: of the random weights.
+        device: the model's device, by PyTorch's name.
+        seed: seed of the random weights.
         check: whether the result is compared with the reference.
-        prefill_tokens: the most prompt tokens that a step of the engine takes.
-        page_size: tokens that a page of the cache holds.
+        prefill_tokens: the most prompt tokens per step of the engine.
+        page_size: tokens per page of the cache.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -109,7 +109,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run of the demo gave."""
+    """The results of a run of the demo."""
 
     options: Options
     config: Config
@@ -151,11 +151,11 @@ class Result:
 
 
 def run(options: Options, console: Console) -> Result:
-    """Runs the demo. Shows its progress on the console, and leaves the result to `show`.
+    """Runs the demo. Shows its progress on the console; `show` prints the result.
 
     Raises:
         ConfigError, CheckpointError: the model's configuration or tensors cannot be used.
-        TypeError, ValueError: a request can never run on the model, or chat is asked for where there is no template.
+        TypeError, ValueError: a request can never run on the model, or chat is requested without a template.
         RuntimeError: the tokenizer needs transformers, or the device fails.
     """
     config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed, options.device)
@@ -178,7 +178,7 @@ def run(options: Options, console: Console) -> Result:
     model = GptOss(config, source, options.dtype, options.device, max_positions=longest, console=console)
     cache = _cache_for(model, requests, options.page_size)
     with listen() as listener:
-        # This is not timed: listening makes calls slower, and the first call of a kernel may compile it.
+        # Not timed, because listening makes calls slower, and the first call of a kernel may compile it.
         engine = Engine(model, cache, options.prefill_tokens, len(requests), console=console)
         with console.status("running every kernel once"):
             engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
@@ -203,7 +203,8 @@ def run(options: Options, console: Console) -> Result:
 
 
 def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int, device: str) -> tuple[Config, TensorSource]:
-    """The configuration and tensors of a checkpoint, or of a preset with random tensors, which are made on the model's device."""
+    """The configuration and tensors of a checkpoint, or of a preset with random tensors, which are created on the model's
+    device."""
     if checkpoint is not None:
         return Config.from_directory(checkpoint), Checkpoint(checkpoint)
     config = preset(name) if layers is None else preset(name).with_layers(layers)
@@ -211,12 +212,12 @@ def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int, 
 
 
 def _with_seed_plus(sampling: Sampling, number: int) -> Sampling:
-    """The same with a later seed. Beyond the largest int64 it goes on with the smallest."""
+    """The same sampling parameters with ``number`` added to the seed, modulo int64."""
     return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
 
 
 def _cache_for(model: GptOss, requests: Sequence[Request], page_size: int) -> PagedKVCache:
-    """A cache that has room for all requests at once."""
+    """A cache with room for all requests at once."""
     pages = sum(-(-(len(request.prompt) + request.max_tokens) // page_size) for request in requests)
     return PagedKVCache(model.config, pages, page_size, model.dtype, model.device)
 

@@ -1,9 +1,9 @@
-"""How far a model's distributions of next tokens are from another's: of the same weights, run in another way.
+"""The divergence between the next-token distributions of two variants of a model with the same weights.
 
-Random weights make routing chaotic: experts have nothing to do with one another, the last ones chosen have hardly a lead over the
-first ones that are not, and a token with one other expert is far from where it was. So a rounding error grows from layer to layer
-until every token has other experts, whatever its size was. Two comparisons tell this apart from what a way of running does: with a
-model's own results in pieces of another length, which differ by rounding alone, and with the experts chosen as before.
+Random weights make routing chaotic: experts are unrelated, the margin between the last selected expert and the next one is tiny,
+and one other expert changes a token's activations completely. So a rounding error of any size grows from layer to layer until every
+token has other experts. Two comparisons separate this effect from the variant's own error: a model with itself in chunks of another
+length, which differs by rounding only, and a variant with the experts of the first variant.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gpt_oss.batch import Piece, make_batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import GptOss
 
-# Float32 logits [prompts * half, vocab_size] in host memory, and for each layer the experts chosen, int [prompts, half, top_k].
+# Float32 logits [prompts * half, vocab_size] in host memory, and for each layer the top-k ids, int [prompts, half, top_k].
 Probed = tuple[Tensor, list[Tensor]]
 
 
 def divergence_of(logits: Tensor, wanted: Tensor) -> dict[str, float]:
-    """How far the distributions of next tokens are from others: the Kullback-Leibler divergence, in nats, of the wanted ones from
-    those of the logits, ``[positions, vocab_size]`` both; and at how many positions of all the most likely token is the same."""
+    """The Kullback-Leibler divergence, in nats, of the distributions ``wanted`` from ``logits``, both ``[positions, vocab_size]``;
+    and the fraction of positions with the same most likely token."""
     p, q = (x.double().log_softmax(-1) for x in (wanted, logits))
     divergence = (p.exp() * (p - q)).sum(-1)
     same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean()
@@ -32,14 +32,14 @@ def divergence_of(logits: Tensor, wanted: Tensor) -> dict[str, float]:
 
 
 class _Routing:
-    """Operators, but that routing's choices are written down, or given.
+    """The operators, with the selected experts recorded, or replaced by given ones.
 
     Args:
-        ops: where the operators are looked up.
+        ops: the operators.
         given: for each layer the experts of each token, int ``[tokens, top_k]``; None lets routing choose.
 
     Attributes:
-        chosen: for each layer the experts that were taken.
+        chosen: for each layer the top-k ids that were used.
     """
 
     def __init__(self, ops: Any, given: Sequence[Tensor] | None) -> None:
@@ -62,17 +62,18 @@ class _Routing:
 def probe(
     model: GptOss, cache: PagedKVCache, prompts: Sequence[Sequence[int]], length: int, given: Sequence[Tensor] | None = None
 ) -> Probed:
-    """Runs prompts in pieces through a cache, and looks at their second halves, which see the first ones in the cache.
+    """Runs prompts in chunks through a cache, and returns results for their second halves, which attend to the first halves in the
+    cache.
 
     Args:
-        model: what runs.
-        cache: has pages for the prompts, which are free again afterwards.
-        prompts: of the same even number of tokens.
-        length: of a piece; it divides half of that number.
-        given: for each layer the experts of the second halves' tokens, as they are returned; None lets routing choose.
+        model: the model.
+        cache: has pages for the prompts, which are freed afterwards.
+        prompts: prompts of the same even number of tokens.
+        length: tokens per chunk; it divides half of that number.
+        given: for each layer the top-k ids of the second halves' tokens, in the format of the result; None lets routing select.
 
     Returns:
-        See `Probed`; of the second halves.
+        See `Probed`; for the second halves.
     """
     count, half = len(prompts), len(prompts[0]) // 2
     held = [cache.allocator.allocate(cache.allocator.pages_for(2 * half)) for _ in prompts]

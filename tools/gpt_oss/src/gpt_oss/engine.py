@@ -1,12 +1,12 @@
-"""Continuous batching: requests come and go, and every step runs all that is ready in one forward pass.
+"""Continuous batching: requests come and go, and every step runs all ready tokens in one forward pass.
 
-A step takes the next token of every sequence that is generating, and prompt tokens of the others up to a budget. The pieces
-decide the kind of pass, see `gpt_oss.batch.Phase`. Requests start in the order in which they were added, each once there are free
-pages for its prompt and everything that it may generate. So no request that has started ever runs out of pages.
+A step takes the next token of every generating sequence, and prompt tokens of the others up to a budget. These chunks determine the
+kind of pass, see `gpt_oss.batch.Phase`. Requests start in the order in which they were added, each once there are free pages for
+its prompt and everything that it may generate. So no request that has started ever runs out of pages.
 
-On a GPU the host is one pass ahead: a step launches the next pass before it reads the tokens of the one before. That pass needs
-none of them on the host, because tokens are fed on the device and lengths are known. Only that a token ends its text is learned a
-pass late: the token after it has been computed by then, and is left out.
+On a GPU the host is one pass ahead: a step launches the next pass before it reads the tokens of the previous one. The next pass
+does not need these tokens on the host, because tokens are passed on the device and lengths are known. Only the end of a text is
+detected one pass late: by then one further token has been computed, which is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpt_oss.sampling import sample
 from gpt_oss.sequences import Flight, Running
 from gpt_oss.transfer import to_device
 
-# A sequence, and the tokens of it that a pass runs.
+# A sequence, and its tokens in a pass.
 _Scheduled = tuple[Running, Sequence["int | None"]]
 
 DECODE_MODES = ("eager", "static", "graphs")
@@ -35,25 +35,25 @@ DECODE_MODES = ("eager", "static", "graphs")
 class Engine:
     """Runs requests on a model.
 
-    `add` and `step` either do what they say, or raise and change nothing; see `step`. An engine is for one thread.
+    `add` and `step` either succeed, or raise and change nothing; see `step`. An engine is not thread-safe.
 
     Args:
         model: the model.
-        cache: its key-value cache. Its size decides how many sequences run at a time.
-        prefill_tokens: the most prompt tokens that a step takes; longer prompts are run in several steps.
+        cache: its KV cache. The cache's size limits how many sequences run at a time.
+        prefill_tokens: the most prompt tokens per step; longer prompts are run in several steps.
         max_sequences: the most sequences that run at a time.
-        decode: how passes that only decode are run. ``"graphs"``: captured into CUDA graphs now, in buffers that stay where they
-            are, and replayed; ``"static"``: in such buffers, but launched from Python; ``"eager"``: like other passes. None is
-            ``"graphs"`` on a GPU, else ``"eager"``.
-        overlap: whether a step launches a pass before it reads the tokens of the one before, so that the device never waits for the
-            host. It then returns the events of the pass before. None: where graphs are.
-        decode_sizes: the numbers of sequences that such passes are made for, ascending; smaller batches are filled up, larger ones
-            run like other passes. None: in steps up to ``max_sequences``.
-        console: where the progress of capturing is shown; None shows none.
+        decode: how decode passes are run. ``"graphs"``: captured into CUDA graphs now, in static buffers, and replayed;
+            ``"static"``: in static buffers, but launched from Python; ``"eager"``: like other passes. None means ``"graphs"`` on a
+            GPU, otherwise ``"eager"``.
+        overlap: whether a step launches a pass before it reads the tokens of the previous one, so that the device never waits for
+            the host. The step then returns the events of the previous pass. None: if there are graphs.
+        decode_sizes: the batch sizes of static decode passes, ascending; smaller batches are padded, larger ones run like other
+            passes. None: a default set up to ``max_sequences``.
+        console: shows the progress of capturing; None shows none.
 
     Attributes:
-        steps: how many forward passes have been made, by phase.
-        decoder: what runs passes that only decode; None where they are run like the others.
+        steps: the number of forward passes, by phase.
+        decoder: runs decode passes; None if they are run like the others.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
@@ -100,7 +100,7 @@ class Engine:
         return not self._waiting and not self._running
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its number. Every field is checked first; a request that is refused changes nothing.
+        """Queues a request and returns its number. Every field is checked first; a rejected request changes nothing.
 
         The engine keeps a copy, so the caller may change the prompt's list afterwards.
 
@@ -114,23 +114,23 @@ class Engine:
         return self._queue([self._checked(request)])[0]
 
     def cancel(self, number: int) -> None:
-        """Drops a request and frees its pages. The number of one that has finished, or that never was, is ignored."""
+        """Drops a request and frees its pages. Unknown numbers and those of finished requests are ignored."""
         self._drop([number])
 
     def step(self) -> list[Event]:
-        """Launches one forward pass, if anything waits or runs, and returns the tokens that it generated; or those of the pass
-        before if passes overlap.
+        """Launches one forward pass, if any request waits or runs, and returns the tokens that it generated; or those of the
+        previous pass if passes overlap.
 
         If `step` raises, whatever the reason (a kernel fails, memory runs out, the user presses Ctrl-C), it has changed nothing:
-        no request has started, advanced or finished, and no page has changed hands. All that may be left are keys and values in
-        cache slots that no request counts as filled, and the next pass writes those before it reads them. So step again, or cancel
-        requests first and then step: every request gets the tokens that it would have got without the failure.
+        no request has started, advanced or finished, and no page was allocated or freed. The only remains may be keys and values in
+        cache slots that no request counts as filled; the next pass writes these before it reads them. So step again, or cancel
+        requests first and then step: every request gets the same tokens as without the failure.
 
         Two limits. A GPU whose context is lost after an error, as after an illegal memory access, runs nothing more in this
         process. And if an interrupt arrives after `step` has ended but before the caller has the events, the step has happened.
 
         Raises:
-            OutOfPages: nothing runs, and the first waiting request cannot start because somebody else holds pages of the cache.
+            OutOfPages: nothing runs, and the first waiting request cannot start because pages are allocated outside of the engine.
         """
         # First everything that can fail. It reads the state and does not change it.
         before, pool = self._in_flight, self.cache.allocator
@@ -144,8 +144,8 @@ class Engine:
         read, in_flight = (before, launched) if self.overlap else (launched, None)
         events = [] if read is None else _events(read, running)
         running, free_pages = _told(running, events, free_pages)
-        # Then the change: attributes are assigned, nothing is called. Python handles signals only between calls and rounds of
-        # loops, so even an interrupt finds either none of this done or all of it.
+        # Then the change: attributes are assigned, nothing is called. Python handles signals only at calls and loop iterations, so
+        # even an interrupt sees either none or all of these assignments.
         self._waiting, self._running, self._in_flight, self.steps, pool.free_pages = waiting, running, in_flight, steps, free_pages
         return events
 
@@ -157,7 +157,7 @@ class Engine:
         are lost.
 
         Raises:
-            TypeError, ValueError: a request is refused, see `add`; none has been queued then.
+            TypeError, ValueError: a request is rejected, see `add`; none has been queued then.
         """
         checked = self._all_checked(requests)
         numbers = range(self._added, self._added + len(checked))
@@ -175,10 +175,10 @@ class Engine:
 
         Args:
             requests: what to run.
-            on_event: is called with each token as it is generated.
+            on_event: called with each token as it is generated.
 
         Raises:
-            TypeError, ValueError: a request is refused, see `add`; none has been started then.
+            TypeError, ValueError: a request is rejected, see `add`; none has been started then.
             RuntimeError: the engine is not idle. The tokens of its other requests would be lost.
         """
         if not self.idle:
@@ -230,20 +230,20 @@ class Engine:
         free_pages = _with_pages_of(dropped, self.cache.allocator.free_pages)
         self._waiting, self._running, self.cache.allocator.free_pages = waiting, running, free_pages
 
-    # -- what a step computes: nothing here changes the engine ----------------------------------------------------------------
+    # -- computations of a step, which do not change the engine ---------------------------------------------------------------
 
     def _pages_needed(self, request: Request) -> int:
-        # The last token is only ever output, so it needs no room.
+        # The last token is only output, so it needs no cache slot.
         return self.cache.allocator.pages_for(len(request.prompt) + request.max_tokens - 1)
 
     def _admitted(self) -> tuple[tuple[tuple[int, Request], ...], tuple[Running, ...], tuple[int, ...]]:
-        """What waits, what runs and which pages are free once all requests that can start have started."""
+        """The waiting requests, the running ones, and the free pages, after all requests that can start have started."""
         allocator = self.cache.allocator
         running, free_pages = list(self._running), allocator.free_pages
         started = 0
         for number, request in self._waiting:
             needed = self._pages_needed(request)
-            # A later, smaller request does not overtake: that could keep a big one waiting for ever.
+            # A later, smaller request does not overtake, because that could starve a large one.
             if len(running) >= self.max_sequences or (needed > len(free_pages) and running):
                 break
             pages, free_pages = allocator.choose(needed, free_pages)  # raises if waiting would not help
@@ -252,7 +252,7 @@ class Engine:
         return self._waiting[started:], tuple(running), free_pages
 
     def _scheduled(self, running: Iterable[Running]) -> list[_Scheduled]:
-        """The sequences that the next pass advances, and the tokens of each that it runs."""
+        """The sequences of the next pass, and the tokens of each."""
         budget = self.prefill_tokens
         scheduled = []
         for sequence in running:
@@ -266,7 +266,7 @@ class Engine:
         return scheduled
 
     def _launched(self, scheduled: Sequence[_Scheduled], before: Flight | None) -> tuple[Phase, Flight]:
-        """Launches a pass, and the choice of the tokens that follow."""
+        """Launches a pass, and the sampling of the next tokens."""
         keep_logits = any(sequence.request.keep_logits for sequence, _ in scheduled)
         decoder, decodes = self.decoder, all(sequence.generated for sequence, _ in scheduled)
         if decoder is not None and decodes and len(scheduled) <= decoder.sizes[-1]:
@@ -285,7 +285,7 @@ class Engine:
         return batch.phase, Flight(rows, tokens, logits if keep_logits else None)
 
     def _feed(self, tokens: torch.Tensor, scheduled: Iterable[_Scheduled], before: Flight | None) -> None:
-        """Copies tokens that are in flight to their places among those of a pass."""
+        """Copies tokens in flight to their positions in a pass's input."""
         numbers, places, place = [], [], 0
         for sequence, its in scheduled:
             if its[0] is None:
@@ -308,13 +308,13 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _launched_of(running: Iterable[Running], scheduled: Iterable[_Scheduled]) -> tuple[Running, ...]:
-    """The sequences once a pass over the scheduled tokens has been launched."""
+    """The sequences after a pass over the scheduled tokens has been launched."""
     lengths = {sequence.number: len(tokens) for sequence, tokens in scheduled}
     return tuple(s.after(lengths[s.number]) if s.number in lengths else s for s in running)
 
 
 def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
-    """What a pass generated for the sequences that still run. Waits for the pass."""
+    """The tokens that a pass generated for the sequences that still run. Waits for the pass."""
     requests = {sequence.number: sequence.request for sequence in running}
     tokens, logits = flight.tokens(), flight.logits()
     events = []
@@ -331,7 +331,7 @@ def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
 def _told(
     running: Iterable[Running], events: Iterable[Event], free_pages: tuple[int, ...]
 ) -> tuple[tuple[Running, ...], tuple[int, ...]]:
-    """The sequences that still run once the host knows of these events, and the free pages then."""
+    """The sequences that still run after these events, and the free pages."""
     given = {event.request: event for event in events}
     remaining, finished = [], []
     for sequence in running:
@@ -346,5 +346,5 @@ def _told(
 
 
 def _with_pages_of(sequences: Iterable[Running], free_pages: tuple[int, ...]) -> tuple[int, ...]:
-    """The free pages, and those that these sequences hold."""
+    """The free pages, and the pages of these sequences."""
     return (*free_pages, *(page for sequence in sequences for page in reversed(sequence.pages)))

@@ -1,9 +1,9 @@
-"""A model on several GPUs, each of which holds some experts of every layer, and some attention heads.
+"""An expert-parallel model: each GPU has some experts of every layer, and some attention heads.
 
-Where there are few tokens, every rank has them all: it runs those of its experts that they chose, and a sum over ranks follows.
-Where there are many, each rank takes its share of the tokens between attention and attention: `reduce_scatter` gives it their sums,
-`moe_dispatch` sends each token to the ranks of its experts, `moe_combine` brings the results back, and `all_gather` puts the tokens
-together for the next layer's attention.
+With few tokens, every rank has all tokens: it runs its local experts for them, and a sum over ranks follows. With many tokens, each
+rank has a slice of the tokens between one attention and the next: `reduce_scatter` gives it the sums of its tokens, `moe_dispatch`
+sends each token to the ranks of its experts, `moe_combine` returns the results, and `all_gather` concatenates the tokens for the
+next layer's attention.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gpt_oss.shares import SharedGptOss, filled, slices_of
 
 
 class ExpertParallelGptOss(SharedGptOss):
-    """One rank's heads, and its experts. It runs like the whole model; every rank must run the same batches in the same order. See
+    """One rank's heads and experts. It runs like the whole model; every rank must run the same batches in the same order. See
     `SharedGptOss`.
 
     Attributes:
-        dispatched_tokens: the tokens of a batch from which on they are sent to the ranks of their experts.
+        dispatched_tokens: batches of at least this many tokens are dispatched to the ranks of their experts.
     """
 
     whole_experts = True
@@ -32,7 +32,7 @@ class ExpertParallelGptOss(SharedGptOss):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # For each expert of the model its number among this rank's; -1, which is skipped, for those of others.
+        # Maps global expert ids to this rank's local ids; -1, which is skipped, for experts of other ranks.
         count, rank = self.config.num_local_experts, self.group.rank
         numbers = torch.arange(-rank * count, (self.group.world_size - rank) * count)
         self._own = torch.where((numbers >= 0) & (numbers < count), numbers, -1).int().to(self.device)
@@ -59,17 +59,17 @@ class ExpertParallelGptOss(SharedGptOss):
     def _share_tokens(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs a layer on tokens that every rank has, and each rank's share of them through router and experts."""
+        """Runs a layer on tokens that every rank has; router and experts run on each rank's slice of the tokens."""
         ops, group, tokens = self.ops, self.group, len(hidden)
         product, residual = self._attend(layer, hidden, residual, batch, caches)
         count = -(-tokens // group.world_size)
         start, stop = slices_of(tokens, count, group.rank)
         attended = ops.reduce_scatter(filled(product, 0, count * group.world_size), group)
         normed, weights, ids, total = self._route(layer, attended, filled(residual[start:stop], 0, count))
-        ids[stop - start :] = -1  # rows that fill a share up have no experts
+        ids[stop - start :] = -1  # padding rows have no experts
         experts = group.world_size * self.config.num_local_experts
         rows, row_weights, row_ids = ops.moe_dispatch(normed, weights, ids, experts, group)
         made = ops.moe_apply(rows, layer.experts, row_weights, row_ids, layer.plan)
-        # Added up here, so that one tensor is sent to all.
+        # Added here, so that one tensor is gathered.
         combined = ops.moe_combine(made, row_ids, group).add_(total)
         return ops.all_gather(combined, group)[:tokens], None

@@ -1,6 +1,6 @@
-"""What a field of a request, a configuration or an option may hold, and the error for a value that does not fit.
+"""Validation of the fields of requests, configurations and options, and the errors for invalid values.
 
-The rules are strict, so that a mistake shows where it is made. An int is a Python int: a bool is not an int here, nor is a
+The rules are strict, so that a mistake is reported where it is made. An int is a Python int: a bool is not an int here, nor is a
 float, a NumPy scalar or a tensor. A number is a Python int or float. Every message has the form
 ``<field> must be <what it may be>, got <what it was>``.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bounds of what is stored as float32 on the device, inside the range of its normal numbers.
+# Bounds of values that are stored as float32 on the device, within float32's normal range.
 SMALLEST, LARGEST = 1e-37, 1e38
 
 
 def describe(value: object, with_type: bool = False) -> str:
-    """A value as an error message shows it: shortened, and tensors by dtype and shape."""
+    """A value for an error message: shortened, and tensors by dtype and shape."""
     if value is None:
         return "None"
     if isinstance(value, Tensor):
@@ -39,16 +39,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _shortened(value: object) -> str:
     try:
         return reprlib.repr(value)
-    except Exception:  # the value's own __repr__ failed, which must not hide that the value is wrong
+    except Exception:  # the value's own __repr__ failed, which must not hide the actual error
         return "an object that cannot be printed"
 
 
 @dataclass(frozen=True)
 class Field:
-    """What one field may hold.
+    """The valid values of a field.
 
     Attributes:
-        expected: what it must be, as the message says it.
+        expected: the required value, in the message's words.
         has_type: whether a value is of the right type; if not, the error is a TypeError.
         fits: whether a value of the right type is allowed; if not, the error is a ValueError.
     """
@@ -58,7 +58,7 @@ class Field:
     fits: Callable[[Any], bool] = lambda value: True
 
     def problem(self, name: str, value: object) -> TypeError | ValueError | None:
-        """The error for a value that does not fit, not raised; None for one that does."""
+        """Returns (does not raise) the error for an invalid value; None for a valid one."""
         if not self.has_type(value):
             return TypeError(f"{name} must be {self.expected}, got {describe(value, with_type=True)}")
         if not self.fits(value):
@@ -66,7 +66,7 @@ class Field:
         return None
 
     def check(self, name: str, value: object) -> None:
-        """Raises TypeError or ValueError, which names the field, for a value that does not fit."""
+        """Raises TypeError or ValueError, which names the field, for an invalid value."""
         problem = self.problem(name, value)
         if problem is not None:
             raise problem
@@ -100,7 +100,7 @@ def instance(cls: type) -> Field:
 
 
 def optional(field: Field) -> Field:
-    """None, or what another field may hold."""
+    """None, or a valid value of another field."""
     return Field(
         f"{field.expected} or None",
         lambda value: value is None or field.has_type(value),
@@ -117,6 +117,6 @@ FLOAT_DTYPE = Field(
 
 
 def check_fields(fields: Mapping[str, Field], holder: object) -> None:
-    """Checks the attributes of an object that ``fields`` names. Raises TypeError or ValueError for the first that does not fit."""
+    """Checks the attributes of an object that ``fields`` names. Raises TypeError or ValueError for the first invalid one."""
     for name, field in fields.items():
         field.check(name, getattr(holder, name))

@@ -1,4 +1,4 @@
-"""Which kernel serves which operator: recording the selections of a model's calls, and running all operators by reference."""
+"""Records which kernel each call of a model selects, and restricts the eligible kernels, for example to the references."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PREFERRED = 19  # the highest priority
 
 @dataclass
 class Heard:
-    """An operator that was called, and the kernel that served it.
+    """An operator that was called, and the selected kernel.
 
     Attributes:
         explanation: the selection of the first such call.
-        calls: how many such calls there were.
+        calls: number of such calls.
     """
 
     explanation: Explanation
@@ -36,7 +36,7 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """Why this kernel was chosen and the others were not, in short. The explanation has the reasons in full."""
+        """Why this kernel was selected and the others were not, in short. The explanation has the full reasons."""
         verdicts = self.explanation.verdicts
         if self.explanation.chosen is None:
             return self.explanation.problem
@@ -58,8 +58,8 @@ class Heard:
         }
 
     def _within_packages(self, value: Any) -> Any:
-        """The same, with the files of kernels' declarations named from their packages on: where those are installed is nobody's
-        business who reads a result."""
+        """The same value, with source files of kernel declarations shortened to paths within their packages, so that results do not
+        show installation folders."""
         if isinstance(value, dict):
             return {key: self._within_packages(each) for key, each in value.items()}
         if isinstance(value, list):
@@ -74,7 +74,7 @@ class Heard:
 
 
 class Listener:
-    """Records which kernel each call of an operator selects. That makes every call slower."""
+    """Records which kernel each call of an operator selects. Recording makes every call slower."""
 
     def __init__(self) -> None:
         self._heard: dict[tuple[str, str], Heard] = {}
@@ -88,13 +88,13 @@ class Listener:
         return run
 
     def heard(self) -> list[Heard]:
-        """One entry for each pair of operator and kernel, sorted by name."""
+        """One entry per pair of operator and kernel, sorted by name."""
         return [self._heard[key] for key in sorted(self._heard)]
 
 
 @contextlib.contextmanager
 def listen() -> Iterator[Listener]:
-    """Records the calls of operators inside the block, and those of the parts of composed ones."""
+    """Records the calls of operators inside the block, parts of composed operators included."""
     listener = Listener()
     with watch_calls(listener):
         yield listener
@@ -102,9 +102,9 @@ def listen() -> Iterator[Listener]:
 
 @contextlib.contextmanager
 def portable_only() -> Iterator[None]:
-    """Leaves only the core's own kernels inside the block, in every thread: none of a vendor's package serves.
+    """Inside the block, in every thread, only the core's own kernels are eligible, not those of vendor packages.
 
-    A model that runs in the block must be made in it too, because experts are prepared for the kernel that will serve them.
+    A model that runs in the block must be created in it, because experts are prepared for the selected kernel.
     """
     registry = KernelRegistry.get()
     core = {op.body.__module__.partition(".")[0] for op in operators()} | {tokenspeed_kernel.__name__}
@@ -118,12 +118,12 @@ def portable_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def preferring(names: Sequence[str]) -> Iterator[None]:
-    """Gives kernels the highest priority inside the block, in every thread: they serve all calls that they can serve.
+    """Gives kernels the highest priority inside the block, in every thread, so that they are selected whenever they are eligible.
 
-    A model that runs in the block must be made in it too, because experts are prepared for the kernel that will serve them.
+    A model that runs in the block must be created in it, because experts are prepared for the selected kernel.
 
     Raises:
-        ValueError: there is no kernel of a name.
+        ValueError: a named kernel does not exist.
     """
     registry = KernelRegistry.get()
     unknown = sorted(set(names) - {spec.name for spec in registry.list_kernels()})
@@ -147,9 +147,9 @@ def preferring(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reference_only() -> Iterator[None]:
-    """Makes the reference serve every operator inside the block, in this thread.
+    """Runs every operator by its reference inside the block, in this thread.
 
-    A model that runs in the block must be made in it too, because experts are prepared for the kernel that will serve them.
+    A model that runs in the block must be created in it, because experts are prepared for the selected kernel.
     """
     registry = KernelRegistry.get()
     with contextlib.ExitStack() as stack:

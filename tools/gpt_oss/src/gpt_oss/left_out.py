@@ -1,9 +1,10 @@
-"""How much shorter a pass is without the calls of one kernel.
+"""Measures how much shorter a pass is without the calls of one kernel.
 
-Kernels overlap: one begins before the one before has ended, and reads weights meanwhile. So the times of kernels that run by
-themselves (`gpt_oss.breakdown`) do not add up to the time of a pass. What a pass is shorter by without a kernel is what there is to
-gain from it. In its place stand the results of an earlier pass, so that all others do what they did. What a kernel would change in
-place stays as it is: that changes numbers, and so perhaps which experts tokens choose, but not how many.
+Kernels overlap (PDL): a kernel starts and loads weights before the preceding one has ended. So the isolated times of kernels
+(`gpt_oss.breakdown`) do not add up to the time of a pass. The time by which a pass is shorter without a kernel is the most that
+optimising this kernel can gain. The kernel's results are replaced by those of an earlier pass, so that all other kernels do the
+same work. In-place changes by the kernel are omitted: this changes values, and so possibly the selected experts, but not their
+number.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _REPLAYS = 20
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A kernel, and what its calls cost.
+    """A kernel and the cost of its calls.
 
     Attributes:
-        operator: what it computes.
-        kernel: its name.
-        calls: how many there are in a pass.
-        microseconds: by which the pass is shorter without all of them.
+        operator: the operator.
+        kernel: the kernel's name.
+        calls: calls per pass.
+        microseconds: how much shorter the pass is without all these calls.
     """
 
     operator: str
@@ -39,14 +40,14 @@ class LeftOut:
 def leave_out(forward: Callable[[], Any], device: torch.device) -> tuple[float, list[LeftOut]]:
     """Times a pass, and for each of its kernels the same pass without it.
 
-    Where several ranks run a pass together, each must call this, and leaves out what the others leave out.
+    If several ranks run a pass together, each must call this; all ranks leave out the same kernel at a time.
 
     Args:
-        forward: launches the pass, which may be captured. It runs again and again, so what it writes must not matter.
+        forward: launches the pass, which must be capturable. It runs repeatedly, so its outputs must not matter.
         device: a GPU.
 
     Returns:
-        The microseconds of the pass, and its kernels, those first without which it is shortest.
+        The microseconds of the pass, and its kernels, the most expensive first.
     """
     results: dict[tuple[str, str], list[Any]] = {}
 
@@ -73,7 +74,7 @@ def leave_out(forward: Callable[[], Any], device: torch.device) -> tuple[float, 
 
 
 def _key(call: Any) -> tuple[str, str] | None:
-    """Operator and kernel; None for a composed operator, whose parts come by themselves."""
+    """Operator and kernel; None for a composed operator, whose parts are recorded separately."""
     operator = f"{call.family}.{call.mode}"
     composed = KernelRegistry.get().get_by_name(call.kernel, operator).solution == "composed"
     return None if composed else (operator, call.kernel)
@@ -90,7 +91,7 @@ def _without(forward: Callable[[], Any], left_out: tuple[str, str], results: lis
 
 
 def _microseconds(forward: Callable[[], Any], device: torch.device) -> float:
-    """Of a pass in a graph, on average of replays one after another."""
+    """The microseconds of a pass in a graph, averaged over consecutive replays."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward()

@@ -1,6 +1,6 @@
-"""The tensors of a model, from a Hugging Face checkpoint or random ones, under the names that Hugging Face gives them.
+"""The tensors of a model, from a Hugging Face checkpoint or random, under Hugging Face's names.
 
-Both kinds of source are read one tensor at a time, so that a model is never in memory twice. Either can be saved as a checkpoint.
+Both sources are read one tensor at a time, so that a model is never in memory twice. Both can be saved as a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gpt_oss.transfer import Upload
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_LISTED = 12  # how many tensors an error names for each kind of problem
+_LISTED = 12  # the most tensors that an error names per kind of problem
 
-# What a safetensors file calls the dtypes that weights may have, and some that they may not.
+# safetensors' names of the dtypes that weights may have, and of some unsupported ones.
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -51,7 +51,7 @@ class CheckpointError(ValueError):
 
 
 class TensorSource(Protocol):
-    """Where a model's tensors come from."""
+    """A source of a model's tensors."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor, by name. Reads no tensor."""
@@ -60,11 +60,11 @@ class TensorSource(Protocol):
         """The dtype of each tensor, by name, spelled as PyTorch does: ``"bfloat16"``. Reads no tensor."""
 
     def get(self, name: str) -> Tensor:
-        """One tensor, in the dtype it is stored in."""
+        """One tensor, in its stored dtype."""
 
 
 def from_files(source: TensorSource) -> bool:
-    """Whether tensors of a source are read from files, so that it pays to read them ahead."""
+    """Whether a source's tensors are read from files, so that reading ahead pays off."""
     return bool(getattr(source, "from_files", False))
 
 
@@ -76,7 +76,7 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """The names and shapes of a model's tensors in a checkpoint.
 
     Dense experts are stored ``[experts, inputs, outputs]``. MXFP4 experts are stored ``[experts, outputs, inputs]``, in blocks of
-    32 elements (16 bytes) along the inputs, with one scale byte for each block. In both, gate and up alternate along the outputs
+    32 elements (16 bytes) along the inputs, with one scale byte per block. In both, gate and up are interleaved along the outputs
     of ``gate_up_proj``.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
@@ -111,19 +111,19 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def reading_order(config: Config) -> list[str]:
-    """The names of a model's tensors in about the order in which a model reads them: the output matrix and its norm come last."""
+    """The names of a model's tensors in approximately the order in which a model reads them: output matrix and final norm last."""
     late = ("model.norm.weight", "lm_head.weight")
     names = expected_tensors(config)
     return [*(name for name in names if name not in late), *(name for name in late if name in names)]
 
 
 def allowed_dtypes(name: str) -> tuple[str, ...]:
-    """The dtypes that a tensor of this name may have: bytes for MXFP4 experts, floating point for everything else."""
+    """The dtypes that a tensor of this name may have: uint8 for MXFP4 experts, floating point otherwise."""
     return _PACKED_DTYPES if name.endswith(("_blocks", "_scales")) else _DENSE_DTYPES
 
 
 def check_source(config: Config, source: TensorSource) -> None:
-    """Checks that a source has the tensors that a configuration asks for.
+    """Checks that a source has the tensors of a configuration.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, or of the wrong shape or dtype. The message names them.
@@ -131,7 +131,7 @@ def check_source(config: Config, source: TensorSource) -> None:
     expected, found, dtypes = expected_tensors(config), source.shapes(), source.dtypes()
     both = sorted(expected.keys() & found.keys())
     missing = [f"{name} {list(expected[name])}" for name in sorted(expected.keys() - found.keys())]
-    # A checkpoint with tied embeddings may hold the output matrix too.
+    # A checkpoint with tied embeddings may also contain the output matrix.
     unexpected = sorted(found.keys() - expected.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set()))
     shapes = [
         f"{name} must be {list(expected[name])}, got {list(found[name])}" for name in both if tuple(found[name]) != expected[name]
@@ -156,10 +156,10 @@ def check_source(config: Config, source: TensorSource) -> None:
 
 
 class Checkpoint:
-    """The tensors of a directory that holds ``model.safetensors``, or shards and the index that lists them.
+    """The tensors of a directory with ``model.safetensors``, or with shards and their index.
 
     Raises:
-        CheckpointError: the directory holds neither, a file is missing or unreadable, or the index and the shards disagree.
+        CheckpointError: the directory has neither, a file is missing or unreadable, or the index and the shards disagree.
     """
 
     from_files = True
@@ -209,11 +209,11 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def read(self, name: str, upload: Upload | None = None) -> Tensor:
-        """One tensor, read into memory of its own. That is quicker than `get`, whose memory is a mapped file, read page by page.
+        """Reads one tensor into new memory. This is faster than `get`, which returns a mapped file that is read page by page.
 
         Args:
-            name: of the tensor.
-            upload: sends it to a device while it is read; without it the tensor is in host memory.
+            name: the tensor's name.
+            upload: copies the tensor to a device while it is read; without it the tensor is in host memory.
 
         Raises:
             CheckpointError: the file ends before the tensor does.
@@ -243,16 +243,16 @@ class Checkpoint:
         return held.view(getattr(torch, dtype)).view(shape)
 
     def get_part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
-        """The slices ``start`` to ``stop - 1`` of one tensor along an axis. Nothing else of it is read."""
+        """The slices ``start`` to ``stop - 1`` of one tensor along an axis. Only these are read."""
         whole = self._files[self._file_of[name]].get_slice(name)
         part: Tensor = whole[(*[slice(None)] * axis, slice(start, stop))]
         return part
 
 
 def _entries_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """The dtype and shape of each tensor of a safetensors file, and where its bytes begin and end.
+    """The dtype and shape of each tensor of a safetensors file, and the range of its bytes.
 
-    A file begins with the length of its header in 8 bytes, and the header, which is JSON; offsets count from behind that.
+    A file begins with the length of its header in 8 bytes, then the header in JSON; offsets are relative to the header's end.
     """
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -266,16 +266,16 @@ def _entries_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
 
 
 class RandomTensors:
-    """Random tensors of a configuration's shapes. The same seed gives the same tensors, in whatever order they are read.
+    """Random tensors of a configuration's shapes. The same seed gives the same tensors, in any order of reading.
 
-    The standard deviation of a matrix is one over the square root of its number of inputs, so that activations keep their size
-    through many layers. MXFP4 experts are random codes with scales that give the same deviation.
+    The standard deviation of a matrix is one over the square root of its number of inputs, so that activations keep their magnitude
+    through many layers. MXFP4 experts are random e2m1 values with scales that give the same deviation.
 
     Args:
         config: the model's configuration.
-        seed: of the random generator; any int.
-        dtype: of all tensors but the MXFP4 ones; floating point.
-        device: where they are made. The values differ between kinds of devices.
+        seed: seed of the random generator; any int.
+        dtype: dtype of all tensors except the MXFP4 ones; floating point.
+        device: the device on which they are created. The values differ between device types.
         bias: standard deviation of biases.
 
     Raises:
@@ -306,7 +306,7 @@ class RandomTensors:
 
     def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        # 32 bits, because the generator for CPUs ignores the upper ones of a longer seed.
+        # 32 bits, because the CPU generator ignores the upper bits of a longer seed.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
 
         def normal(scale: float, mean: float = 0.0) -> Tensor:
@@ -317,7 +317,7 @@ class RandomTensors:
             return torch.randint(0, 256, shape, generator=generator, device=self.device, dtype=torch.uint8)
         if name.endswith("_scales"):
             inputs = 32 * shape[-1]
-            # The values of uniformly random e2m1 codes have a standard deviation of 2.93.
+            # Uniformly random e2m1 bit patterns have a standard deviation of 2.93.
             middle = 127 + round(math.log2(1 / (2.93 * math.sqrt(inputs))))
             return torch.randint(middle - 1, middle + 2, shape, generator=generator, device=self.device, dtype=torch.uint8)
         if "norm.weight" in name:
@@ -336,10 +336,10 @@ def save_checkpoint(directory: str | Path, config: Config, source: TensorSource,
     """Writes a checkpoint in Hugging Face's layout and returns its directory.
 
     Args:
-        directory: where to; it is made if it does not exist.
-        config: is written as ``config.json``.
+        directory: the target; created if it does not exist.
+        config: the configuration, written as ``config.json``.
         source: the tensors.
-        shard_bytes: a new file is begun once one holds this many bytes; None writes a single file.
+        shard_bytes: a new file is started once a file has this many bytes; None writes a single file.
 
     Raises:
         TypeError, ValueError: shard_bytes is not an int of at least 1; nothing has been written then.

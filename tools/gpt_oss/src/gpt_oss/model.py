@@ -1,8 +1,8 @@
 """The GPT-OSS model over a flat batch of tokens.
 
-Wherever tokenspeed-kernel has an operator, the model calls it, and where it has one for several steps at once, that one: fused
-kernels serve it where there are some, and its parts' kernels elsewhere. Nothing here depends on the device or on which kernel
-serves an operator there. PyTorch itself does the rest: looking up embeddings, making views, and selecting rows.
+The model calls tokenspeed-kernel's operators wherever one exists, and prefers operators that combine several steps: these run as a
+fused kernel if one is eligible, otherwise as the kernels of their parts. Nothing here depends on the device or on the selected
+kernels. PyTorch does the rest: embedding lookup, views, and row selection.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class GptOss:
 
     Args:
         config: its configuration.
-        source: its tensors; see `gpt_oss.loader`. Each is read once. On a GPU a checkpoint's tensors are read ahead by a thread;
-            on a CPU those of the right dtype stay in the mapped files.
+        source: its tensors; see `gpt_oss.loader`. Each is read once. For a GPU a thread reads a checkpoint's tensors ahead;
+            on a CPU, tensors of the right dtype stay in the mapped files.
         dtype: floating-point dtype of weights and activations. MXFP4 experts stay packed.
-        device: where it runs.
-        max_positions: the length of the longest sequence. None, or more than the configuration's context, stands for the context.
-        console: where the progress of loading is shown, in bytes; None shows none.
-        activation_dtype: what the experts round the inputs of their products to: ``"none"``, ``"fp8"`` or ``"mxfp4"``.
+        device: the model's device.
+        max_positions: the length of the longest sequence. None, or more than the configuration's context, means the context.
+        console: shows the progress of loading, in bytes; None shows none.
+        activation_dtype: the format to which experts quantise the inputs of their GEMMs: ``"none"``, ``"fp8"`` or ``"mxfp4"``.
 
     Attributes:
-        ops: where operators are looked up: the public API, or a listener between (`gpt_oss.kernels.listen`).
+        ops: the operators: the public API, or a recording wrapper (`gpt_oss.kernels.listen`).
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
-        CheckpointError: the tensors do not fit the configuration.
+        CheckpointError: the tensors do not match the configuration.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class GptOss:
         self.unembedding = Linear(unembedding.t(), None)
 
     def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
-        """Runs a batch, and writes its keys and values to the slots of the cache that the batch names. Changes nothing else.
+        """Runs a batch, and writes its keys and values to the batch's cache slots. Changes nothing else.
 
         Args:
-            batch: what to run.
-            cache: where keys and values are kept; None for a pass that keeps none.
+            batch: the batch to run.
+            cache: the KV cache; None for a pass without a cache.
             out: receives the result.
 
         Returns:
@@ -123,7 +123,7 @@ class GptOss:
         return self.unembedding(self.ops, self._norm_last(hidden, residual), out)
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
-        """What the last layer adds to the residual stream, and that stream; None for a stream that has it already."""
+        """The last layer's output and the residual stream to which it must be added; None if it was already added."""
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -133,7 +133,7 @@ class GptOss:
         return hidden, residual
 
     def _attend(self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches) -> tuple[Tensor, Tensor]:
-        """What attention adds to the residual stream, and that stream with what came before."""
+        """The attention output that must be added to the residual stream, and that stream with all earlier outputs added."""
         found = self.ops.rmsnorm_qkv_rope(
             hidden,
             layer.attention_norm,
@@ -153,7 +153,7 @@ class GptOss:
         return layer.output(self.ops, self._attention(layer, qkv, batch, *caches)), residual
 
     def _route(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the experts see, their weights and ids for each token, and the residual stream."""
+        """The experts' input, the top-k weights and ids of each token, and the residual stream."""
         chosen: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.rmsnorm_moe_topk(
             attended,
             layer.mlp_norm,
@@ -215,7 +215,7 @@ class GptOss:
 
     @contextlib.contextmanager
     def _reading(self, source: TensorSource, console: Console | None) -> Iterator[None]:
-        """While it is open, tensors can be read, and the console shows how many bytes have been."""
+        """Inside the block, tensors can be read, and the console shows the number of bytes read."""
         names, sizes = reading_order(self.config), bytes_of(source)
         columns = (TextColumn("loading the weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
         ahead = from_files(source) and self.device.type != "cpu"
@@ -234,14 +234,14 @@ class GptOss:
                 yield
                 del self._get
         if upload is not None:
-            # What the stream that sends has freed is kept for that stream, which sends nothing more.
+            # PyTorch's allocator keeps memory freed by the upload stream for that stream, which is no longer used.
             torch.cuda.empty_cache()
 
     def _read(self, name: str) -> Tensor:
         return self._get(name).to(self.device, self.dtype)
 
     def _read_linear(self, *names: str, bias: bool = True) -> Linear:
-        """One projection, or several joined along their outputs."""
+        """Reads one projection, or several concatenated along their outputs."""
 
         def joined(suffix: str) -> Tensor:
             return torch.cat([self._read(name + suffix) for name in names])
@@ -265,7 +265,7 @@ class GptOss:
         )
 
     def _read_experts(self, prefix: str) -> tuple[Any, Any]:
-        """The plan for a layer's experts, and the experts prepared for it."""
+        """The plan of a layer's experts, and the weights prepared for it."""
         config = self.config
         packed = config.quantization == "mxfp4"
         plan = self.ops.moe_plan(
@@ -291,7 +291,7 @@ class GptOss:
         return plan, self.ops.moe_process_weights(weights, plan)
 
     def _read_packed(self, name: str) -> tuple[Tensor, Tensor]:
-        """MXFP4 codes ``[experts, outputs, inputs / 2]`` and scales ``[experts, outputs, inputs / 32]``, both uint8."""
+        """Packed MXFP4 values ``[experts, outputs, inputs / 2]`` and scales ``[experts, outputs, inputs / 32]``, both uint8."""
         blocks, scales = self._get(name + "_blocks"), self._get(name + "_scales")
         return blocks.flatten(2).to(self.device), scales.to(self.device)
 

@@ -1,8 +1,8 @@
-"""Generates tokens with a model that several GPUs share, one process a GPU.
+"""Generates tokens with a tensor-parallel or expert-parallel model, one process per GPU.
 
     torchrun --nproc-per-node 2 -m gpt_oss.parallel --model FOLDER
 
-A rank has a part of each expert (`gpt_oss.tensor_parallel`) or some whole experts (`gpt_oss.expert_parallel`).
+A rank has a shard of every expert (`gpt_oss.tensor_parallel`) or some whole experts (`gpt_oss.expert_parallel`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODELS: Mapping[str, type[SharedGptOss]] = {"parts": TensorParallelGptOss, "whol
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Generates tokens on the ranks that torchrun started, and says how long each took."""
+    """Generates tokens on the ranks that torchrun started, and prints the times of a decode step and of the prefill."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint's folder; random weights without one")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="gpt-oss-20b", help="whose shapes random weights have")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine = Engine(model, PagedKVCache(model.config, pages, 64, torch.bfloat16, device), max_sequences=options.batch)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(config.vocab_size, (options.batch, options.prompt), generator=generator).tolist()
-        engine.generate([Request(prompt, options.tokens) for prompt in prompts])  # compiles what it needs
+        engine.generate([Request(prompt, options.tokens) for prompt in prompts])  # warm-up: compiles the kernels
         few, many = (_seconds(engine, prompts, tokens) for tokens in (2, options.tokens))
         if group.rank == 0:
             memory = group.peer_gap or "yes"

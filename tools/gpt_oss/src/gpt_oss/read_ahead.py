@@ -1,4 +1,4 @@
-"""Reading tensors ahead of who asks for them, so that a file is read while weights are sent to a device and prepared there."""
+"""Reads tensors ahead, so that reading files overlaps with uploading weights and preparing them on the device."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from gpt_oss.transfer import Upload
 
 
 def bytes_of(source: TensorSource) -> dict[str, int]:
-    """How many bytes each tensor of a source has, by name. Reads no tensor."""
+    """The size of each tensor of a source in bytes, by name. Reads no tensor."""
     sizes = {name: getattr(torch, dtype).itemsize for name, dtype in source.dtypes().items()}
     return {name: math.prod(shape) * sizes[name] for name, shape in source.shapes().items()}
 
 
 class ReadAhead:
-    """A source whose tensors are read by a thread of its own, in a given order, before they are asked for.
+    """A source whose tensors are read ahead by a thread, in a given order.
 
-    A context manager: the thread ends with the block. Tensors may be asked for in any order, each once; those that are asked for
-    in the given order never wait for one another.
+    A context manager: the thread ends with the block. Tensors may be requested in any order, each once; requests in the given order
+    never block one another.
 
     Args:
-        source: where the tensors come from.
-        names: the tensors that will be asked for, in about that order. Others are read when they are asked for.
-        most_bytes: how much is held at most that nobody has asked for yet, a tensor more or less.
-        upload: sends tensors to a device while they are read, if the source can do that (`Checkpoint.read`). Otherwise, and where a
-            tensor is asked for before the thread has begun to read it, tensors are in host memory.
+        source: the underlying source.
+        names: the tensors that will be requested, in approximately that order. Others are read on request.
+        most_bytes: the approximate limit of bytes that are read ahead and not requested yet.
+        upload: copies tensors to a device while they are read, if the source supports this (`Checkpoint.read`). Otherwise, and for
+            a tensor that is requested before the thread has started to read it, tensors are in host memory.
     """
 
     def __init__(self, source: TensorSource, names: Sequence[str], most_bytes: int = 4 << 30, upload: Upload | None = None) -> None:
         self._source, self._most = source, most_bytes
         self._sizes = bytes_of(source)
         read: Callable[..., Tensor] | None = getattr(source, "read", None)
-        # Of a mapped file a tensor is read only when it is copied.
+        # A tensor of a mapped file is read only when it is copied.
         self._read: Callable[[str], Tensor] = (
             (lambda name: source.get(name).clone()) if read is None else functools.partial(read, upload=upload)
         )
         self._changed = threading.Condition()
-        # The condition guards the fields below. A name is in ``_pending`` until the thread or a caller begins to read it.
+        # The condition guards the fields below. A name is in ``_pending`` until the thread or a caller starts to read it.
         self._pending = dict.fromkeys(names)
         self._reading: str | None = None
         self._ready: dict[str, Tensor | BaseException] = {}
@@ -69,9 +69,9 @@ class ReadAhead:
         return self._source.dtypes()
 
     def get(self, name: str) -> Tensor:
-        """One tensor; see `TensorSource`. What the source raises for it is raised here."""
+        """One tensor; see `TensorSource`. Raises the source's errors for this tensor."""
         with self._changed:
-            # The thread will not come to a tensor while it holds all that it may; its caller reads that one instead.
+            # While the thread is at its limit it does not reach this tensor, so the caller reads it instead.
             self._changed.wait_for(lambda: name in self._ready or (name != self._reading and not self._comes(name)))
             if name in self._ready:
                 found = self._ready.pop(name)
@@ -85,7 +85,7 @@ class ReadAhead:
         return self._source.get(name)
 
     def _comes(self, name: str) -> bool:
-        """Whether the thread reads a tensor without anybody asking for others before."""
+        """Whether the thread will read a tensor without further requests for other tensors."""
         return name in self._pending and self._held < self._most and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -100,7 +100,7 @@ class ReadAhead:
             found: Tensor | BaseException
             try:
                 found = self._read(name)
-            except BaseException as error:  # belongs to whoever asks for the tensor
+            except BaseException as error:  # raised in the thread that requests the tensor
                 found = error
             with self._changed:
                 self._reading = None

@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what the engine answers."""
+"""Requests to the engine, and its events and completions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpt_oss.sampling import Sampling, check_sampling
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it. `gpt_oss.Engine.add` says what it checks.
+    """A prompt and how to continue it. `gpt_oss.Engine.add` documents the checks.
 
     Attributes:
         prompt: token ids, at least one: a sequence of ints (a list, a tuple, a range), not a string, an array or a tensor.
-        max_tokens: the most tokens that are generated, at least 1.
-        sampling: how each token is chosen; by default the most likely one.
-        stop_tokens: token ids that end the text: a set or a sequence of ints. The one that was generated is the last reported.
-        keep_logits: whether each event carries the logits that its token was chosen from.
+        max_tokens: the most tokens to generate, at least 1.
+        sampling: the sampling parameters; by default greedy.
+        stop_tokens: token ids that end the text: a set or a sequence of ints. A generated stop token is the last reported token.
+        keep_logits: whether each event includes the logits from which its token was sampled.
     """
 
     prompt: Sequence[int]
@@ -37,8 +37,8 @@ class Event:
 
     Attributes:
         request: the number that `gpt_oss.Engine.add` returned.
-        index: how many tokens had been generated for the request before this one.
-        token: its id.
+        index: number of tokens generated for the request before this one.
+        token: the token id.
         finish_reason: on a request's last token ``"stop"`` (a stop token) or ``"length"`` (``max_tokens`` reached); else None.
         logits: float32 ``[vocab_size]`` in host memory if the request keeps its logits, else None.
     """
@@ -68,16 +68,16 @@ class Completion:
 
 
 def checked_request(request: Request, vocab_size: int, context: int) -> Request:
-    """Checks every field of a request, and returns a copy that later changes to the caller's lists do not reach.
+    """Checks every field of a request, and returns a copy that is independent of the caller's lists.
 
     Args:
-        request: what the caller asks for.
-        vocab_size: the model's; token ids are below it.
-        context: the most tokens that the prompt and what is generated may have together.
+        request: the caller's request.
+        vocab_size: the model's vocabulary size; token ids must be below it.
+        context: the most tokens of prompt and generated text together.
 
     Raises:
         TypeError: a field has the wrong type.
-        ValueError: a field has a value that it must not have. Both errors name the field, what it must be, and what it was.
+        ValueError: a field has an invalid value. Both errors name the field, what it must be, and what it was.
     """
     instance(Request).check("request", request)
     COUNT.check("max_tokens", request.max_tokens)
@@ -108,7 +108,7 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
 def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int, ...]:
     """The values as a tuple. Raises TypeError or ValueError for the first that is not a token id of the vocabulary."""
     ids = tuple(values)
-    # Prompts may be long, and the device waits meanwhile: this looks at them without a loop in Python.
+    # Prompts may be long and the device waits meanwhile, so there is no Python loop over tokens.
     if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     for index, token in enumerate(ids):

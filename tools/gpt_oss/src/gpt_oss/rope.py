@@ -1,4 +1,4 @@
-"""The table of cosines and sines that the rotary embedding looks positions up in."""
+"""The cos/sin table of the rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpt_oss.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """The frequency of each pair of dimensions, in radians per position: float32 ``[head_dim / 2]``.
 
-    YaRN keeps high frequencies, which distinguish neighbouring tokens. It divides low frequencies, whose angles would leave the
+    YaRN keeps high frequencies, which distinguish adjacent tokens. It divides low frequencies, whose angles would leave the
     range seen in training, by the stretching factor. In between it mixes the two linearly (Peng et al., 2023, arXiv:2309.00071).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -22,7 +22,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return kept
 
     def dimension(rotations: float) -> float:
-        """The index of the pair that makes this many rotations over the trained context, as a real number."""
+        """The (fractional) index of the pair that makes this many rotations over the training context."""
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Sampling of the next token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt_oss.fields import SMALLEST, check_fields, integer, number
 from gpt_oss.transfer import to_device
 
-# The ranges are those of the tensors that the values travel in: float32, int32 and int64.
+# The ranges are those of the tensors that hold the values: float32, int32 and int64.
 _FIELDS = {
     "temperature": number(0),
     "top_k": integer(0, 2**31 - 1),
@@ -23,14 +23,14 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """The sampling parameters of a request.
 
     Attributes:
-        temperature: the logits are divided by it, from 0 to 1e38. At 0 the most likely token is taken and the other fields
+        temperature: divisor of the logits, from 0 to 1e38. 0 is greedy: the most likely token is selected, and the other fields
             have no effect.
-        top_k: only the k most likely tokens may be chosen; 0 for all of them. A k beyond the vocabulary is the same as 0.
-        top_p: only the most likely tokens that together reach this probability may be chosen, at most 1.
-        seed: an int64. A random choice depends on it and on how many tokens the request has generated, and on nothing else.
+        top_k: only the k most likely tokens are sampled from; 0 for all of them. A k beyond the vocabulary is the same as 0.
+        top_p: only the most likely tokens that together reach this probability are sampled from, at most 1.
+        seed: an int64. A random choice depends only on the seed and on how many tokens the request has generated.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -48,7 +48,7 @@ class Sampling:
 def check_sampling(sampling: Sampling) -> None:
     """Raises TypeError or ValueError for the first field that is not as `Sampling` states.
 
-    `Sampling` calls it when it is made. The engine calls it again, because unpickling does not.
+    The constructor of `Sampling` calls it. The engine calls it again, because unpickling does not.
     """
     check_fields(_FIELDS, sampling)
 
@@ -57,9 +57,9 @@ def sample(ops: Any, logits: Tensor, choices: Sequence[Sampling], indices: Seque
     """The next token of each row.
 
     Args:
-        ops: where the operators are looked up.
+        ops: the operators.
         logits: float ``[rows, vocab_size]``.
-        choices: for each row, how its token is chosen.
+        choices: the sampling parameters of each row.
         indices: for each row, how many tokens its request has generated so far.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the engine knows of a request that has started, and of a pass whose tokens it may not know yet."""
+"""The engine's state of a started request, and of a pass in flight."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gpt_oss.transfer import Fetched
 
 
 class Running(NamedTuple):
-    """A request that has started, and how far it is once everything that was launched is done. It is replaced, never changed.
+    """A started request, and its state after all launched passes complete. Immutable: updates replace it.
 
     Attributes:
         number: the request's number.
-        request: the engine's own copy of it.
-        pages: the pages that it holds.
-        cached: how many of its tokens have their keys and values in the cache.
-        generated: how many tokens have been generated, a token that is in flight included.
-        last_token: the one generated last, which is not in the cache yet; None if it is in flight.
+        request: the engine's own copy of the request.
+        pages: its pages.
+        cached: how many of its tokens have keys and values in the cache.
+        generated: number of generated tokens, a token in flight included.
+        last_token: the last generated token, which is not in the cache yet; None if it is in flight.
     """
 
     number: int
@@ -32,18 +32,18 @@ class Running(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether no more tokens can follow, whatever the one in flight turns out to be."""
+        """Whether no more tokens can follow, whatever the token in flight is."""
         return self.generated >= self.request.max_tokens
 
     def next_tokens(self, budget: int) -> Sequence[int | None]:
-        """The tokens that the next pass runs: the one generated last, None if it is in flight; or at most ``budget`` tokens of the
+        """The input tokens of the next pass: the last generated token, None if it is in flight; or at most ``budget`` tokens of the
         prompt."""
         if self.generated:
             return (self.last_token,)
         return self.request.prompt[self.cached : self.cached + budget]
 
     def after(self, tokens: int) -> Running:
-        """The same once a pass over that many of its tokens has been launched. It generates a token if the prompt is done."""
+        """The state after the launch of a pass over ``tokens`` tokens. The pass generates a token if it completes the prompt."""
         cached = self.cached + tokens
         generates = cached >= len(self.request.prompt)
         last_token = None if generates else self.last_token
@@ -51,13 +51,13 @@ class Running(NamedTuple):
 
 
 class Flight:
-    """A pass that has been launched: the device may still be at it, and then the host does not know its tokens.
+    """A launched pass, which may still be running on the device; the host does not know its tokens until it completes.
 
     Args:
-        rows: for each row that a token was sampled for, the request's number, and how many tokens it had before that.
-        tokens: int64 ``[at least the rows]``, on the device. Its own from now on, except if ``intact`` is given.
-        logits: what they were sampled from, if somebody wants to see that.
-        intact: whether the tokens still lie where they did; without it they always do.
+        rows: for each sampled row, the request's number, and its number of generated tokens before that.
+        tokens: int64 ``[at least the rows]``, on the device. Owned by this object, unless ``intact`` is given.
+        logits: the logits from which they were sampled, if requested.
+        intact: whether the tokens were not overwritten yet; without it they never are.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Flight:
 
     @property
     def row_of(self) -> dict[int, int]:
-        """The row of each request."""
+        """Maps a request's number to its row."""
         return {number: row for row, (number, _) in enumerate(self.rows)}
 
     @property
     def on_device(self) -> Tensor:
-        """The tokens, on the device, in order with what is launched next. Waits for the pass if they were overwritten since."""
+        """The tokens on the device, stream-ordered before later launches. Waits for the pass if they were overwritten."""
         if self._intact is None or self._intact():
             return self._on_device
         return self._tokens.wait().to(self._on_device.device)

@@ -1,7 +1,7 @@
-"""The part of a model's tensors that one rank of several keeps.
+"""One rank's shard of a model's tensors.
 
-Attention heads and the rows of the output matrix are always shared out. Of the experts a rank has either a part of each, its
-intermediate features, or some whole ones.
+Attention heads and the rows of the output matrix are always divided among ranks. A rank has either a slice of every expert's
+intermediate features, or some whole experts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from gpt_oss.loader import Checkpoint, TensorSource, check_source, from_files
 from gpt_oss.model import GptOss, Linear
 from tokenspeed_kernel import ProcessGroup
 
-# The scale of blocks that fill a share up: 2 to the power of 0. Their codes are zeros.
+# The scale of padding blocks: 2 to the power of 0. Their elements are zeros.
 _UNIT_SCALE = 127
 
 
 def share_of(config: Config, size: int, whole_experts: bool = False) -> Config:
-    """The configuration of one rank's share: its heads, and its experts or its intermediate features. Features are filled up where
-    they cannot be divided.
+    """The configuration of one rank's shard: its heads, and its experts or its intermediate features. Features that are not
+    divisible are padded.
 
     Args:
-        config: of the whole model.
+        config: the whole model's configuration.
         size: the number of ranks.
-        whole_experts: whether a rank has whole experts, rather than a part of each.
+        whole_experts: whether a rank has some whole experts, rather than a slice of each.
 
     Raises:
-        ValueError: heads, or experts, cannot be divided among so many ranks.
+        ValueError: heads or experts are not divisible by the number of ranks.
     """
     divided = ["num_attention_heads", "num_key_value_heads", *(["num_local_experts"] if whole_experts else [])]
     for name in divided:
@@ -59,7 +59,7 @@ def _features(config: Config, size: int) -> int:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A rank's slices of a tensor: along which axis, how many, and what fills them up."""
+    """A rank's slices of a tensor: the axis, the count, and the padding value."""
 
     axis: int
     count: int
@@ -67,20 +67,20 @@ class _Cut:
 
 
 class SharedSource:
-    """One rank's share of the tensors of a source, as `share_of` describes it, and its rows of the output matrix, filled up where
-    they cannot be divided. Router and embedding are whole. Of files only the share is read.
+    """One rank's shard of the tensors of a source, as described by `share_of`, and its rows of the output matrix, padded if they
+    are not divisible. Router and embedding are whole. Only the shard is read from files.
 
-    Biases of what is summed over ranks are the first rank's; the others have zeros.
+    Biases of outputs that are summed over ranks are on the first rank only; the others have zeros.
 
     Args:
-        config: of the whole model.
+        config: the whole model's configuration.
         source: the whole model's tensors.
-        rank: whose share.
+        rank: the rank.
         size: the number of ranks.
         whole_experts: as for `share_of`.
 
     Raises:
-        CheckpointError: the tensors do not fit the configuration.
+        CheckpointError: the tensors do not match the configuration.
     """
 
     def __init__(self, config: Config, source: TensorSource, rank: int, size: int, whole_experts: bool = False) -> None:
@@ -117,7 +117,7 @@ class SharedSource:
         return shape if cut is None else (*shape[: cut.axis], cut.count, *shape[cut.axis + 1 :])
 
     def _cut_of(self, name: str, shape: tuple[int, ...]) -> _Cut | None:
-        """What this rank has of a tensor; None for all of it."""
+        """This rank's slices of a tensor; None for the whole tensor."""
         if name == "lm_head.weight":
             return _Cut(0, -(-shape[0] // self._size))
         if "experts." in name:
@@ -130,7 +130,7 @@ class SharedSource:
         return None
 
     def _features_of(self, kind: str) -> _Cut | None:
-        # Gates and ups alternate along the outputs of gate_up_proj; the inputs of packed weights lie in blocks of 32.
+        # Gate and up are interleaved along the outputs of gate_up_proj; the inputs of packed weights are in blocks of 32.
         outputs, inputs = 2 * self._features, self._features
         match kind:
             case "gate_up_proj":
@@ -149,23 +149,23 @@ class SharedSource:
 
 
 def slices_of(whole: int, count: int, rank: int) -> tuple[int, int]:
-    """Where a rank's slices begin and end, if each rank has so many; the last ranks may have fewer."""
+    """The begin and end of a rank's slices, with ``count`` per rank; the last ranks may have fewer."""
     start = min(rank * count, whole)
     return start, min(start + count, whole)
 
 
 def filled(tensor: Tensor, axis: int, count: int, filling: int = 0) -> Tensor:
-    """A tensor, filled up at its end to so many slices along an axis."""
+    """A tensor, padded at its end to ``count`` slices along an axis."""
     missing = count - tensor.shape[axis]
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - axis) + (0, missing), value=filling) if missing else tensor
 
 
 @dataclass(frozen=True)
 class GatheredLinear(Linear):
-    """A projection whose outputs are shared out: the ranks' products side by side.
+    """A projection whose outputs are divided among ranks and gathered.
 
     Attributes:
-        outputs: how many there are; the last ranks' may be filled up.
+        outputs: number of outputs, without the padding of the last ranks.
     """
 
     group: ProcessGroup
@@ -178,20 +178,20 @@ class GatheredLinear(Linear):
 
 
 class SharedGptOss(GptOss):
-    """One rank's share of a model: its tensors, and the logits put together.
+    """One rank's shard of a model: its tensors, with the logits gathered from all ranks.
 
     Args:
         config: the whole model's configuration.
-        source: the whole model's tensors. Of each this rank keeps its share, and of files it reads no more.
-        group: the ranks; with peer memory, for kernels that are captured and need no library between processes.
+        source: the whole model's tensors. This rank reads and keeps only its shard of each.
+        group: the ranks; with peer memory, kernels can be captured and need no communication library.
         dtype, device, max_positions, options: as for `GptOss`.
 
     Attributes:
-        config: of this rank's share, which a cache is made for.
+        config: the configuration of this rank's shard, from which a cache is created.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated, or something cannot be divided among the ranks; the message names it.
-        CheckpointError: the tensors do not fit the configuration.
+        TypeError, ValueError: an argument is not as stated, or a size is not divisible by the ranks; the message names it.
+        CheckpointError: the tensors do not match the configuration.
     """
 
     whole_experts = False
@@ -220,4 +220,4 @@ class SharedGptOss(GptOss):
         self.unembedding = GatheredLinear(weight, None, group, config.vocab_size)
 
     def _check_tensors(self, config: Config, source: TensorSource) -> None:
-        """Those of the whole model have been checked."""
+        """Does nothing, because the whole model's tensors were already checked."""

@@ -1,12 +1,12 @@
-"""A model on several GPUs, each of which holds a part of every layer.
+"""A tensor-parallel model: each GPU has a shard of every layer.
 
-Attention heads, the experts' intermediate features and the rows of the output matrix are shared out among the ranks of a process
-group. Each rank runs the model on its share, for the same batch; sums over ranks follow the two products that end a layer's halves,
-and the ranks' logits are put together. All ranks have the same bits then, so that each chooses the same tokens. An `Engine` of each
-rank must be given the same requests in the same order.
+Attention heads, the experts' intermediate features and the rows of the output matrix are divided among the ranks of a process
+group. Each rank runs its shard for the same batch. A sum over ranks follows the output projection of attention and the experts, and
+the ranks' logits are gathered. All ranks then have bitwise equal logits and select the same tokens. The `Engine` of each rank must
+get the same requests in the same order.
 
-A sum is followed by a normalisation. Where there are many tokens, one kernel does both. Where there are few, one kernel sums, and
-those of the model on one GPU follow, which normalise and do much more.
+A sum is followed by a norm. With many tokens, one kernel does both. With few tokens, a kernel does the sum only, followed by the
+fused kernels of the single-GPU model, which include the norm.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from gpt_oss.shares import SharedGptOss
 
 
 class TensorParallelGptOss(SharedGptOss):
-    """One rank's heads, and its part of each expert. It runs like the whole model; every rank must run the same batches in the same
-    order. See `SharedGptOss`.
+    """One rank's heads, and its slice of each expert. It runs like the whole model; every rank must run the same batches in the
+    same order. See `SharedGptOss`.
 
     Attributes:
-        few_tokens: the tokens of a batch up to which a kernel that sums is followed by those that normalise and do more.
+        few_tokens: batches of up to this many tokens use a sum followed by the fused kernels; larger ones use a fused sum and norm.
     """
 
-    # GPT-OSS-120B on two H200s, ms a pass of 1, 2, 4 and 8 tokens: 1.69, 1.99, 2.57, 3.50 with a sum first, and 1.78, 2.09, 2.60,
-    # 3.46 with the sum and the normalisation in one.
+    # GPT-OSS-120B on two H200s, ms per pass of 1, 2, 4 and 8 tokens: 1.69, 1.99, 2.57, 3.50 with a separate sum, and 1.78, 2.09,
+    # 2.60, 3.46 with fused sum and norm.
     few_tokens = 4
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
-        """What it returns first is this rank's part of a sum, too."""
+        """As in the base class, but the first result is this rank's partial sum."""
         run = self._run_few if len(hidden) <= self.few_tokens else self._run_many
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
@@ -43,7 +43,7 @@ class TensorParallelGptOss(SharedGptOss):
     def _run_few(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor]:
-        """Runs a layer; hidden and the first result are this rank's parts of sums, but for the tokens' embeddings."""
+        """Runs a layer; hidden and the first result are this rank's partial sums, except that the embeddings are complete."""
         ops, group = self.ops, self.group
         if residual is not None:
             ops.all_reduce(hidden, group, hidden)
@@ -54,7 +54,7 @@ class TensorParallelGptOss(SharedGptOss):
     def _run_many(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor]:
-        """Does what `_run_few` does."""
+        """As `_run_few`, with fused sum and norm."""
         ops, group, config, eps = self.ops, self.group, self.config, self.config.rms_norm_eps
         if residual is None:
             normed, residual = ops.rmsnorm(hidden, layer.attention_norm, eps), hidden

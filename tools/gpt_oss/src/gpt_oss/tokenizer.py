@@ -1,4 +1,4 @@
-"""Turning text into token ids and back: bytes for the tiny model, a checkpoint's own tokenizer for a real one."""
+"""Converts text to token ids and back: bytes for the tiny model, a checkpoint's own tokenizer for a real one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
     Attributes:
         has_chat: whether `chat` can be called.
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
     def chat(self, message: str) -> list[int]:
-        """The tokens of a conversation that consists of a user's message, up to where the model's answer begins."""
+        """The tokens of a conversation with one user message, up to the start of the model's answer."""
 
 
 class ByteTokenizer:
@@ -33,7 +33,7 @@ class ByteTokenizer:
         return [self.START, *text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the bytes. Bytes that are not valid UTF-8 become �, and the two special tokens are left out."""
+        """The text of the bytes. Invalid UTF-8 bytes become �, and the two special tokens are omitted."""
         return bytes(token for token in tokens if token < self.START).decode(errors="replace")
 
     def chat(self, message: str) -> list[int]:
@@ -41,7 +41,7 @@ class ByteTokenizer:
 
 
 class CheckpointTokenizer:
-    """The tokenizer in a checkpoint's directory, read by transformers, with the chat template that lies there.
+    """The tokenizer in a checkpoint's directory, read by transformers, with its chat template.
 
     Raises:
         RuntimeError: transformers is not installed.
@@ -71,8 +71,8 @@ class CheckpointTokenizer:
 def tokenizer_of(directory: str | Path | None, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint.
 
-    It is `ByteTokenizer` if there is no checkpoint, and if the checkpoint brings no tokenizer and its vocabulary has the size of
-    `ByteTokenizer`'s.
+    It is `ByteTokenizer` if there is no checkpoint, or if the checkpoint has no tokenizer and a vocabulary of `ByteTokenizer`'s
+    size.
     """
     if directory is None or (vocab_size == ByteTokenizer.vocab_size and not list(Path(directory).glob("tokenizer*"))):
         return ByteTokenizer()

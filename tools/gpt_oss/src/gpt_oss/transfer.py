@@ -1,7 +1,7 @@
-"""Tensors on their way between host and device, without waiting for what the device has queued.
+"""Asynchronous copies between host and device, which do not wait for the device's queued work.
 
-A copy from or to ordinary host memory would wait for every pass that was launched before. So on a GPU copies go through pinned
-memory, which PyTorch keeps until the device has done with it.
+A copy from or to pageable host memory would wait for all earlier passes. So on a GPU, copies use pinned memory, which PyTorch keeps
+until the device is done with it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def to_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.d
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on the device. On the CPU it is the tensor itself."""
+    """A copy of a host tensor on the device. On the CPU, the tensor itself."""
     if torch.device(device).type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Fetched:
-    """A copy of a tensor as it is now, on its way to the host.
+    """A copy of a tensor's current contents, in flight to the host.
 
     Args:
-        tensor: what to copy. It may be written to afterwards, by what is queued later on the same stream.
+        tensor: the tensor to copy. Work that is queued later on the same stream may overwrite it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -41,19 +41,19 @@ class Fetched:
             self._host, self._done = tensor.to("cpu", copy=True), None
 
     def wait(self) -> Tensor:
-        """The copy, in host memory, once it has arrived."""
+        """Waits for the copy and returns it, in host memory."""
         if self._done is not None:
             self._done.synchronize()
         return self._host
 
 
 class Upload:
-    """Bytes that are made on the host piece by piece, as those of a file are, and sent to a GPU meanwhile.
+    """Copies bytes that the host produces in chunks, such as a file's, to a GPU, overlapped with their production.
 
-    Pieces are made in two pinned buffers in turn, so that one is sent while the next is made. A stream of its own sends them.
+    Chunks alternate between two pinned buffers, so that one is copied while the next is filled. A separate stream does the copies.
 
     Args:
-        device: the GPU. Its current stream, that of the thread which makes this object, is the one that will use what is sent.
+        device: the GPU. Its current stream, in the thread that creates this object, is the stream that will use the copied data.
         piece_bytes: the size of a buffer.
     """
 
@@ -64,13 +64,13 @@ class Upload:
         self._buffers = [(torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)]
 
     def send(self, count: int, fill: Callable[[Tensor], None]) -> Tensor:
-        """A new tensor on the device, uint8 ``[count]``. It can be used at once by the stream that uses what is sent.
+        """Returns a new device tensor, uint8 ``[count]``. The stream that uses the data can use it at once.
 
         Args:
-            count: how many bytes.
-            fill: is called with pieces of host memory, uint8 ``[at most piece_bytes]``, in their order, and writes all of each.
+            count: number of bytes.
+            fill: called with chunks of host memory, uint8 ``[at most piece_bytes]``, in order; must fill each chunk.
         """
-        # Memory that the user's stream may still read must not be written to by this one, so each stream has memory of its own.
+        # This stream must not write to memory that the using stream may still read, so each stream has its own memory.
         with torch.cuda.stream(self._stream):
             sent = torch.empty(count, dtype=torch.uint8, device=self._device)
             for number, target in enumerate(sent.split(self._buffers[0][0].numel())):

@@ -1,4 +1,4 @@
-"""Takes PTX apart: kernels, their parameters, registers, labels and instructions, with the scopes of inline assembly resolved."""
+"""Parses PTX: kernels, their parameters, registers, labels and instructions, with the scopes of inline assembly resolved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _VARIABLE = re.compile(
 )
 _ENTRY = re.compile(r"\.entry\s+([$\w]+)\s*\((.*?)\)\s*(.*?)\{", re.DOTALL)
 _DIRECTIVE = re.compile(r"\.(maxnreg|reqntid|maxntid|minnctapersm)\s+(\d+(?:\s*,\s*\d+)*)")
-_REGISTERS_OF_ALL = 65536  # threads of a multiprocessor
+_REGISTERS_OF_ALL = 65536  # registers of an SM
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[^,]*?)?\s+([$\w]+)(?:\[(\d+)\])?(?=\s*(?:,|$))")
 
 
 def bits_of(kind: str) -> int:
-    """The width of a PTX type: 32 of ``f32``, 1 of ``pred``."""
+    """The width of a PTX type in bits: 32 for ``f32``, 1 for ``pred``."""
     if kind == "pred":
         return 1
     if kind.endswith("x2"):
@@ -29,7 +29,7 @@ def bits_of(kind: str) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of a kernel: where its bytes lie among all of them."""
+    """A kernel parameter: the position of its bytes in the parameter buffer."""
 
     name: str
     offset: int
@@ -38,7 +38,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Register:
-    """A register after scopes are resolved. Its type is that of the declaration."""
+    """A register after scopes are resolved, with its declared type."""
 
     name: str
     kind: str
@@ -49,11 +49,11 @@ class Statement:
     """An instruction.
 
     Attributes:
-        name: with its modifiers: ``add.s32``.
-        operands: as they are written.
-        guard: the predicate, and whether it is negated.
-        scope: of names.
-        text: as it is written.
+        name: the mnemonic with its modifiers: ``add.s32``.
+        operands: the operands as written.
+        guard: the guard predicate, and whether it is negated.
+        scope: the scope of its names.
+        text: the instruction as written.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Statement:
 
 @dataclass(eq=False)
 class Scope:
-    """Names between braces."""
+    """The names declared in a pair of braces."""
 
     outer: Scope | None
     number: int
@@ -74,7 +74,7 @@ class Scope:
     labels: dict[str, int] = field(default_factory=dict)
 
     def register(self, name: str) -> Register | None:
-        """The register that a name means here."""
+        """The register that a name refers to in this scope."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.kinds:
@@ -86,7 +86,7 @@ class Scope:
         return None
 
     def label(self, name: str) -> int | None:
-        """Where a label points to, as an index of a statement."""
+        """The index of the statement that a label refers to."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.labels:
@@ -100,16 +100,16 @@ class Kernel:
     """An entry of a module.
 
     Attributes:
-        name: of the entry.
-        parameters: in order.
-        parameter_bytes: of all.
+        name: the entry's name.
+        parameters: the parameters in order.
+        parameter_bytes: bytes of all parameters.
         shared: offsets of variables in shared memory; dynamic shared memory begins at ``static_bytes``.
-        static_bytes: of shared memory, without what a launch adds.
+        static_bytes: bytes of static shared memory.
         local: offsets of variables in local memory.
-        local_bytes: of each thread.
+        local_bytes: bytes of local memory per thread.
         statements: all instructions.
-        registers: of each thread when it begins, which follow from the threads and CTAs that the kernel is compiled for; 0 where
-            it says nothing of them.
+        registers: registers per thread at kernel start, derived from the threads and CTAs per SM in the kernel's directives; 0 if
+            there are no such directives.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Kernel:
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """Parts between commas that are in no braces, brackets or parentheses."""
+    """Splits at commas outside of braces, brackets and parentheses."""
     parts, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "{[(":
@@ -173,7 +173,7 @@ def _kernel(text: str, entry: re.Match[str], variables: list[re.Match[str]]) -> 
 
 
 def _registers(directives: str) -> int:
-    """The registers that a thread begins with: those of a multiprocessor, divided among the threads, in units of 8."""
+    """The initial registers per thread: an SM's registers divided among its threads, rounded to multiples of 8."""
     given = {found[1]: math.prod(map(int, found[2].split(","))) for found in _DIRECTIVE.finditer(directives)}
     if "maxnreg" in given:
         return given["maxnreg"]
@@ -182,7 +182,7 @@ def _registers(directives: str) -> int:
 
 
 def _declare(kernel: Kernel, found: re.Match[str], dynamic: list[tuple[str, int]]) -> None:
-    """Gives a variable its place."""
+    """Assigns a variable its offset."""
     space, align, kind, name, sizes = found.groups()
     element = bits_of(kind) // 8
     lengths = re.findall(r"\[(\d*)\]", sizes)

@@ -1,4 +1,4 @@
-"""Compiles the part that is written in C, once, and keeps it with the user's caches."""
+"""Compiles the C part once, and keeps the library in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLAGS = (
 
 
 def cache_directory() -> Path:
-    """Where compiled code and PTX are kept: ``SM90_EMULATOR_CACHE``, or ``sm90_emulator`` in the user's cache directory."""
+    """The folder of compiled code and PTX: ``SM90_EMULATOR_CACHE``, or ``sm90_emulator`` in the user's cache directory."""
     if chosen := os.environ.get("SM90_EMULATOR_CACHE"):
         return Path(chosen)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """The processor properties on which `-march=native` depends."""
     try:
         return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
@@ -79,7 +79,7 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def operations() -> dict[str, int]:
-    """The numbers of the machine's operations."""
+    """The machine's operation codes by name."""
     names: dict[str, int] = {}
     while (name := library().operation_name(len(names))) is not None:
         names[name.decode()] = len(names)

@@ -1,7 +1,8 @@
 """Binds comparisons and conversions, for all types.
 
-Both are families: any comparison of any type, and any type from any other with one of several roundings. What kernels execute often
-has an operation of its own. Other conversions go through float64, which holds the values of all types but 64-bit integers.
+Both are families: any comparison of any type, and conversions between any two types with one of several roundings. Frequent
+conversions have their own operation. Other conversions go through float64, which represents all types exactly except 64-bit
+integers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sm90_emulator.registers import room_of
 
 _INTEGERS = re.compile(r"[sub](8|16|32|64)")
 _COMBINED = {"and": 1, "or": 2, "xor": 3}
-# The unsigned comparisons by their other names.
+# The unsigned comparisons and their aliases.
 _UNSIGNED = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 # As in numbers.h.
 _ROUNDINGS = {"rn": 0, "rni": 0, "rz": 1, "rzi": 1, "rm": 2, "rmi": 2, "rp": 3, "rpi": 3, "rna": 4}
@@ -31,7 +32,7 @@ def _set_predicate(decoder: Decoder, statement: Statement, words: list[str]) -> 
     targets = [decoder.write(name.strip()) for name in statement.operands[0].split("|")]
     comparison, combined, kind = _comparison(decoder, words[1:-1]), _combined(decoder, statement, words), words[-1]
     (x, *more_x), (y, *more_y) = _halves(decoder, statement, kind, words)
-    if more_x:  # a predicate for each half
+    if more_x:  # one predicate per packed element
         for target, a, b in zip(targets, (x, *more_x), (y, *more_y), strict=True):
             decoder.emit(_compares(comparison, kind), d=target, a=a, b=b, **combined)
         return
@@ -42,7 +43,7 @@ def _set_predicate(decoder: Decoder, statement: Statement, words: list[str]) -> 
 
 @binder("set")
 def _set(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    """A comparison as a number: 1.0 for a float, all bits for an integer."""
+    """`set`: the result of a comparison as a value: 1.0 for a float, all bits set for an integer."""
     *modifiers, to, kind = words[1:]
     comparison, combined = _comparison(decoder, modifiers), _combined(decoder, statement, words)
     number = to.removesuffix("x2")
@@ -61,7 +62,7 @@ def _set(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _comparison(decoder: Decoder, words: list[str]) -> str:
-    """The comparison, which comes first."""
+    """The comparison operator, the first modifier."""
     comparison, *modifiers = words
     if set(modifiers) - {"ftz", *_COMBINED}:
         raise decoder.unknown(f"modifier {', '.join(modifiers)}")
@@ -69,7 +70,7 @@ def _comparison(decoder: Decoder, words: list[str]) -> str:
 
 
 def _combined(decoder: Decoder, statement: Statement, words: list[str]) -> dict[str, int]:
-    """The predicate that the result is combined with, as fields of a comparison."""
+    """The fields for the predicate with which the result is combined."""
     how = next((_COMBINED[word] for word in words if word in _COMBINED), 0)
     if not how:
         return {}
@@ -78,7 +79,7 @@ def _combined(decoder: Decoder, statement: Statement, words: list[str]) -> dict[
 
 
 def _halves(decoder: Decoder, statement: Statement, kind: str, words: list[str]) -> tuple[list[int], list[int]]:
-    """The numbers that are compared, which are two in a register of a packed type."""
+    """The compared values; a register of a packed type holds two."""
     places = [decoder.read(operand, kind) for operand in statement.operands[1:3]]
     if kind.endswith("x2"):
         return _unpacked(decoder, places[0]), _unpacked(decoder, places[1])
@@ -126,7 +127,7 @@ def _convert(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _convert_eight_bits(decoder: Decoder, statement: Statement, to: str, source: str, given: set[str]) -> None:
-    """Two floats of 8 bits, which always saturate, from other floats; or to them."""
+    """Converts other floats to two 8-bit floats, which always saturate, or two 8-bit floats to other floats."""
     if given - {"rn", "satfinite", "relu"}:
         raise decoder.unknown()
     name = f"cvt_{'relu_' if 'relu' in given and source == 'f32' else ''}{to}_{source}"
@@ -145,14 +146,14 @@ def _convert_eight_bits(decoder: Decoder, statement: Statement, to: str, source:
 
 
 def _emitted(decoder: Decoder, name: str, place: int, kind: str, **fields: int) -> int:
-    """What an operation makes of one operand, in a new register."""
+    """Emits an operation on one operand; returns the new register with the result."""
     result = decoder.registers.temporary(kind)
     decoder.emit(name, d=result, a=place, **fields)
     return result
 
 
 def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[str]) -> int:
-    """The place of a number in another type, of which at least one is of floats."""
+    """Converts a value to another type, where at least one of the types is a float; returns the result's register."""
     if given <= {"rn"} and f"cvt_{to}_{source}" in operations():
         return _emitted(decoder, f"cvt_{to}_{source}", place, to)
     if (to, source, given) == ("tf32", "f32", {"rna"}):
@@ -161,7 +162,7 @@ def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[st
     wide = place
     if "ftz" in given and source == "f32":
         wide = _emitted(decoder, "ftz_f32", wide, "f32")
-    if source in ("s64", "u64"):  # float64 may not hold it: one rounding in all
+    if source in ("s64", "u64"):  # float64 may not represent it exactly: converted directly, with one rounding
         wide = _emitted(decoder, f"cvt_f64_{source}", wide, "f64", more=rounding if to == "f64" else _TO_ODD)
     elif source != "f64":
         wide = _emitted(decoder, f"cvt_f64_{source}", wide, "f64")
@@ -180,7 +181,7 @@ def _converted(decoder: Decoder, place: int, to: str, source: str, given: set[st
 
 
 def _resized(decoder: Decoder, place: int, to: str, source: str, given: set[str]) -> tuple[int, str]:
-    """An integer of another width, and the type that it is to be extended as: that of the narrower one."""
+    """An integer resized to another width, and the type by which it is extended: the narrower of the two."""
     if given == {"sat"}:
         wide = place if bits_of(source) == 64 else _emitted(decoder, f"widen_{source}_64", place, "b64")
         place = _emitted(decoder, f"sat_{source[0]}64", wide, "b64", more=bits_of(to) | (to[0] == "s") << 8)
@@ -193,7 +194,7 @@ def _resized(decoder: Decoder, place: int, to: str, source: str, given: set[str]
 
 
 def _put(decoder: Decoder, operand: str, place: int, kind: str) -> None:
-    """Writes a number of a type to a register, which may be wider: then it is extended."""
+    """Writes a value of a type to a register, extended if the register is wider."""
     target, room, bits = decoder.write(operand), bits_of(decoder.declared(operand)), bits_of(kind)
     if bits == room or (bits, room) == (64, 64):
         name = "low_of_32" if bits == 16 else f"mov_{bits}"

@@ -1,4 +1,4 @@
-"""Binds what tensor cores do, and how their fragments are loaded and stored."""
+"""Binds tensor-core instructions, and the loads and stores of their fragments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _product(decoder: Decoder, statement: Statement) -> None:
         fields["a"] = decoder.read(first, "b64")
     signs = [int(number, 0) for number in numbers] or [1, 1]
     across = signs[2:]
-    if len(across) == 1:  # A lies in registers
+    if len(across) == 1:  # A is in registers
         across = [0, *across]
     a_across, b_across = across or (0, 0)
     more = columns | left << 9 | right << 13 | sums << 17 | in_registers << 20 | a_across << 21 | b_across << 22

@@ -1,4 +1,4 @@
-"""Binds loads, stores, atomics, copies, barriers, and what the lanes of a warp do together."""
+"""Binds loads, stores, atomics, copies, barriers, and warp-wide instructions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _load(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 @binder("fence", "membar")
 def _fence(decoder: Decoder, statement: Statement, words: list[str]) -> None:
-    """What it orders is in order anyway; but a load is waited for."""
+    """A fence. Memory is always ordered here, but the fence waits for loads in flight."""
     decoder.emit("fence")
 
 
@@ -218,7 +218,7 @@ def _mbarrier(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 
 
 def _other(decoder: Decoder, operand: str) -> dict[str, int]:
-    """An address as a copy's second one."""
+    """The fields of a copy's second address."""
     found = decoder.address(operand)
     return {"b": found["a"], "imm_other": found["imm"]}
 
@@ -255,7 +255,7 @@ def _copy_of_lane(decoder: Decoder, statement: Statement) -> None:
 
 
 def _barrier_of(decoder: Decoder, operand: str) -> tuple[int, int]:
-    """The place of an mbarrier's address, and what is added to it, as `more` has it."""
+    """The register of an mbarrier's address, and the offset that is added to it, as in `more`."""
     found = decoder.address(operand)
     return found["a"], found["imm"] << 32
 

@@ -1,4 +1,4 @@
-"""What binds instructions to operations of the machine: the decoder that binders write to, and the table of binders."""
+"""Binding of instructions to operations of the machine: the decoder that binders write to, and the table of binders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BINDERS: dict[str, Binder] = {}
 
 
 def binder(*names: str) -> Callable[[Binder], Binder]:
-    """Declares how instructions whose first word is one of these are bound."""
+    """Registers the binder of instructions whose first word is one of these."""
 
     def declare(function: Binder) -> Binder:
         for name in names:
@@ -29,7 +29,7 @@ def binder(*names: str) -> Callable[[Binder], Binder]:
 
 @dataclass
 class Decoder:
-    """What binders write to."""
+    """Collects the operations that binders emit."""
 
     kernel: Kernel
     registers: Registers
@@ -39,7 +39,7 @@ class Decoder:
     now: Statement | None = None
 
     def emit(self, op: str, **fields: int) -> None:
-        """Adds an operation with the present statement's guard."""
+        """Adds an operation with the current statement's guard."""
         statement = self.statement
         number = operations().get(op)
         if number is None:
@@ -53,18 +53,18 @@ class Decoder:
 
     @property
     def statement(self) -> Statement:
-        """The present one."""
+        """The current statement."""
         assert self.now is not None
         return self.now
 
     def unknown(self, why: str = "") -> UnknownInstruction:
-        """An error about the present statement."""
+        """An error about the current statement."""
         reason = f": {why}" if why else ""
         return UnknownInstruction(f"{self.statement.text}{reason}", kernel=self.kernel.name, instruction=self.statement.text)
 
     def read(self, operand: str, kind: str) -> int:
-        """The place of an operand. A symbol's address is put into a register first, and so is the lower half of a 64-bit register
-        where the instruction reads fewer: `ld`, `st` and `cvt` may have registers that are wider than their type."""
+        """The offset of an operand. A symbol's address is loaded into a register first. So is the lower half of a 64-bit register
+        if the instruction reads fewer bits: `ld`, `st` and `cvt` may have registers wider than their type."""
         scope = self.statement.scope
         register = scope.register(operand)
         if register is None:
@@ -99,11 +99,11 @@ class Decoder:
         return place
 
     def write(self, operand: str) -> int:
-        """The place of a register that is written."""
+        """The offset of a register that is written."""
         return self.registers.write(operand, self.statement.scope, self.statement.text)
 
     def predicate(self, operand: str) -> tuple[int, int]:
-        """The place of a predicate, and whether it is negated."""
+        """The offset of a predicate, and whether it is negated."""
         name = operand.lstrip("!").strip()
         return self.registers.read(name, "pred", self.statement.scope), int(operand.startswith("!"))
 
@@ -121,7 +121,7 @@ class Decoder:
         return {"list": at, "count": len(places)}
 
     def address(self, operand: str) -> dict[str, int]:
-        """The fields of an address in brackets: a register or a symbol, and a number."""
+        """The fields of an address in brackets: a register or symbol, and an immediate offset."""
         inside = operand.strip("[] ")
         found = re.fullmatch(r"(.*?)\s*(?:([+-])\s*(-?\w+))?", inside)
         assert found is not None
@@ -140,5 +140,5 @@ class Decoder:
 
 
 def elements(operand: str) -> list[str]:
-    """The parts of a vector in braces, or the operand alone."""
+    """The elements of a vector in braces, or the operand alone."""
     return [part.strip() for part in operand.strip("{}").split(",")] if operand.startswith("{") else [operand]

@@ -1,8 +1,8 @@
 """The emulator as the device of CuteDSL's programs.
 
-A program that CuteDSL compiled is host code and a fat binary. The host code computes the launch and calls CuteDSL's runtime for
-everything that needs a device; `native/runtime.c` stands in for these functions. It hands launches to this module, which finds the
-PTX from which the binary was made.
+A program compiled by CuteDSL consists of host code and a fat binary. The host code computes the launch and calls CuteDSL's runtime
+for everything that needs a device. `native/runtime.c` replaces these functions and forwards launches to this module, which finds
+the PTX from which the binary was compiled.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _FATBIN, _ELF = 0xBA55ED50, b"\x7fELF"
 
 @dataclass
 class Emulator:
-    """What `emulated_sm90` yields.
+    """The result of `emulated_sm90`.
 
     Attributes:
-        settings: may be changed between launches.
-        launches: what was run.
-        check_bounds: whether accesses of global memory must lie in a tensor that Python knows.
+        settings: the launch settings; may be changed between launches.
+        launches: reports of the launches so far.
+        check_bounds: whether accesses of global memory must be inside a tensor that is alive in Python.
     """
 
     settings: Settings
@@ -60,12 +60,12 @@ _handles = itertools.count(1)
 
 
 def ptx_directory() -> Path:
-    """Where the PTX of compiled programs is kept, by the hash of their machine code."""
+    """The folder with the PTX of compiled programs, named by the hash of their machine code."""
     return cache_directory() / "ptx"
 
 
 def keep(cubin: bytes, ptx: str) -> None:
-    """Remembers what a binary was made from."""
+    """Stores the PTX from which a binary was compiled."""
     file = ptx_directory() / f"{hashlib.sha256(cubin).hexdigest()}.ptx"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -98,11 +98,11 @@ def _elf(image: int) -> bytes:
     return ctypes.string_at(image, sections + entry * count)
 
 
-# -- what the runtime asks ---------------------------------------------------------------------------------------------------------
+# -- runtime callbacks -------------------------------------------------------------------------------------------------------------
 
 
 def _guarded(function: Callable[..., int]) -> Callable[..., int]:
-    """Errors do not pass through C: they wait in the emulator until the program returns."""
+    """Wraps a callback: exceptions cannot pass through C, so they are stored in the emulator until the program returns."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> int:
@@ -157,10 +157,10 @@ def _launch_kernel(kernel: int, numbers: Any, shared_bytes: int, arguments: Any)
 
 
 def _execute(program: Program, geometry: Geometry, parameters: bytes) -> None:
-    """Runs a kernel as the emulator of the block around it is set, and keeps the report.
+    """Runs a kernel with the settings of the enclosing block's emulator, and stores the report.
 
     Raises:
-        EmulationError: there is no such block, or the kernel went wrong.
+        EmulationError: there is no such block, or the kernel failed.
     """
     if _active is None:
         raise EmulationError("a kernel that was compiled for the emulator is launched outside `emulated_sm90()`")
@@ -169,10 +169,10 @@ def _execute(program: Program, geometry: Geometry, parameters: bytes) -> None:
 
 
 def _tensors() -> Iterator[tuple[int, int]]:
-    """The memory of all tensors that Python knows. Kernels get addresses as numbers, so nothing says which tensors are meant."""
+    """The memory of all tensors that are alive in Python. Kernels receive plain addresses, so their tensors are not known."""
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor or type(thing) is torch.nn.Parameter:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # one without memory
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without memory
                 storage = thing.untyped_storage()
                 yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
@@ -187,7 +187,7 @@ _callbacks = _LoadLibrary(_load_library), _FindKernel(_find_kernel), _LaunchKern
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """The stand-in, in front of CuteDSL's runtime for all that is loaded from now on."""
+    """The replacement runtime, which takes precedence over CuteDSL's for all libraries that are loaded later."""
     path = compiled("runtime", ("runtime.c",), ("-O2", "-fPIC", "-fvisibility=hidden", "-w"))
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
@@ -196,7 +196,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 class _Lent:
-    """A tensor as DLPack describes it, on a CUDA device."""
+    """A CPU tensor exported through DLPack as if on a CUDA device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -218,7 +218,7 @@ _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
 
 def on_device(value: Any) -> Any:
-    """A CPU tensor as a program takes one that lies on the device; anything else as it is."""
+    """A CPU tensor disguised as a device tensor, as programs require it; anything else unchanged."""
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
     import tvm_ffi
@@ -227,7 +227,7 @@ def on_device(value: Any) -> Any:
 
 
 def launching(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled program that takes CPU tensors, and raises what went wrong in the emulator."""
+    """Wraps a compiled program: it takes CPU tensors, and raises the emulator's errors."""
 
     def launch(*arguments: Any) -> Any:
         emulator = _active
@@ -261,30 +261,30 @@ def emulated_sm90(
     check_overlap: bool = True,
     triton: bool = False,
 ) -> Iterator[Emulator]:
-    """Inside the block, CuteDSL programs for sm_90a, and Triton kernels if asked for, are executed on CPU tensors.
+    """Inside the block, CuteDSL programs for sm_90a, and optionally Triton kernels, are executed on CPU tensors.
 
-    With tokenspeed-kernel-base installed, its platform is an emulated H200, so that operators select and run what they do there.
+    With tokenspeed-kernel-base installed, its platform is an emulated H200, so that operators select and run the same kernels.
 
     Args:
-        seed: 0 runs warps in order. Any other decides at random which warp goes on and for how long.
-        copies: when asynchronous copies and products of warpgroups are performed: ``"early"``, when they are issued; ``"late"``, as
-            late as they may be; ``"random"``. Early with seed 0 if it is None, and otherwise random.
-        uninitialised: loads of shared memory that nobody has written are errors. They find ones otherwise, which are NaN in all
-            types of floats, as tensor cores always do: kernels load more than they use.
-        limited_fp8_accumulation: FP8 products of warpgroups are summed as Hopper's tensor cores do it: aligned to the largest
-            exponent, with 13 bits of fraction.
-        resident: CTAs that there is room for at once. Another one begins when none of those that run goes on.
-        together: CTAs that begin at once; 1 with seed 0 if it is None, and otherwise 4.
-        multiprocessors: that the device says it has.
+        seed: 0 runs warps in order. Any other seed schedules warps randomly, for a random number of instructions.
+        copies: when asynchronous copies and wgmma are performed: ``"early"``, at issue; ``"late"``, as late as permitted; or
+            ``"random"``. None means early with seed 0, otherwise random.
+        uninitialised: loads of shared memory that was never written are errors. Otherwise such loads return all ones, which is NaN
+            in all float types. Tensor-core loads always return NaN instead of an error, because kernels load more than they use.
+        limited_fp8_accumulation: FP8 wgmma accumulates as Hopper's tensor cores do: products are aligned to the largest exponent
+            and keep 13 fraction bits.
+        resident: the most CTAs that are resident at once. Another CTA starts when no running CTA can proceed.
+        together: CTAs that start at once; None means 1 with seed 0, otherwise 4.
+        multiprocessors: the number of SMs that the device reports.
         check_bounds: accesses of global memory outside of all tensors are errors.
-        check_overlap: accesses of what the kernel before writes are errors, where a kernel may begin before that one's end, until
-            it has waited for it (`griddepcontrol.wait`). It needs ``check_bounds``.
-        triton: whether Triton compiles for the emulator too. Triton must be there.
+        check_overlap: in a PDL launch, accesses of memory written by the preceding kernel are errors before `griddepcontrol.wait`.
+            Needs ``check_bounds``.
+        triton: whether Triton compiles for the emulator too. Triton must be installed.
 
     Raises:
-        RuntimeError: inside another such block, or in a process that uses a GPU: CuteDSL's programs that are loaded later would
-            find the emulator in place of CuteDSL's runtime.
-        ValueError: ``copies`` is none of these.
+        RuntimeError: inside another such block, or in a process that uses a GPU, because CuteDSL programs that are loaded later
+            would use the emulator instead of CuteDSL's runtime.
+        ValueError: ``copies`` is invalid.
     """
     global _active
     if _active is not None:
@@ -350,7 +350,7 @@ def _platform(multiprocessors: int, triton: bool) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def _programs() -> Iterator[None]:
-    """Programs of tokenspeed-kernel-nvidia are compiled with their PTX beside them, and take CPU tensors."""
+    """Inside the block, programs of tokenspeed-kernel-nvidia are compiled with their PTX stored, and take CPU tensors."""
     from tokenspeed_kernel_nvidia import _programs as programs
 
     kind = programs.Program

@@ -1,13 +1,13 @@
-"""What the emulator raises."""
+"""The emulator's errors."""
 
 
 class EmulationError(RuntimeError):
-    """A kernel cannot be emulated, or did what hardware would not allow.
+    """A kernel cannot be emulated, or violated a rule of the hardware.
 
     Attributes:
         kind: ``"out-of-bounds"``, ``"uninitialised"``, ``"misaligned"``, ``"overlap"``, ``"deadlock"``, or ``"error"``.
         kernel: the kernel's name.
-        instruction: the PTX instruction, if one is to blame.
+        instruction: the faulty PTX instruction, or None.
     """
 
     def __init__(self, message: str, kind: str = "error", kernel: str = "", instruction: str = "") -> None:
@@ -18,4 +18,4 @@ class EmulationError(RuntimeError):
 
 
 class UnknownInstruction(EmulationError):
-    """PTX that the emulator does not know. Raised when the kernel is first launched, not when the instruction is reached."""
+    """PTX that the emulator does not implement. Raised at the kernel's first launch, not when the instruction is reached."""

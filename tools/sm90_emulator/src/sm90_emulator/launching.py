@@ -14,15 +14,15 @@ from sm90_emulator.memory import Memory
 from sm90_emulator.program import load
 
 _ENTRY = re.compile(r"\.entry\s+([$\w]+)")
-# All that a CTA may have.
+# The most dynamic shared memory of a CTA.
 SHARED_BYTES = 227 * 1024
 
 
 def pack(kernel: Kernel, arguments: Sequence[int | float]) -> bytes:
-    """The bytes of a kernel's parameters, of which each is an integer, an address or a float32.
+    """The bytes of a kernel's parameters, each an integer, an address or a float32.
 
     Raises:
-        TypeError: there are more or fewer than the kernel has.
+        TypeError: the number of arguments differs from the kernel's parameters.
     """
     parameters = list(kernel.parameters.values())
     if len(arguments) != len(parameters):
@@ -60,18 +60,18 @@ def launch(
 
     Args:
         text: PTX.
-        arguments: of the kernel, one for each of its parameters.
-        threads: of a CTA.
-        grid: CTAs along x, y and z; what is left out is 1.
-        memory: what may be accessed.
-        cluster: CTAs of a cluster, neighbours along x.
-        shared_bytes: of dynamic shared memory.
-        early: whether it may begin while the kernel before still runs.
-        shared_byte: what shared memory is full of when a CTA begins. By default that is NaN in all types of floats.
+        arguments: the kernel's arguments, one per parameter.
+        threads: threads per CTA.
+        grid: CTAs along x, y and z; omitted axes are 1.
+        memory: the accessible global memory.
+        cluster: CTAs per cluster, along x.
+        shared_bytes: bytes of dynamic shared memory.
+        early: whether this is a PDL launch, which may start while the preceding kernel still runs.
+        shared_byte: the initial value of every byte of shared memory. The default is NaN in all float types.
         seed, copies, resident, uninitialised, limited_fp8_accumulation: see `sm90_emulator.emulated_sm90`.
 
     Raises:
-        EmulationError: the kernel did what hardware would not allow, waits for ever, or the text has several kernels.
+        EmulationError: the kernel violated a rule of the hardware or waits forever, or the text has several kernels.
     """
     names = _ENTRY.findall(text)
     if len(names) != 1:

@@ -1,4 +1,4 @@
-"""Runs a bound kernel: fills in what the machine is told of a launch, and makes an error of what it says."""
+"""Runs a bound kernel: fills the machine's launch structure, and converts the machine's errors to exceptions."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a launch: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory.
+    """The shape of a launch: CTAs, threads per CTA, CTAs per cluster, bytes of dynamic shared memory.
 
-    ``early`` says whether it may begin while the kernel before still runs (programmatic dependent launch).
+    ``early``: whether this is a PDL launch, which may start while the preceding kernel still runs.
     """
 
     grid: tuple[int, int, int]
@@ -75,12 +75,12 @@ class LaunchReport:
     """A launch that was run.
 
     Attributes:
-        kernel: its name.
+        kernel: the kernel's name.
         geometry: grid, block, cluster and shared memory.
-        instructions: of warps; one that some lanes of a warp execute counts once.
-        thread_instructions: of threads.
-        products: wgmma instructions, counted once for each warp.
-        copied_bytes: that bulk copies brought to shared memory.
+        instructions: warp instructions; an instruction that only some lanes of a warp execute counts once.
+        thread_instructions: thread instructions.
+        products: wgmma instructions, counted once per warp.
+        copied_bytes: bytes that bulk copies wrote to shared memory.
     """
 
     kernel: str
@@ -103,13 +103,13 @@ def run(
 
     Args:
         program: the kernel.
-        geometry: of the launch.
-        parameters: the bytes of all parameters, as the kernel has them.
-        ranges: of global memory that may be accessed, as begin and end; nothing is checked where there is none.
-        settings: how it is run.
+        geometry: the launch's geometry.
+        parameters: the bytes of all parameters, in the kernel's layout.
+        ranges: accessible global memory, as (begin, end); without ranges nothing is checked.
+        settings: the launch settings.
 
     Raises:
-        EmulationError: the kernel did what hardware would not allow, or waits for ever.
+        EmulationError: the kernel violated a rule of the hardware, or waits forever.
     """
     settings = settings or Settings()
     kernel = program.kernel
@@ -149,7 +149,7 @@ def run(
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Begins and ends of ranges, sorted, those that touch joined."""
+    """Begins and ends of the ranges, sorted, with adjacent and overlapping ranges merged."""
     begins: list[int] = []
     ends: list[int] = []
     for begin, end in sorted(ranges):

@@ -1,4 +1,4 @@
-"""Global memory for launches of PTX text, with the bounds of everything that lies in it."""
+"""Global memory for launches of PTX text, with the bounds of all arrays in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ALIGNMENT = 256
 
 
 class Memory:
-    """Bytes that kernels may access. They begin as ones, which are NaN in all types of floats.
+    """Bytes that kernels may access. All bits are initially one, which is NaN in all float types.
 
     Args:
-        size: the bytes of all that is put into it, and of the gaps between.
+        size: bytes of all arrays and of the gaps between them.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,10 +23,10 @@ class Memory:
         self.ranges: list[tuple[int, int]] = []
 
     def put(self, array: Any) -> int:
-        """Copies an array to a place of its own, with a gap around it that belongs to nothing.
+        """Copies an array into the memory, with an inaccessible gap around it.
 
         Returns:
-            Its address.
+            The array's address.
 
         Raises:
             MemoryError: there is no room.
@@ -42,7 +42,7 @@ class Memory:
         return address
 
     def get(self, address: int, dtype: Any, *shape: int) -> Any:
-        """A copy of what lies at an address, as an array."""
+        """A copy of the memory at an address, as an array."""
         at = address - self._base
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self._room[at : at + size].copy().view(dtype).reshape(shape)

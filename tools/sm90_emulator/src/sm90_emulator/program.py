@@ -1,4 +1,4 @@
-"""Kernels as the machine runs them: parsed, and every instruction bound."""
+"""Kernels in the machine's form: parsed, with every instruction bound."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Program:
     """A kernel that the machine can run.
 
     Attributes:
-        kernel: as it was parsed.
-        code: one `INSTRUCTION` for each operation.
+        kernel: the parsed kernel.
+        code: one `INSTRUCTION` per operation.
         pool: operands in braces.
-        registers: where they lie.
+        registers: the register allocation.
         constants: the bytes of all constants.
-        origins: of each operation, the statement that it comes from.
+        origins: for each operation, its PTX statement.
     """
 
     kernel: Kernel
@@ -53,7 +53,7 @@ def load(text: str, name: str) -> Program:
     """Parses and binds a kernel.
 
     Raises:
-        UnknownInstruction: it has something that the emulator does not know.
+        UnknownInstruction: the emulator does not implement an instruction or modifier.
     """
     kernels = parse(text)
     if name not in kernels:

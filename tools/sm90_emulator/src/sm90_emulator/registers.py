@@ -1,4 +1,4 @@
-"""Where operands lie: registers of a warp, constants, and what a thread is told about itself."""
+"""Allocation of operands: a warp's registers, constants, and special registers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _FLOATS = {"f16": "<e", "f32": "<f", "f64": "<d"}
 
 
 def room_of(kind: str) -> int:
-    """The bytes of a register for a warp."""
+    """The bytes of a register of a whole warp."""
     bits = bits_of(kind)
     return 4 if bits == 1 else LANES * (8 if bits == 64 else 4)
 
 
 class Registers:
-    """Places of registers and constants, given as they are met. Offsets of constants are negative, as `machine.h` says."""
+    """Offsets of registers and constants, assigned at first use. Offsets of constants are negative, see `machine.h`."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -70,7 +70,7 @@ class Registers:
         return aligned
 
     def place(self, name: str, kind: str) -> int:
-        """Where a register lies; it gets its place when it is first met."""
+        """The offset of a register, which is assigned at first use."""
         if name not in self._places:
             self.kinds[name] = kind
             if kind == "pred":
@@ -88,7 +88,7 @@ class Registers:
         return self.place(f"<{len(self._places)}>", kind)
 
     def constant(self, value: int, room: int) -> int:
-        """An integer in all lanes, of 4 bytes (a predicate: all bits of it), 128 or 256 for a warp."""
+        """An integer in all lanes; ``room`` is its bytes per warp: 4 (a predicate: all its bits), 128 or 256."""
         if room == 4:
             return self._kept(struct.pack("<I", value & 0xFFFFFFFF) * 16)
         size = room // LANES
@@ -101,22 +101,22 @@ class Registers:
         return self._constants[content]
 
     def kind_of(self, operand: str, scope: Scope) -> str | None:
-        """The declared type of a register, or None if it is none."""
+        """The declared type of a register, or None if the operand is no register."""
         found = scope.register(operand)
         return None if found is None else found.kind
 
     def symbol(self, name: str) -> int:
-        """What a thread is told: the slot of it."""
+        """The slot of a special register."""
         index = SPECIAL.index(name)
         if self.special[index] < 0:
             self.special[index] = self.place(name, "b64" if name == "<parameters>" else "b32")
         return self.special[index]
 
     def read(self, operand: str, kind: str, scope: Scope, text: str = "") -> int:
-        """The place of an operand that is read: a register, a constant or a special register.
+        """The offset of a source operand: a register, a constant or a special register.
 
         Raises:
-            UnknownInstruction: it is none of these.
+            UnknownInstruction: the operand is none of these.
         """
         found = scope.register(operand)
         if found is not None:
@@ -133,7 +133,7 @@ class Registers:
         return self.constant(value, room_of(kind))
 
     def write(self, operand: str, scope: Scope, text: str = "") -> int:
-        """The place of a register that is written; SINK for ``_``."""
+        """The offset of a destination register; SINK for ``_``."""
         if operand == "_":
             return SINK
         found = scope.register(operand)
@@ -143,7 +143,7 @@ class Registers:
 
 
 def immediate(operand: str, kind: str) -> int | None:
-    """The bits of a number as it is written, for a type; None if it is no number."""
+    """The bits of a literal for a type; None if the operand is no literal."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
         bits = int(operand[2:], 16)
         if kind == "f64":

@@ -1,4 +1,4 @@
-"""Tensor maps, which tell the hardware of sm_90 how a tensor lies in memory and which tiles of it are copied."""
+"""Tensor maps, which describe a tensor's layout in memory and the tiles to copy to sm_90's TMA hardware."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 
 from sm90_emulator.errors import EmulationError
 
-# Bytes of an element, by the number of its type, as CUDA's driver numbers them.
+# Bytes of an element, by the number of its type in CUDA's driver API.
 _BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 4, 2, 4, 4)
 
 
 def tensor_map(
     address: int, kind: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 0, nan: bool = False
 ) -> bytes:
-    """The 128 bytes that CUDA's driver makes of a tensor; see `tensor_map` in native/copies.h for what lies where.
+    """The 128-byte tensor map that CUDA's driver encodes; see `tensor_map` in native/copies.h for its layout.
 
     Args:
-        address: of the first element.
-        kind: of the elements, a number of ``CUtensorMapDataType``.
-        sizes: of the axes, the contiguous one last.
-        strides: of the axes, in bytes.
-        box: the sizes of a tile.
-        swizzle: 0 none, 1: 32 bytes, 2: 64, 3: 128.
-        nan: what lies outside is NaN and not 0.
+        address: address of the first element.
+        kind: element type, a number of ``CUtensorMapDataType``.
+        sizes: sizes of the axes, the contiguous one last.
+        strides: strides of the axes, in bytes.
+        box: sizes of a tile.
+        swizzle: 0: none, 1: 32 bytes, 2: 64 bytes, 3: 128 bytes.
+        nan: elements outside of the tensor are NaN instead of 0.
 
     Raises:
-        EmulationError: the driver refuses such a map.
+        EmulationError: the driver would reject such a map.
     """
     rank, size = len(sizes), _BYTES[kind]
     row = box[-1] * size

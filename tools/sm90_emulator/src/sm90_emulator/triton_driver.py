@@ -1,7 +1,8 @@
 """The emulator as the device of Triton's kernels.
 
-Triton asks its driver what to compile for, loads the binary through it, and calls its launcher with the kernel's arguments. This
-driver says sm_90, loads nothing, and executes the PTX that Triton's cache holds beside the binary, on CPU tensors.
+Triton queries its driver for the compilation target, loads the binary through it, and calls its launcher with the kernel's
+arguments. This driver reports sm_90, loads nothing, and executes the PTX that Triton's cache holds beside the binary, on CPU
+tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sm90_emulator.tensor_maps import tensor_map
 Execute = Callable[[Program, Geometry, bytes], None]
 """Runs a kernel, given its launch and the bytes of its parameters."""
 
-# Triton keeps compiled kernels by the number of the device; no other device has this one.
+# Triton caches compiled kernels per device index; no real device has this index.
 _DEVICE = 90
 _TF32 = 11  # of `CUtensorMapDataType`
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
@@ -36,8 +37,8 @@ _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 
 @functools.lru_cache(maxsize=256)
 def _program(digest: str, function: str, kernel: str) -> Program:
-    """The PTX that Triton's cache holds for a compiled function."""
-    file = function[:150]  # Triton cuts long names so
+    """The bound PTX in Triton's cache for a compiled function."""
+    file = function[:150]  # Triton truncates long names to this length
     path = (get_cache_manager(digest).get_group(f"{file}.json") or {}).get(f"{file}.ptx")
     if path is None or not Path(path).exists():
         raise EmulationError(f"Triton's cache has no PTX of {function} ({digest})")
@@ -45,7 +46,7 @@ def _program(digest: str, function: str, kernel: str) -> Program:
 
 
 def _content(kind: str, value: Any, size: int) -> bytes:
-    """The bytes of a kernel's parameter, of a type as Triton's signatures name it."""
+    """The bytes of a kernel's parameter, whose type is named as in Triton's signatures."""
     if isinstance(value, bytes):
         return value
     if kind.startswith("*"):
@@ -58,7 +59,7 @@ def _content(kind: str, value: Any, size: int) -> bytes:
 
 
 class _Launcher:
-    """Triton makes one for a compiled kernel, and calls it for each launch."""
+    """Created by Triton for a compiled kernel and called for each launch."""
 
     def __init__(self, execute: Execute, source: Any, metadata: Any) -> None:
         self._execute = execute
@@ -80,7 +81,7 @@ class _Launcher:
         pairs = zip(self._signature, arguments, strict=True)
         flat = [pair for kind, value in pairs for pair in _flattened(kind, value, descriptions)]
         parameters = list(program.kernel.parameters.values())
-        # Addresses of scratch memory follow a kernel's own parameters. Only kernels that make descriptors, or a profiler, use it.
+        # Addresses of scratch memory follow a kernel's own parameters. Only device-side descriptors and profilers use it.
         if len(parameters) - len(flat) not in (0, 1, 2) or getattr(meta, "global_scratch_size", None):
             raise EmulationError(f"{len(flat)} arguments for {len(parameters)} parameters", kernel=meta.name)
         for parameter, (kind, value) in zip(parameters, flat, strict=False):
@@ -93,7 +94,7 @@ class _Launcher:
 
 
 def _flattened(kind: Any, value: Any, descriptions: Iterator[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The scalars of an argument, which may be a tuple of arguments. ``descriptions``: what the compiler says of descriptors."""
+    """The scalars of an argument, which may be a nested tuple. ``descriptions``: the compiler's metadata of descriptors."""
     if isinstance(kind, (tuple, list)):
         for of_kind, of_value in zip(kind, value, strict=True):
             yield from _flattened(of_kind, of_value, descriptions)
@@ -106,7 +107,7 @@ def _flattened(kind: Any, value: Any, descriptions: Iterator[dict[str, Any]]) ->
 
 
 def _described(descriptor: Any, meta: dict[str, Any]) -> bytes:
-    """The tensor map of a descriptor, for the tiles and the swizzle that the compiler has chosen."""
+    """The tensor map of a descriptor, with the tile sizes and swizzle that the compiler chose."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     if meta["fp4_padded"] or meta.get("is_im2col"):
@@ -124,7 +125,7 @@ class _Utils:
         return None, name, 0, 0, 1024  # module, function, registers, spills, threads of a CTA
 
     def unload_module(self, module: Any) -> None:
-        """There is none."""
+        """Does nothing, because nothing was loaded."""
 
     def get_device_properties(self, device: int) -> dict[str, Any]:
         multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -148,7 +149,7 @@ class _Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
         return _DEVICE
 
     def set_current_device(self, device: int) -> None:
-        """There is one."""
+        """Does nothing, because there is one device."""
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -172,14 +173,14 @@ class _Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
         return torch.empty(0)
 
     def clear_cache(self, cache: Any) -> None:
-        """There is none."""
+        """Does nothing, because there is no cache to clear."""
 
 
 @contextlib.contextmanager
 def installed(execute: Execute) -> Iterator[None]:
-    """Inside the block, Triton's device is the emulator, and ``execute`` runs what is launched."""
+    """Inside the block, Triton's device is the emulator, and ``execute`` runs the launches."""
     config = triton.runtime.driver
-    previous = config._active  # reading `active` would ask for a GPU
+    previous = config._active  # reading `active` would initialise a GPU driver
     config.set_active(_Driver(execute))
     try:
         yield

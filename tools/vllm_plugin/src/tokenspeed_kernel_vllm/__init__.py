@@ -1,4 +1,4 @@
-"""vLLM on tokenspeed-kernel, through vLLM's public hooks. vLLM calls `register` in each of its processes; nobody else needs to.
+"""vLLM on tokenspeed-kernel, through vLLM's public hooks. vLLM calls `register` in each of its processes; users need not call it.
 
 Importing this imports neither vLLM nor PyTorch.
 """
@@ -11,13 +11,13 @@ __all__ = ["__version__", "register"]
 
 
 def register() -> None:
-    """Registers the parts that the settings leave on: the entry point ``tokenspeed_kernel`` of ``vllm.general_plugins``.
+    """Registers the parts that the settings enable: the entry point ``tokenspeed_kernel`` of ``vllm.general_plugins``.
 
-    May be called any number of times. A part whose hook this vLLM does not have is left out, with one line in the log; vLLM then
+    May be called any number of times. A part whose hook this vLLM lacks is skipped, with one line in the log; vLLM then
     works as it does without this package.
 
     Raises:
-        ValueError: a setting has a value that it cannot have; the message names both.
+        ValueError: a setting has an invalid value; the message names both.
     """
     from tokenspeed_kernel_vllm.parts import register_parts
     from tokenspeed_kernel_vllm.settings import read_settings

@@ -1,4 +1,4 @@
-"""Products with weights that are not quantised, by the core's `mm`."""
+"""Unquantised linear layers, by the core's `mm`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinea
 
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 
-# What GPT-OSS calls its routers. vLLM builds them without the model's quantisation, which is asked for all other products.
+# The name of GPT-OSS's routers. vLLM builds them without the model's quantisation, unlike all other linear layers.
 ROUTER = ".mlp.router"
 
 
 class Linear(UnquantizedLinearMethod):
-    """vLLM's method, but for who multiplies: the kernel of the core's `mm` that suits the number of tokens."""
+    """vLLM's method with the GEMM replaced by the core's `mm`, whose kernel is selected by the number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: Any = import_module(CORE)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Leaves the weight as it was loaded. vLLM's own method packs it on a CPU."""
+        """Keeps the weight as loaded. vLLM's own method would pack it on a CPU."""
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ layer.weight.T + bias``.
@@ -38,15 +38,15 @@ class Linear(UnquantizedLinearMethod):
         """
         weight: Any = layer.weight
         product: Tensor = self.ops.mm(x.flatten(0, -2), weight.t(), bias=bias)
-        # Not `len(weight)`: PyTorch 2.11 cannot trace it for vLLM's class of parameters.
+        # Not `len(weight)`: PyTorch 2.11 cannot trace it for vLLM's parameter class.
         return product.view(*x.shape[:-1], weight.shape[0])
 
 
 class RouterLinear(ReplicatedLinear):
-    """vLLM's layer of products that each rank computes whole, but for who multiplies where it is a router of GPT-OSS."""
+    """vLLM's replicated linear layer, with the core's `mm` if the layer is a router of GPT-OSS."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See vLLM's."""
+        """See vLLM's `ReplicatedLinear`."""
         super().__init__(*args, **options)
         method: Any = self.quant_method
         if self.prefix.endswith(ROUTER) and type(method) is UnquantizedLinearMethod and read_settings().linear:

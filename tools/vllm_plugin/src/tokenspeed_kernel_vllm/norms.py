@@ -1,6 +1,6 @@
-"""RMS norms by the core's kernel, as a provider of vLLM's IR. vLLM asks for it where its own ``--ir-op-priority`` names it.
+"""RMS norms by the core's kernel, as a provider of vLLM's IR. vLLM uses it if its option ``--ir-op-priority`` names it.
 
-Importing this registers it, which changes nothing by itself.
+Importing this module registers the provider, which has no effect by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INSTALLED = core_is_there()
 
 
 def _served(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-    """Whether the whole row is normalised, and multiplied by a weight of its dtype."""
+    """Whether the call is supported: the whole row is normalised, and multiplied by a weight of its dtype."""
     return weight is not None and weight.dtype == x.dtype and variance_size is None and x.stride(-1) == 1
 
 
@@ -35,7 +35,7 @@ def _rmsnorm(*args: Any, **options: Any) -> Any:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    """The norm of each row, times the weight.
+    """Normalises each row and multiplies it by the weight.
 
     Args:
         x: ``[..., hidden]``.
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of each row of the sum of x and the residual, and that sum. See `rms_norm`."""
+    """Returns the norm of x plus the residual, and that sum. See `rms_norm`."""
     out, total = _rmsnorm(x, weight, epsilon, residual=x_residual)
     return out, total
 

@@ -1,4 +1,4 @@
-"""What is registered with vLLM, part by part."""
+"""Registers the plugin's parts with vLLM."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from vllm.logger import init_logger
 from tokenspeed_kernel_base.installation import wrong_distributions
 from tokenspeed_kernel_vllm.settings import Settings, core_is_there
 
-# Below vLLM's own name, so that its logging settings hold for us too.
+# A child of vLLM's logger, so that its logging settings apply here too.
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
 QUANTIZATION = "gpt_oss_mxfp4"
-# Classes of vLLM's that are replaced as a whole.
+# vLLM classes that are replaced as a whole.
 DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
 
 
 def register_parts(settings: Settings) -> None:
-    """Registers each part that is switched on. One whose hook is missing is logged and left out."""
+    """Registers each enabled part. A part whose hook is missing is logged and skipped."""
     for wrong in wrong_distributions():
         logger.error("tokenspeed_kernel_vllm: %s; %s", wrong, wrong.remedy)
     parts: list[tuple[str, bool, Callable[[], None]]] = [
@@ -37,7 +37,7 @@ def register_parts(settings: Settings) -> None:
             continue
         try:
             add()
-        except (ImportError, AttributeError, TypeError) as error:  # what a hook that moved or changed its arguments raises
+        except (ImportError, AttributeError, TypeError) as error:  # raised by a moved or changed hook
             import vllm
 
             logger.error("tokenspeed_kernel_vllm: no %s, because a hook of vLLM %s is missing: %s", name, vllm.__version__, error)
@@ -47,7 +47,7 @@ def _register_attention() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
-    # A name is given to vLLM, and the class imported where a layer asks for it; what would fail there fails here instead.
+    # vLLM receives a name and imports the class when a layer needs it. Importing it here makes a failure visible now.
     import_module(BACKEND.rpartition(".")[0])
     taken = custom.get_path() if custom.is_overridden() else BACKEND
     if taken != BACKEND:
@@ -81,12 +81,12 @@ def _register_dense_experts() -> None:
 
 
 def _register_norms() -> None:
-    # Importing it registers it, once a process.
+    # Importing it registers it, once per process.
     import_module("tokenspeed_kernel_vllm.norms")
 
 
 def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
-    """Puts a class of ours in the place of vLLM's of that name, if no other is there."""
+    """Replaces vLLM's class of that name with ours, unless another replacement is registered."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     if name not in op_registry_oot:

@@ -1,4 +1,4 @@
-"""The switches of this package: environment variables, because vLLM hands those on to all of its processes."""
+"""The switches of this package: environment variables, because vLLM passes these on to all of its processes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _FLAGS = {"1": True, "0": False}
 
 
 def core_is_there() -> bool:
-    """Whether the core is installed. Another project's package of that name is not the core: its functions mean something else."""
+    """Whether the core is installed. Another project's package of the same name does not count, because its functions differ."""
     return find_spec(CORE) is not None and "tokenspeed-kernel" not in {wrong.name for wrong in wrong_distributions()}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says.
+    """The settings from the environment.
 
     Attributes:
         attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
-        experts: whether MXFP4 experts are served where a kernel can (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
-        other_experts: whether experts that are not quantised, or in fp8 with block scales, are served where a kernel can
+        experts: whether MXFP4 experts run on our kernels if one is eligible (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
+        other_experts: whether unquantised experts and fp8 experts with block scales run on our kernels if one is eligible
             (``TOKENSPEED_VLLM_OTHER_EXPERTS``, 0 by default).
-        linear: whether products with weights that are not quantised are the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by
-            default).
+        linear: whether unquantised linear layers use the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
-            installed, else whichever vendor's wheel serves the layer.
-        warmup: whether kernels are called in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
+            installed, otherwise the first vendor's wheel with an eligible kernel.
+        warmup: whether kernels are warmed up in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
     """
 
     attention: bool = True
@@ -47,7 +46,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Reads the environment.
 
     Raises:
-        ValueError: a variable has a value that it cannot have, or starts like ours and is none of them.
+        ValueError: a variable has an invalid value, or has our prefix and is unknown.
     """
     env = os.environ if environ is None else environ
     names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "OTHER_EXPERTS", "LINEAR", "PACKAGE", "WARMUP")}

@@ -1,7 +1,7 @@
-"""The sizes of batches that are tried before the first request, so that none waits for a kernel to be compiled or loaded.
+"""The batch sizes of the warm-up before the first request, so that no request waits for a kernel to be compiled or loaded.
 
-Which kernel serves a call, and which compilation of it, depends on how many tokens and requests there are. vLLM's own first runs
-have no attention in them, and reach experts with the largest batch and with those that it captures.
+The kernel of a call, and its specialisation, depend on the numbers of tokens and requests. vLLM's own warm-up runs do not include
+attention, and run experts only with the largest batch and with the captured batch sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
 def sizes_up_to(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and most.
+    """The powers of 2 below ``most``, and ``most``.
 
     >>> list(sizes_up_to(12))
     [1, 2, 4, 8, 12]
@@ -28,10 +28,10 @@ def sizes_up_to(most: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def warming(what: str) -> Iterator[None]:
-    """Logs how long its block takes, which is most of what this package adds to vLLM's start.
+    """Logs the duration of its block, which is most of the start-up time that this package adds to vLLM.
 
     Args:
-        what: what is called in all sizes.
+        what: the name of what is warmed up.
     """
     begun = time.perf_counter()
     yield

@@ -1,4 +1,4 @@
-"""mha_extend_with_kvcache by AITER: what is declared. The adapter is in ``extend_device``."""
+"""Declarations of AITER's kernels for mha_extend_with_kvcache. The adapter is in ``extend_device``."""
 
 from __future__ import annotations
 

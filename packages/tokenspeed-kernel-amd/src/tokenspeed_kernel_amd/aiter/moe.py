@@ -1,8 +1,8 @@
-"""moe_apply by AITER: what is declared. The adapter, which also arranges weights, is in ``moe_device``.
+"""Declaration of AITER's ``fused_moe`` for moe_apply with dense bf16 weights, without biases and SwiGLU limits.
 
-Dense weights in bfloat16, without biases and limits, by ``fused_moe``. Its forms with mxfp4 weights are in ``moe_mxfp4``. That with
-fp8 blocks is left out: its activations have a scale for every 128 features, where the operator has one a token. float16 is left
-out, too: nothing keeps activations within its range.
+The adapter, which also shuffles the weights, is in ``moe_device``. mxfp4 weights are in ``moe_mxfp4``. AITER's kernel with fp8
+block scales is not declared: its activations have one scale per 128 features, the operator's have one per token. fp16 is not
+declared either: nothing keeps activations within its range.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ register_kernel(
         "processed_weights": True,
         "activation": "swiglu",
         "w13_interleaved": any,
-        # The width of its tiles.
+        # AITER's tile width.
         "hidden_size": multiple_of(128),
         "intermediate_size": multiple_of(128),
     },

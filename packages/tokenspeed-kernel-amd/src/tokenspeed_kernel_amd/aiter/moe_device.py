@@ -14,7 +14,7 @@ _shuffle_weight = load("aiter.ops.shuffle").shuffle_weight
 
 
 def prepare_dense(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Weights as ``fused_moe`` wants them: all gates before all ups, and tiles of 16 x 16 shuffled."""
+    """Weights in the layout of ``fused_moe``: all gate rows before all up rows, shuffled in 16 x 16 tiles."""
     w13 = weights.w13_weight
     if plan.w13_interleaved:
         w13 = w13.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
@@ -30,14 +30,15 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.moe_apply`; there are no biases and no limits, and alpha is 1 and beta 0.
+    """See `tokenspeed_kernel_amd.moe_apply`; no biases, no SwiGLU limit, alpha 1 and beta 0.
 
-    The first call of a kind waits for minutes, while AITER compiles its kernel. Later ones do not wait for the device. Slots are
-    summed up by atomic additions, so that equal calls may differ in the last bits.
+    The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
+    device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to
+    run.
     """
-    if not topk_ids.numel():  # AITER refuses an empty batch
+    if not topk_ids.numel():  # AITER rejects an empty batch
         return x.new_empty(x.shape) if out is None else out
-    # Slots without an expert name one more expert, which the mask says is elsewhere.
+    # Top-k slots without an expert get the id of an extra expert, which the mask marks as not on this rank.
     elsewhere = plan.num_experts
     mask = topk_ids.new_ones(plan.num_experts + 1)
     mask[elsewhere].zero_()

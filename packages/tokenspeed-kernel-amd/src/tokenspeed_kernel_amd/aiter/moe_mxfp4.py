@@ -1,7 +1,8 @@
-"""moe_apply with mxfp4 weights by AITER: what is declared. The adapter, which also arranges weights, is in ``moe_mxfp4_device``.
+"""Declarations of AITER's kernels for moe_apply with mxfp4 weights. The adapter, which also shuffles weights, is in
+``moe_mxfp4_device``.
 
-``fused_moe`` itself decides how activations are rounded, and not as the operator's plan says. So both kernels serve only calls that
-name them, and the reasons below say what such a call gets.
+``fused_moe`` decides itself how activations are quantised, and does not follow the operator's plan. Therefore both kernels are
+eligible only for calls that name them. The ``only_by_name`` texts below say how such a call's results differ.
 """
 
 from __future__ import annotations

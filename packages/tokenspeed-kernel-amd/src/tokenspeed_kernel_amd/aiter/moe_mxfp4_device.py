@@ -17,16 +17,16 @@ _fused_moe = load("aiter.fused_moe").fused_moe
 _shuffle = load("aiter.ops.shuffle")
 
 _GPT_OSS = "aiter_mxfp4_gpt_oss"
-_MULTIPLE = 256  # the tiles of its kernels divide this
-_ONE = 127  # e8m0
+_MULTIPLE = 256  # a common multiple of AITER's tile sizes
+_ONE = 127  # the scale 1.0 in e8m0
 _LANES = 16  # rows of a shuffled tile
 
 
 def prepare_gpt_oss(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies of weights as ``fused_moe`` wants them under GateMode.INTERLEAVE.
+    """Copies of the weights in the layout of ``fused_moe`` with GateMode.INTERLEAVE.
 
     Raises:
-        ValueError: alpha, limit or beta is not GPT-OSS's, which AITER has as constants.
+        ValueError: alpha, limit or beta differs from GPT-OSS's, which are constants in AITER.
     """
     _require(plan, alpha=1.702, limit=7.0, beta=1.0)
     made = _padded(weights, plan)
@@ -41,7 +41,7 @@ def prepare_gpt_oss(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def prepare_silu(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Copies of weights as ``fused_moe`` wants them under GateMode.SEPARATED: all gates before all ups.
+    """Copies of the weights in the layout of ``fused_moe`` with GateMode.SEPARATED: all gate rows before all up rows.
 
     Raises:
         ValueError: the plan has a bias, or an activation other than SiLU.
@@ -57,14 +57,15 @@ def prepare_silu(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _require(plan: MoEPlan, **fixed: Any) -> None:
-    """A call that names a kernel gets past its traits, so that these are looked at here."""
+    """Checks the plan's options here, because a call that names a kernel skips the check of its traits."""
     for name, wanted in fixed.items():
         if getattr(plan, name) != wanted:
             raise ValueError(f"plan.{name} must be {wanted} for {plan.kernel}, got {getattr(plan, name)}")
 
 
 def _padded(weights: MoEWeights, plan: MoEPlan) -> dict[str, Tensor]:
-    """Weights, scales and biases, all gates before all ups, with zeros up to whole tiles."""
+    """Weights, scales and biases, with all gate rows before all up rows; weights and biases are zero-padded to whole tiles, scales
+    are padded with 1."""
     hidden, features = _up(plan.hidden_size), _up(plan.intermediate_size)
     made = {}
     for name, rows, k in (("w13_weight", features, hidden), ("w2_weight", hidden, features)):
@@ -96,19 +97,20 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.moe_apply`, but activations are rounded as the kernel's declaration says.
+    """See `tokenspeed_kernel_amd.moe_apply`, but activations are quantised as the kernel's declaration says.
 
-    The first call of a kind waits for minutes, while AITER compiles its kernel. Later ones do not wait for the device. Slots are
-    summed up by atomic additions, so that equal calls may differ in the last bits.
+    The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
+    device. The top-k slots of a token are accumulated with atomic additions, so results may differ in the last bits from run to
+    run.
     """
-    if not topk_ids.numel():  # AITER refuses an empty batch
+    if not topk_ids.numel():  # AITER rejects an empty batch
         return x.new_empty(x.shape) if out is None else out
     w13, w2 = (each.view(_aiter.dtypes.fp4x2) for each in (weights.w13_weight, weights.w2_weight))
     w13.is_shuffled = w2.is_shuffled = True  # type: ignore[attr-defined]
     scales = {"w1_scale": weights.w13_weight_scale, "w2_scale": weights.w2_weight_scale}
     here = topk_ids >= 0
     if weights.layout == _GPT_OSS:
-        # Slots without an expert name one more expert, which the mask says is elsewhere.
+        # Top-k slots without an expert get the id of an extra expert, which the mask marks as not on this rank.
         elsewhere = plan.num_experts
         mask = topk_ids.new_ones(plan.num_experts + 1)
         mask[elsewhere].zero_()
@@ -127,7 +129,7 @@ def moe_apply(
             **scales,
         )
     else:
-        # Some of its kernels raise where there is a mask: slots without an expert have the first one's result, with weight 0.
+        # Some AITER kernels here reject an expert mask. Therefore top-k slots without an expert use expert 0 with weight 0.
         found = _fused_moe(
             pad(x, (0, _up(plan.hidden_size) - plan.hidden_size)).contiguous(),
             w13,

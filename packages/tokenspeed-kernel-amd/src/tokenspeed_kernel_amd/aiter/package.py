@@ -1,4 +1,4 @@
-"""Whether AITER is installed, from package metadata; and importing it, when an adapter is first selected."""
+"""Checks package metadata for AITER, and imports AITER when an adapter is first selected."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from importlib import metadata
 from types import ModuleType
 
 DISTRIBUTION = "amd-aiter"
-# The version whose source the adapters were written from. Before 0.1.19 sinks did not reach the kernel of a prefill.
+# The version whose source the adapters were written from. Before 0.1.19, AITER did not pass sinks to the prefill kernel.
 NEEDED = (0, 1, 20)
 
 
 def aiter_gap() -> str | None:
-    """Why AITER cannot be used, or None where it can. Metadata is read once a process."""
+    """Why AITER cannot be used, or None if it can. Metadata is read once per process."""
     return find_gap()
 
 
 @functools.cache
 def find_gap() -> str | None:
-    """What `aiter_gap` says. The distribution is looked for as well as the module: PyPI has another package named aiter, of
-    iterators."""
+    """The result of `aiter_gap`. Both the distribution and the module are checked, because PyPI's package named aiter is an
+    unrelated library of asynchronous iterators."""
     try:
         version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -36,11 +36,11 @@ def find_gap() -> str | None:
 
 
 def load(module: str) -> ModuleType:
-    """A module of AITER.
+    """Imports a module of AITER.
 
     Raises:
-        ImportError: importing it failed, with whatever error; the message says which. Under a Triton that it was not written for,
-            AITER raises ValueError.
+        ImportError: the import failed with any error, which the message names. With an unsupported Triton, AITER itself raises
+            ValueError.
     """
     try:
         return importlib.import_module(module)

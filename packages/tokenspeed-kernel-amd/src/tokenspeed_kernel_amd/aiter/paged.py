@@ -1,4 +1,4 @@
-"""What AITER's kernels for paged caches have in common, for their declarations."""
+"""Signatures and traits that the declarations of AITER's paged-cache kernels share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from tokenspeed_kernel_base.signature import format_signatures
 
 SIGNATURES = format_signatures(("q", "k_cache", "v_cache"), "dense", {torch.bfloat16, torch.float16})
-# One kernel is declared for each, because values must be as wide as keys, and traits are constrained one by one.
+# Each head_dim has its own kernel: v_head_dim must equal head_dim, and a trait cannot refer to another trait.
 WIDTHS = (64, 128)
 
 
 def traits(width: int, **others: Any) -> dict[str, Any]:
-    """Traits of a kernel for heads of this width. ``paged_device`` says why small pages are not served."""
+    """Traits of a kernel for this head_dim. ``paged_device`` says why small pages are not supported."""
     return {"head_dim": width, "v_head_dim": width, "page_size": {128, 256}, "sliding_window": any, "sinks": any, **others}

@@ -1,7 +1,8 @@
-"""``unified_attention`` of AITER, which serves every operator with a paged cache. Not run on hardware.
+"""AITER's ``unified_attention``, which implements every operator with a paged cache. Not run on hardware.
 
-It masks slots that hold no token only where a page has more than the 64 keys of its tile. With smaller pages it multiplies whatever
-is in the unused slots of a sequence's last page by 0, so that NaN there spreads. So only pages of 128 and 256 are declared.
+``unified_attention`` masks slots without a token only if a page has more than the 64 keys of its tile. With smaller pages it
+multiplies the contents of the unused slots of a sequence's last page by 0, so a NaN in such a slot propagates. Therefore only page
+sizes 128 and 256 are declared.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def attend(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Causal attention of new tokens to a paged cache that holds them; see `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
+    """Causal attention of new tokens to a paged cache that contains them; see `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
 
     Every sequence has at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are
-    copied where their last axis is not contiguous. Where a window has freed pages (-1), what lies on page 0 must be finite.
+    copied if their last axis is not contiguous. If pages left of the window were freed (-1), page 0 must hold finite values.
     """
     written = rows_to_write(out, q, *q.shape)
     if not q.numel():
@@ -47,9 +48,9 @@ def attend(
         max_seqlen_k,
         q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         causal=True,
-        # It reads the first number only, and counts the token itself besides it.
+        # AITER reads only the first value, which does not count the token itself.
         window_size=(window_left, 0 if window_left >= 0 else -1),
-        # Whether it looks at a page that has left the window, and may have been freed (-1), is not known: page 0 stands for those.
+        # AITER may read pages that have left the window and were freed (-1); their entries are replaced with page 0.
         block_table=rows(page_table if window_left < 0 else page_table.clamp(min=0)),
         softcap=0.0,
         q_descale=None,

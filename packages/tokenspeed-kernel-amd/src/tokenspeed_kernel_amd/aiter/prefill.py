@@ -1,9 +1,12 @@
-"""mha_prefill by AITER: what is declared. The adapter is in ``prefill_device``.
+"""Declarations of AITER's kernels for mha_prefill. The adapter is in ``prefill_device``.
 
-No logit cap: AITER computes tanh as a quotient of exponentials, which is NaN where a score is many times the cap, and its prefill
-ignores the cap where its compiled kernels are missing. No log-sum-exp with sinks: AITER does not document whether it includes the
-sink. At head_dim 128 AITER has assembly kernels, which it also calls for sinks and for windows of one token, and these they do not
-support.
+Not declared:
+
+* Logit cap. AITER computes tanh as a quotient of exponentials, which is NaN if a score is many times the cap. Without its compiled
+  kernels, AITER's prefill ignores the cap.
+* LSE with sinks. AITER does not document whether its LSE includes the sink.
+* Sinks and windows at head_dim 128. AITER also calls its assembly kernels for sinks and for windows of one token, but these kernels
+  support neither.
 """
 
 from __future__ import annotations

@@ -33,15 +33,16 @@ def mha_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_amd.mha_prefill`; ``v_head_dim`` is ``head_dim``, and ``logit_cap`` is 0.
 
-    The first call of a kind waits for minutes, while AITER compiles its kernel. Later ones do not wait for the device.
+    The first call of a configuration takes minutes, because AITER compiles its kernel. Later calls do not synchronise with the
+    device.
     """
     written = rows_to_write(out, q, *q.shape[:2], v.shape[2])
-    if not q.numel():  # AITER refuses an empty batch
+    if not q.numel():  # AITER rejects an empty batch
         out = deliver(written, out)
         return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
     longest = _longest(q, cu_seqlens_cpu, max_seqlen)
     offsets = cu_seqlens.contiguous()
-    with torch.no_grad():  # otherwise AITER prepares for a backward pass, for which it needs the log-sum-exp
+    with torch.no_grad():  # otherwise AITER also computes the LSE, for a backward pass
         result = _attend(
             q,
             k,
@@ -52,9 +53,8 @@ def mha_prefill(
             longest,
             softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
             causal=True,
-            # How many tokens are visible to the left and to the right besides the token itself, and how many first tokens always
-            # are. An AITER without its compiled kernels raises because of the 0 to the right. Without it, it would ignore a window
-            # of 0 to the left.
+            # Visible tokens to the left and to the right, not counting the token itself, and always-visible first tokens. Without
+            # its compiled kernels, AITER raises on the 0 to the right. Without that 0, AITER would ignore a left window of 0.
             window_size=(window_left, 0 if window_left >= 0 else -1, 0),
             return_lse=return_lse,
             out=written,
@@ -65,7 +65,7 @@ def mha_prefill(
 
 
 def _longest(q: Tensor, offsets: Sequence[int] | Tensor | None, bound: int | None) -> int:
-    """An upper bound of the longest sequence, at least 1, from values on the host only."""
+    """An upper bound of the longest sequence's length, at least 1, computed from host values only."""
     if bound is None and offsets is not None and not (isinstance(offsets, Tensor) and offsets.device.type != "cpu"):
         values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
         bound = max(end - begin for begin, end in itertools.pairwise(values))

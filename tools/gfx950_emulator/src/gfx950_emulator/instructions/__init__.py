@@ -1,4 +1,4 @@
-"""The instruction set, a module per family. Importing this package registers every binder."""
+"""The instruction set, one module per family. Importing this package registers every binder."""
 
 from gfx950_emulator.instructions import (  # noqa: F401
     compare,

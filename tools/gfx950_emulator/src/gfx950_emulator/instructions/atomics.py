@@ -1,4 +1,4 @@
-"""What atomics of memory and LDS do: one lane after the other, in lane order, so that results are the same in every run."""
+"""Atomics of global memory and LDS, applied one lane after the other in lane order, so that results are reproducible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gfx950_emulator.memory import Fault
 
 
 def check_aligned(addresses: np.ndarray, size: int) -> None:
-    """Raises `Fault` unless all addresses are multiples of ``size``: the hardware takes no other atomics."""
+    """Raises `Fault` unless all addresses are multiples of ``size``: the hardware supports no unaligned atomics."""
     wrong = addresses & (size - 1)
     if wrong.any():
         raise Fault(
@@ -68,8 +68,8 @@ def _to_f16(value: np.float16) -> int:
 
 @cache
 def operations(bits: int) -> dict[str, Callable[[int, int], int]]:
-    """What an atomic stores, of the old value and the operand, both as bits. Where either is a NaN, minimum and maximum of
-    floating point leave the old value (the ISA document's ``src < tmp ? src : tmp``)."""
+    """Functions from an atomic's old value and operand, both as bits, to the stored value. If either is a NaN, floating-point
+    minimum and maximum keep the old value (the ISA document's ``src < tmp ? src : tmp``)."""
     dtype, unsigned = (np.float32, np.uint32) if bits == 32 else (np.float64, np.uint64)
     table = {
         "swap": lambda old, new: new,
@@ -108,14 +108,14 @@ def apply_in_order(
     Args:
         cells: the memory, uint8.
         places: int64 [N], the first byte of each lane.
-        inside: lanes that have memory there, None for all; the others read zero and write nothing.
-        kind: of `operations`, or ``"cmpswap"``.
+        inside: lanes whose address is in range, None for all; the others read zero and write nothing.
+        kind: a name of `operations`, or ``"cmpswap"``.
         operand: uint32 or uint64 [N].
-        compare: likewise, what a ``"cmpswap"`` compares with.
-        changeable: likewise, the bits that are memory; the others read zero and stay. None for all.
+        compare: uint32 or uint64 [N], the values with which a ``"cmpswap"`` compares.
+        changeable: uint32 or uint64 [N], the bits that are in bounds; the others read zero and are kept. None for all.
 
     Returns:
-        What was there before, in the operand's type, and whether memory changed: a wave that polls by an atomic changes nothing.
+        The old values, in the operand's type, and whether memory changed: a wave that polls with an atomic changes nothing.
     """
     size = operand.dtype.itemsize
     apply = operations(8 * size).get(kind)
@@ -143,7 +143,7 @@ def operand_of(g: Group, row: int, lanes: np.ndarray | None, words: int) -> np.n
 
 
 def write_before(g: Group, row: int, lanes: np.ndarray | None, before: np.ndarray) -> None:
-    """Writes what an atomic returns."""
+    """Writes an atomic's result, the old value."""
     words = np.ascontiguousarray(before).view(np.uint32).reshape(len(before), -1).T
     rows = g.registers[row : row + len(words)]
     if lanes is None:

@@ -1,4 +1,4 @@
-"""Branches, waits, barriers, and what only affects timing."""
+"""Branches, waits, barriers, and instructions that only affect timing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gfx950_emulator.operands import SCALAR_BASE, SCC_ID, parse_operand
 
 
 def _nothing(g: Group) -> None:
-    """Timing only."""
+    """Does nothing: the instruction only affects timing."""
 
 
 def _negate(value: object) -> object:
@@ -53,7 +53,7 @@ def _conditional(site: Site) -> Bound:
     return Bound(_nothing, reads=reads, unit="branch", target=_target(site), condition=condition, demands=reads)
 
 
-# Calls. Code has addresses of its own: CODE_BASE plus CODE_STEP per instruction, whatever its encoding takes.
+# Calls. Virtual code addresses are CODE_BASE plus CODE_STEP per instruction, whatever the size of its encoding.
 
 
 @binder("s_getpc_b64")
@@ -96,7 +96,7 @@ def _barrier(site: Site) -> Bound:
 
 
 def _wait_limits(site: Site) -> dict[str, int]:
-    """The counters that an s_waitcnt names, or the fields of its number."""
+    """The counters that an s_waitcnt names, or the fields of its numeric immediate."""
     limits: dict[str, int] = {}
     for text in (*site.instruction.operands, *site.modifiers):
         if match := re.fullmatch(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", text):
@@ -112,7 +112,7 @@ def _wait_limits(site: Site) -> dict[str, int]:
 
 @binder("s_waitcnt")
 def _wait(site: Site) -> Bound:
-    """Waits until no more than so many operations of a kind are outstanding. Nothing here counts exports."""
+    """Waits until no more than the given number of operations of each counter is outstanding. Exports are not counted."""
     limits = _wait_limits(site)
     vector, scalar = limits.get("vmcnt"), limits.get("lgkmcnt")
 
@@ -131,7 +131,7 @@ def _wait(site: Site) -> Bound:
     "buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol",
 )  # fmt: skip
 def _no_operation(site: Site) -> Bound:
-    """Nothing that a program can see: caches are coherent here, and priorities do not matter."""
+    """No visible effect: caches are coherent here, and priorities do not matter."""
     site.modifiers.clear()
     return Bound(_nothing, unit="nop")
 
@@ -146,7 +146,7 @@ def _trap(site: Site) -> Bound:
 
 @binder("s_memtime", "s_memrealtime")
 def _time(site: Site) -> Bound:
-    """A clock that counts executed instructions, in steps of the blocks between branches and barriers."""
+    """A clock that counts executed instructions and advances once per basic block."""
     to = site.operands[0].index
 
     def run(g: Group) -> None:
@@ -181,8 +181,8 @@ def _getreg(site: Site) -> Bound:
 
 @binder("s_setreg_imm32_b32", "s_setreg_b32")
 def _setreg(site: Site) -> Bound:
-    """Writes to MODE may change FP16_OVFL (bit 23), which conversions look at; rounding [3:0] and denormals [7:4] must stay as
-    they are. The other fields are about exceptions and clamping."""
+    """Writes to MODE may change FP16_OVFL (bit 23), which conversions read. Rounding [3:0] and denormals [7:4] must not change. The
+    other fields control exceptions and clamping."""
     name, offset, size = _hardware_register(site, site.instruction.operands[0])
     text = site.instruction.operands[1]
     if name != "HW_REG_MODE" or not re.fullmatch(r"-?(0x)?[0-9a-fA-F]+", text):

@@ -1,7 +1,7 @@
 """Conversions between number formats. Arithmetic and facts on rounding, overflow and scales: `gfx950_emulator.formats`.
 
-Definitions: V_CVT_* in chapters VOP1 and VOP3 of AMD's CDNA4 ISA document. MODE.FP16_OVFL is looked at when an instruction runs:
-kernels set it. Results narrower than a register leave the rest of it alone where op_sel places them.
+Definitions: V_CVT_* in chapters VOP1 and VOP3 of AMD's CDNA4 ISA document. MODE.FP16_OVFL is read when an instruction runs, because
+kernels set it. Results that op_sel places in a part of a register keep the rest of the register.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reader = Callable[[Group], Any]
 
 
 def _to_integer(low: int, high: int, dtype: type) -> Callable[[Array], Array]:
-    """Towards zero; out of range to the nearest end, NaN to 0."""
+    """Rounds towards zero; out-of-range values saturate, NaN becomes 0."""
 
     def convert(a: Array) -> Array:
         a = a.astype(np.float64)
@@ -61,7 +61,7 @@ for _i in range(4):
 
 
 def _pack(low: Array, high: Array) -> Array:
-    """Two 16-bit values to one register."""
+    """Packs two 16-bit values into one register."""
     return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
@@ -70,7 +70,7 @@ def _pack_toward_zero(a: Array, b: Array) -> Array:
 
 
 def _saturate_bytes(a: Array) -> Array:
-    """Two int16 to two unsigned bytes."""
+    """Saturates two int16 to two unsigned bytes."""
     low, high = (np.clip(x.astype(np.uint16).view(np.int16), 0, 255).astype(np.uint16) for x in (a, a >> np.uint32(16)))
     return low | high << np.uint16(8)
 
@@ -93,24 +93,24 @@ def _pack16(site: Site) -> Bound:
         else:
             group_write(g, row, _pack(formats.f32_to_f16(low, saturate), formats.f32_to_f16(high, saturate)))
 
-    # A scalar as second source is what compilers write where only the lower half of the result is used: it may be undefined.
+    # If only the lower half of the result is used, compilers write a scalar as second source, which may be undefined.
     return Bound(run, site.ids([destination]), site.ids([first] if second.file == "s" else [first, second]))
 
 
-# fp8, bf8, fp6, bf6, fp4, with and without scales: numbers that are read, a conversion of each, and where the results go.
+# fp8, bf8, fp6, bf6, fp4, with and without scales: reading the sources, converting them, and placing the results.
 
 _NARROW = {"fp8": FP8, "bf8": BF8, "fp6": FP6, "bf6": BF6, "fp4": FP4}
 _WIDE = ("f32", "f16", "bf16")
 
 
 def _op_sel(site: Site) -> tuple[int, int, int, int]:
-    """op_sel, filled up with zeros. Bits 0 and 1 belong to sources; the destination's is the one after the last source."""
+    """op_sel, padded with zeros. Bits 0 and 1 belong to sources; the destination's bit follows the last source's."""
     given = tuple(site.take("op_sel", ()))
     return (*given, *(0,) * (4 - len(given)))
 
 
 def _half(site: Site, op_sel: tuple[int, ...]) -> tuple[int, int]:
-    """The half of the destination that is written: its first bit, and its width."""
+    """The written half of the destination: its first bit and its width."""
     return 16 * op_sel[len(site.operands) - 1], 16
 
 
@@ -126,7 +126,7 @@ def _write_part(g: Group, row: int, bits: Array, part: tuple[int, int]) -> None:
 
 
 def _numbers(site: Site, operand: Operand, wide: str, single: bool) -> Callable[[Group], list[Array]]:
-    """float32 numbers in an operand: one, or the two of a packed register, or those of consecutive registers."""
+    """An operand's values as float32: one, the two of a packed register, or those of consecutive registers."""
     if operand.count <= 1 and wide == "f32":
         get = getter(site, operand, F32)
         return lambda g: [per_lane(g, get(g))]
@@ -156,7 +156,7 @@ def _nearest(form: Format, numbers: list[Array], exponent: Any, saturate: bool) 
 
 
 def _stochastic(random: Array, form: Format, numbers: list[Array], exponent: Any, saturate: bool) -> list[Array]:
-    """Every number but the first takes the next random number."""
+    """Rounds stochastically; every value after the first uses the next random number."""
     codes = []
     for i, x in enumerate(numbers):
         random = formats.next_random(random) if i else random
@@ -165,7 +165,7 @@ def _stochastic(random: Array, form: Format, numbers: list[Array], exponent: Any
 
 
 def _narrow(site: Site, form: Format, read: Reader, random: Reader | None, exponent: Reader | None) -> Bound:
-    """One, two or 32 numbers to codes: a byte or a half of a register, or six registers."""
+    """Converts one, two or 32 values to a narrow format, in a byte or half of a register, or in six registers."""
     destination = site.operands[0]
     row = destination.index
     op_sel = _op_sel(site)
@@ -197,7 +197,7 @@ def _narrow(site: Site, form: Format, read: Reader, random: Reader | None, expon
 
 @binder("v_cvt_pk_fp8_f32", "v_cvt_pk_bf8_f32")
 def _pack8(site: Site) -> Bound:
-    """Two float32 to two codes in one half of the destination."""
+    """Converts two float32 to two 8-bit values in one half of the destination."""
     _, first, second = site.operands
     a, b = (_numbers(site, operand, "f32", True) for operand in (first, second))
     return _narrow(site, _NARROW[site.mnemonic.split("_")[3]], lambda g: [*a(g), *b(g)], None, None)
@@ -205,7 +205,7 @@ def _pack8(site: Site) -> Bound:
 
 @binder("v_cvt_sr_fp8_f32", "v_cvt_sr_bf8_f32", "v_cvt_sr_f16_f32", "v_cvt_sr_bf16_f32")
 def _round_stochastically(site: Site) -> Bound:
-    """One float32, rounded by the random bits of S1, to a byte or a half of the destination."""
+    """Rounds one float32 stochastically with the random bits of S1, to a byte or half of the destination."""
     form = {**_NARROW, "f16": formats.F16, "bf16": BF16}[site.mnemonic.split("_")[3]]
     _, value, random = site.operands
     return _narrow(site, form, _numbers(site, value, "f32", True), getter(site, random, U32), None)
@@ -218,7 +218,8 @@ _PACKED_SOURCES += [f"v_cvt_scalef32_2xpk16_{narrow}_f32" for narrow in ("fp6", 
 
 @binder(*_PACKED_SOURCES)
 def _narrow_scaled(site: Site) -> Bound:
-    """Numbers, divided by the scale of the last source, to codes. Those of two sources (float32) alternate."""
+    """Converts values, divided by the scale of the last source, to a narrow format. The values of two sources (float32)
+    alternate."""
     narrow, wide = site.mnemonic.split("_")[4:]
     *sources, scale = site.operands[1:]
     reads = [_numbers(site, operand, wide, False) for operand in sources]
@@ -237,7 +238,7 @@ _STOCHASTIC += [f"v_cvt_scalef32_sr_pk32_{narrow}_{wide}" for narrow, wide in pr
 
 @binder(*_STOCHASTIC)
 def _narrow_stochastic(site: Site) -> Bound:
-    """The same, rounded by the random bits of S1."""
+    """As `_narrow_scaled`, but rounded stochastically with the random bits of S1."""
     narrow, wide = site.mnemonic.split("_")[-2:]
     _, value, random, scale = site.operands
     read = _numbers(site, value, wide, single="_pk" not in site.mnemonic)
@@ -248,7 +249,7 @@ def _narrow_stochastic(site: Site) -> Bound:
 
 
 def _store_wide(g: Group, row: int, numbers: list[Array], wide: str) -> None:
-    """Numbers to consecutive registers, two 16-bit ones in each."""
+    """Stores values in consecutive registers, two 16-bit values per register."""
     if wide == "f32":
         for i, x in enumerate(numbers):
             group_write(g, row + i, x.view(np.uint32))
@@ -261,7 +262,7 @@ def _store_wide(g: Group, row: int, numbers: list[Array], wide: str) -> None:
 
 @binder("v_cvt_f32_fp8", "v_cvt_f32_bf8", "v_cvt_pk_f32_fp8", "v_cvt_pk_f32_bf8")
 def _widen(site: Site) -> Bound:
-    """One byte, or the two bytes of one half, which SDWA's selection chooses, to float32."""
+    """Converts one byte, or the two bytes of one half, selected by SDWA, to float32."""
     if site.encoding.endswith("dpp"):
         raise site.unknown(f"DPP of {site.mnemonic} is not implemented")
     form = _NARROW[site.mnemonic.split("_")[-1]]
@@ -289,7 +290,7 @@ _SCALED_SINGLE = [f"v_cvt_scalef32_{wide}_{narrow}" for narrow, wide in product(
 
 @binder(*_SCALED_PAIRS)
 def _widen_pair(site: Site) -> Bound:
-    """Two codes to two numbers, times the scale of S1. fp8, bf8: op_sel[0] chooses the half; fp4: op_sel[1:0] the byte."""
+    """Widens two values and multiplies them by the scale of S1. fp8, bf8: op_sel[0] selects the half; fp4: op_sel[1:0] the byte."""
     wide, narrow = site.mnemonic.split("_")[4:]
     form = _NARROW[narrow]
     destination, source, scale = site.operands
@@ -306,7 +307,7 @@ def _widen_pair(site: Site) -> Bound:
 
 @binder(*_SCALED_32)
 def _widen_32(site: Site) -> Bound:
-    """The 32 codes of six registers to 32 numbers, times the scale of S1."""
+    """Widens the 32 values of six registers and multiplies them by the scale of S1."""
     wide, narrow = site.mnemonic.split("_")[4:]
     form = _NARROW[narrow]
     destination, source, scale = site.operands
@@ -321,7 +322,8 @@ def _widen_32(site: Site) -> Bound:
 
 @binder(*_SCALED_SINGLE)
 def _widen_single(site: Site) -> Bound:
-    """The byte that op_sel[1:0] chooses, times the scale of S1; float16 to the half that op_sel chooses."""
+    """Widens the byte that op_sel[1:0] selects and multiplies it by the scale of S1; float16 goes to the half that op_sel
+    selects."""
     wide, narrow = site.mnemonic.split("_")[3:]
     form = _NARROW[narrow]
     destination, source, scale = site.operands

@@ -1,17 +1,17 @@
 """The steps of LLVM's division: v_div_scale, v_div_fmas, v_div_fixup.
 
-LLVM divides by scaling both operands (v_div_scale), a reciprocal, Newton steps, a last step that scales back (v_div_fmas), and
-special cases (v_div_fixup). Scaling brings operands whose quotient steps would overflow or become denormal into range; VCC says
-that the quotient must be scaled back.
+LLVM divides in five steps: scale both operands (v_div_scale), compute a reciprocal, run Newton steps, scale back (v_div_fmas), and
+handle special cases (v_div_fixup). Scaling brings operands whose intermediate results would overflow or become denormal into range;
+VCC says that the quotient must be scaled back.
 
-Definitions: V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP of AMD's CDNA4 ISA document, with these readings of it, without which the
-sequence would not give the correctly rounded quotient that IEEE 754, OpenCL and LLVM ask of it:
+Definitions: V_DIV_SCALE, V_DIV_FMAS and V_DIV_FIXUP of AMD's CDNA4 ISA document. The following interpretations are needed for the
+correctly rounded quotient that IEEE 754, OpenCL and LLVM require:
 
-- Where both the denominator's reciprocal and the quotient are denormal, the denominator is scaled down; the document scales it
+- If both the denominator's reciprocal and the quotient are denormal, the denominator is scaled down; the document scales it
   up, which would overflow.
-- v_div_fmas scales by 2**64 (2**128 for float64) up or down, as S2, the scaled quotient, is at least 2 or not (as in the document
+- v_div_fmas scales by 2**64 (2**128 for float64): up if S2, the scaled quotient, is at least 2, otherwise down (as in the document
   of GCN3), and rounds once.
-- v_div_fixup gives infinity where the exponents say that the quotient overflows. There the steps before end in NaN.
+- v_div_fixup returns infinity if the exponents show that the quotient overflows, because the earlier steps return NaN then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gfx950_emulator.vector import (
 
 Array = Any
 
-# By the type's size in bytes
+# Constants by the type's size in bytes
 _EXPONENT_MASK, _LOWEST_EXPONENT = {4: 0xFF, 8: 0x7FF}, {4: -126, 8: -1022}
 _SCALE = {4: 64, 8: 128}
 _TINY_NUMERATOR, _FAR_APART = {4: 23, 8: 53}, {4: 96, 8: 768}
@@ -53,13 +53,13 @@ def _exponent(a: Array) -> Array:
 
 
 def _quotient_is_denormal(numerator: Array, denominator: Array) -> Array:
-    """Whether |numerator / denominator| < the smallest normal number, of finite operands that are not zero."""
+    """Whether |numerator / denominator| is below the smallest normal number, for finite nonzero operands."""
     (m1, e1), (m2, e2) = np.frexp(np.abs(numerator)), np.frexp(np.abs(denominator))
     return e1 - e2 - (m1 < m2) < _LOWEST_EXPONENT[numerator.dtype.itemsize]
 
 
 def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """The scaled value, which is one of the other two, and whether the quotient must be scaled back."""
+    """The scaled ``value``, which is the denominator or the numerator, and whether the quotient must be scaled back."""
     dtype = value.dtype.type
     size = value.dtype.itemsize
     smallest = SMALLEST_NORMAL[size]
@@ -92,7 +92,7 @@ def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array
 
 @binder("v_div_scale_f32", "v_div_scale_f64")
 def _div_scale(site: Site) -> Bound:
-    """D, VCC = scaled S0; S1 is the denominator, S2 the numerator, S0 one of the two."""
+    """D, VCC = scaled S0; S1 is the denominator, S2 the numerator, and S0 equals one of them."""
     type_ = F32 if site.mnemonic.endswith("f32") else F64
     destination, flag, *sources = site.operands
     getters = [getter(site, operand, type_) for operand in sources]
@@ -129,13 +129,13 @@ def div_fmas64(a: Array, b: Array, c: Array, scaled: Array) -> Array:
 
 @binder("v_div_fmas_f32", "v_div_fmas_f64")
 def _div_fmas(site: Site) -> Bound:
-    """D = S0 * S1 + S2, scaled back where VCC says so."""
+    """D = S0 * S1 + S2, scaled back in lanes whose VCC bit is set."""
     type_, function = (F32, div_fmas32) if site.mnemonic.endswith("f32") else (F64, div_fmas64)
     return bind_vector(VectorOp(site.mnemonic, function, type_, (type_,) * 3), site, lanes=VCC)
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The quotient with special cases put right; S0 quotient, S1 denominator, S2 numerator."""
+    """The quotient with special cases corrected; S0 quotient, S1 denominator, S2 numerator."""
     dtype, size = quotient.dtype.type, quotient.dtype.itemsize
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     zero_denominator, zero_numerator = denominator == 0, numerator == 0

@@ -1,7 +1,7 @@
 """Direct loads from global memory to LDS: ``buffer_load ... lds`` and ``global_load_lds``.
 
 A lane's data goes to ``M0 + inst_offset + lane * size`` in LDS (CDNA3 and CDNA4 ISA documents, "memory buffer load to LDS").
-Data is held back until the ``s_waitcnt`` that covers the load (`gfx950_emulator.outstanding`).
+The write to LDS is deferred until the ``s_waitcnt`` that covers the load (`gfx950_emulator.outstanding`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHAPES = {
 
 
 def _buffer_to_lds(site: Site) -> Bound:
-    """``buffer_load_dword v1, s[4:7], 0 offen lds``: no data register."""
+    """Binds ``buffer_load_dword v1, s[4:7], 0 offen lds``, which has no data register."""
     return _bind(site, _SHAPES[site.mnemonic.removeprefix("buffer_load_")], buffer_address(site, *site.operands))
 
 
@@ -41,8 +41,8 @@ def _global_to_lds(site: Site) -> Bound:
 
 
 def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
-    immediate = int(site.instruction.modifiers.get("offset", 0))  # belongs to both addresses
-    step = max(4, shape.size)  # a byte or a short takes a dword of LDS
+    immediate = int(site.instruction.modifiers.get("offset", 0))  # added to both addresses
+    step = max(4, shape.size)  # a byte or a short occupies a dword of LDS
 
     def run(g: Group) -> None:
         machine, local = g.machine, g.machine.local
@@ -75,7 +75,8 @@ def _bind(site: Site, shape: Shape, address: Callable) -> Bound:
 
 
 def _check_switched_off(local: LocalMemory, first: np.ndarray, size: int) -> None:
-    """What lies beyond the allocation is dropped. That is meant where compilers switch a wave off, by an M0 beyond any LDS."""
+    """Reports writes beyond the allocation, which hardware drops, unless M0 is beyond any LDS: compilers disable a wave in this
+    way."""
     meant = first >= LIMIT
     if not meant.all():
         at = int(first[~meant][0])

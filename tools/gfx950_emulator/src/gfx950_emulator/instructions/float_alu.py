@@ -1,8 +1,8 @@
-"""Vector floating point in float16, float32 and float64: sums, products, choice, exponents, mixed precision, dot products.
+"""Vector floating point in float16, float32 and float64: add, multiply, min and max, exponents, mixed precision, dot products.
 
-Rounding is to nearest even and denormals are kept, which is how Triton's kernels set MODE; MODE.IEEE is on. Everything here is
-exact or rounded once as IEEE 754 defines it, but for dot products, which round every sum. Of NaNs only that they are quiet NaNs
-is as on hardware: payloads are those of the host. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document.
+Rounding is to nearest even and denormals are kept, as Triton's kernels set MODE; MODE.IEEE is on. All results are exact or rounded
+once as IEEE 754 defines it, except dot products, which round every partial sum. NaNs are quiet as on hardware, but with the host's
+payloads. Definitions: chapters VOP1 to VOP3P of AMD's CDNA4 ISA document.
 Transcendental functions: `gfx950_emulator.instructions.transcendental`; division: `gfx950_emulator.instructions.division`.
 """
 
@@ -41,8 +41,8 @@ _NORMAL_32 = 2.0**-126
 def fma32(a: Array, b: Array, c: Array) -> Array:
     """float32, rounded once.
 
-    The product is exact in float64. The sum is rounded there, and then to float32, which goes wrong only if the first rounding
-    ends in the middle between two float32 numbers: bits 28 to 0 are 2**28, or the number is a denormal of float32.
+    The product is exact in float64. The sum is rounded to float64 and then to float32. Double rounding is wrong only if the float64
+    result is halfway between two float32 values: bits 28 to 0 are 2**28, or the value is a float32 denormal.
     """
     product = np.multiply(a, b, dtype=np.float64)
     total = product + c
@@ -59,8 +59,8 @@ def _safe_to_round(product: Array, c: Array, total: Array) -> Array:
 
 
 def round_to_odd(a: Array, b: Array, total: Array) -> Array:
-    """a + b in float64, where ``total`` is the sum rounded to nearest: of the two numbers around an inexact sum the one whose last
-    bit is odd, so that rounding to fewer bits afterwards gives what one rounding would. For finite sums."""
+    """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest. Of the two float64 values around an inexact sum,
+    the one with an odd last bit is returned, so that rounding to fewer bits afterwards equals rounding once. For finite sums."""
     _, error = two_sum(a, np.asarray(b, np.float64))
     bits = np.asarray(total).view(np.int64)
     towards = np.where((error > 0) == (total > 0), 1, -1)
@@ -88,8 +88,8 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def fma64(a: Array, b: Array, c: Array) -> Array:
-    """float64, rounded once: the sum of its low parts is rounded to odd before it is added to the high one (Boldo and Melquiond,
-    "Emulation of FMA and correctly rounded sums"). Where parts would overflow or vanish, in Python's integers."""
+    """float64, rounded once: the sum of the low parts is rounded to odd before it is added to the high part (Boldo and Melquiond,
+    "Emulation of FMA and correctly rounded sums"). If parts would overflow or underflow, Python integers are used."""
     product, low = two_product(a, b)
     high, rest = two_sum(c, low)
     total, remainder = two_sum(product, high)
@@ -107,7 +107,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def one_by_one(function: Callable[..., float], lanes: Array, result: Array, *sources: Array) -> Array:
-    """The result with some lanes computed by a function of Python floats."""
+    """The result, with the given lanes recomputed by a function of Python floats."""
     result = result.copy()
     spread = [np.broadcast_to(x, result.shape) for x in sources]
     for lane in np.argwhere(lanes):
@@ -128,7 +128,7 @@ def exact_fma(a: float, b: float, c: float, exponent: int = 0) -> float:
 
 
 def fma16(a: Array, b: Array, c: Array) -> Array:
-    """float16, rounded once. The product is exact in float64; a sum that is not lies far from any middle of two float16 numbers."""
+    """float16, rounded once. The product is exact in float64; an inexact float64 sum is far from any float16 rounding tie."""
     return (np.multiply(a, b, dtype=np.float64) + c).astype(np.float16)
 
 
@@ -140,8 +140,8 @@ vector_op("v_fmamk_f32", lambda a, k, b: fma32(a, k, b), F32, F32, F32, F32)
 vector_op("v_fmaak_f32", lambda a, b, k: fma32(a, b, k), F32, F32, F32, F32)
 
 
-# Choice. With MODE.IEEE on, v_min and v_max choose the number of a number and a quiet NaN, while a signalling NaN becomes the
-# result, quiet. -0 is below +0.
+# Minimum and maximum. With MODE.IEEE on, v_min and v_max return the number if the other operand is a quiet NaN; a signalling NaN
+# becomes the result, made quiet. -0 is below +0.
 
 
 def _bits(a: Array) -> Array:
@@ -154,8 +154,8 @@ def _signalling(a: Array) -> Array:
 
 
 def _choose(a: Array, b: Array, chosen: Array, equal: Callable[[Array, Array], Array]) -> Array:
-    """v_min or v_max where a NaN or a zero may be among the operands: `chosen` is the choice among numbers, `equal` of the bits
-    of equal numbers."""
+    """v_min or v_max with NaNs and zeros handled: `chosen` is the result for other operands; `equal` combines the bits of equal
+    operands."""
     a, b = np.broadcast_arrays(a, b)
     chosen = np.where(a == b, equal(_bits(a), _bits(b)).view(a.dtype), chosen)
     for x in (b, a):
@@ -190,7 +190,7 @@ def maximum3(a: Array, b: Array, c: Array) -> Array:
 
 
 def median(a: Array, b: Array, c: Array) -> Array:
-    """The middle of three; with a NaN among them, v_min3 of them."""
+    """The median of three; if one is a NaN, v_min3 of them."""
     middle = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
     if (np.abs(middle) > 0).all():
         return middle
@@ -201,7 +201,7 @@ def median(a: Array, b: Array, c: Array) -> Array:
 
 
 def _or_nan(function: Callable[[Array, Array], Array], plain: np.ufunc) -> Callable[[Array, Array, Array], Array]:
-    """IEEE 754-2019's minimum and maximum: NaN if any is."""
+    """IEEE 754-2019's minimum and maximum: NaN if any operand is NaN."""
 
     def choose(a: Array, b: Array, c: Array) -> Array:
         chosen = plain(plain(a, b), c)
@@ -235,7 +235,7 @@ def fraction(a: Array) -> Array:
 
 
 def _exponent_of(dtype: type) -> Callable[[Array], Array]:
-    """Of a mantissa in [0.5, 1); 0 for zero, infinity and NaN."""
+    """A function that returns the exponent for a mantissa in [0.5, 1); 0 for zero, infinity and NaN."""
     return lambda a: np.where(np.isfinite(a), np.frexp(a)[1], 0).astype(dtype)
 
 
@@ -262,7 +262,7 @@ def fma32_to_16(a: Array, b: Array, c: Array) -> Array:
 
 @binder("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16")
 def _fma_mix(site: Site) -> Bound:
-    """Each source is float32, or (op_sel_hi) one half of a register as float16, which op_sel chooses. The result is rounded to
+    """Each source is float32 or, with op_sel_hi, the float16 in the register half that op_sel selects. The result is rounded to
     float32, and for mixlo and mixhi then to float16."""
     upper = tuple(site.take("op_sel", (0, 0, 0)))
     halves = tuple(site.take("op_sel_hi", (0, 0, 0)))
@@ -283,12 +283,12 @@ def _fma_mix(site: Site) -> Bound:
     return Bound(form.function(lines), writes, reads)
 
 
-# Dot products of packed 16-bit values, accumulated in float32. Every sum is rounded, in the order of the ISA's pseudocode, and
-# denormals are zeros, in sources and results (section "Denormalized and Rounding Modes").
+# Dot products of packed 16-bit values, accumulated in float32. Every partial sum is rounded, in the order of the ISA's pseudocode.
+# Denormal sources and results are flushed to zero (section "Denormalized and Rounding Modes").
 
 
 def without_denormals(a: Array) -> Array:
-    """Denormals as zeros of their sign."""
+    """Flushes denormals to zeros of the same sign."""
     return a * (np.abs(a) >= SMALLEST_NORMAL[a.dtype.itemsize])
 
 

@@ -1,8 +1,8 @@
 """Vector integer arithmetic, logic and moves.
 
 Definitions: chapters VOP1, VOP2, VOP3 and VOP3P of AMD's CDNA4 ISA document. Functions take and return numpy arrays (or numpy
-scalars) of the declared types, which wrap as registers do. 16-bit results zero the upper half of the register in instructions
-that exist as VOP1 or VOP2, and keep it in those that exist as VOP3 only, whose op_sel chooses the half (LLVM,
+scalars) of the declared types, which wrap as registers do. 16-bit results of instructions with a VOP1 or VOP2 encoding zero the
+upper half of the register. Those of VOP3-only instructions keep the other half; op_sel selects the written half (LLVM,
 ``GCNSubtarget::zeroesHigh16BitsOfDest``).
 """
 
@@ -76,7 +76,7 @@ def _swap(site: Site) -> Bound:
 
 @binder("v_cndmask_b32")
 def _select(site: Site) -> Bound:
-    """D = S2's bit of the lane ? S1 : S0. neg and abs change the bits that they change in float32."""
+    """D = the lane's bit of S2 ? S1 : S0. neg and abs modify the sign bit, as for float32."""
     first, second, mask = site.operands[1:]
     site.operands.pop()
     modified = any(operand.negate or operand.absolute for operand in (first, second))
@@ -152,7 +152,7 @@ def byte_permute(a: Array, b: Array, selector: Array) -> Array:
 
 vector_op("v_perm_b32", byte_permute, U32, U32, U32, U32)
 
-# Of two inputs: bit 2b + c of the table is the value for (b, c).
+# Functions of two inputs: bit 2b + c of the table is the value for (b, c).
 _OF_TWO = (
     "", "~(b | c)", "~b & c", "~b", "b & ~c", "~c", "b ^ c", "~(b & c)",
     "b & c", "~(b ^ c)", "c", "~b | c", "b", "b | ~c", "b | c", "",
@@ -218,7 +218,7 @@ def extract_unsigned(a: Array, b: Array, c: Array) -> Array:
 
 
 def extract_signed(a: Array, b: Array, c: Array) -> Array:
-    """Bits [offset, offset + width) extended by their sign; the sign of a field that reaches past bit 31 is bit 31."""
+    """Bits [offset, offset + width), sign-extended; the sign of a field that reaches past bit 31 is bit 31."""
     offset, width = (b & _31).astype(np.int32), (c & _31).astype(np.int32)
     shifted = a >> offset
     up = np.int32(32) - width
@@ -232,7 +232,7 @@ vector_op("v_bfm_b32", lambda a, b: ((_ONE << (a & _31)) - _ONE) << (b & _31), U
 
 
 def _shift_and_pack(low: int, high: int) -> Callable[[Array, Array, Array], Array]:
-    """Two int32, shifted right and limited to a byte each, in 16 bits."""
+    """Packs two int32, shifted right and saturated to a byte each, into 16 bits."""
 
     def function(a: Array, b: Array, c: Array) -> Array:
         by = (c & _31).astype(np.int32)
@@ -245,7 +245,7 @@ def _shift_and_pack(low: int, high: int) -> Callable[[Array, Array, Array], Arra
 vector_op("v_ashr_pk_i8_i32", _shift_and_pack(-128, 127), U16, I32, I32, U32, keeps_high=True)
 vector_op("v_ashr_pk_u8_i32", _shift_and_pack(0, 255), U16, I32, I32, U32, keeps_high=True)
 
-# Sums and products
+# Addition and multiplication
 
 
 def _reversed_difference(a: Array, b: Array) -> Array:
@@ -296,7 +296,7 @@ vector_op("v_mad_i32_i24", lambda a, b, c: _signed24(a) * _signed24(b) + c, I32,
 vector_op("v_mad_u32_u16", lambda a, b, c: a.astype(np.uint32) * b.astype(np.uint32) + c, U32, U16, U16, U32)
 vector_op("v_mad_i32_i16", lambda a, b, c: a.astype(np.int32) * b.astype(np.int32) + c, I32, I16, I16, I32)
 
-# Choice
+# Minimum and maximum
 
 
 def _median(a: Array, b: Array, c: Array) -> Array:
@@ -338,7 +338,7 @@ vector_op("v_ffbh_u32", first_high, U32, U32)
 vector_op("v_ffbl_b32", first_low, U32, U32)
 vector_op("v_ffbh_i32", first_high_signed, U32, I32)
 
-# Sums of differences and of products of the parts of a register
+# Sums of absolute differences and dot products of packed values
 
 
 def _part(a: Array, at: int, bits: int) -> Array:
@@ -359,7 +359,7 @@ def _differences(bits: int) -> Callable[[Array, Array, Array], Array]:
 
 
 def _masked_differences(a: Array, b: Array, c: Array) -> Array:
-    """Leaves out bytes whose reference (S1) is zero."""
+    """Skips bytes whose reference (S1) is zero."""
     for at in range(0, 32, 8):
         x, y = _part(a, at, 8), _part(b, at, 8)
         c = c + np.where(y == 0, np.uint32(0), _difference(x, y))
@@ -384,7 +384,7 @@ vector_op("v_lerp_u8", _mean_of_bytes, U32, U32, U32, U32)
 
 
 def _dot(bits: int, signed: bool) -> Callable[[Array, Array, Array], Array]:
-    """Also on int64, for clamp; parts are then those of the lower 32 bits."""
+    """A dot product of packed values. Also computes on int64, for clamp; the packed values are then in the lower 32 bits."""
     field, sign = (1 << bits) - 1, 1 << (bits - 1)
 
     def part(x: Array, at: int) -> Array:
@@ -404,11 +404,11 @@ for _count, _bits in ((2, 16), (4, 8), (8, 4)):
     vector_op(f"v_dot{_count}_u32_u{_bits}", _dot(_bits, False), U32, U32, U32, U32, saturates=True)
     vector_op(f"v_dot{_count}c_i32_i{_bits}", _dot(_bits, True), I32, I32, I32, I32, saturates=True, accumulates=True)
 
-# Carries: a sum, and a bit per lane of a scalar register pair
+# Carries: a sum, and a carry bit per lane in a pair of scalar registers
 
 
 def _two_sources(site: Site, first: Operand, second: Operand) -> Callable[[Group], tuple[Array, Array]]:
-    """Reads two sources in any encoding whose result goes to all of the register, in all lanes that are on."""
+    """Reads two sources in any encoding that writes the whole register in all active lanes."""
     form, lines, moved = Form(), [], ""
     if site.encoding.endswith("dpp"):
         moved = moved_source(site, form, lines, first, U32)
@@ -439,7 +439,7 @@ def _carry(site: Site) -> Bound:
         if carry_in is not None:
             carry = carry_in(g).astype(np.uint64)
             total = total + carry if adds else total - carry
-        # below zero wraps to the top of 64 bits
+        # negative results wrap to large uint64 values
         group_write(g, row, total.astype(np.uint32))
         set_compare(g, to, (total >> np.uint64(32)) != 0)
 

@@ -14,7 +14,7 @@ from gfx950_emulator.vector import U32, getter, group_write
 
 @binder("v_readfirstlane_b32")
 def _read_first(site: Site) -> Bound:
-    """D = S0 of the lowest lane that is switched on (lane 0 if none is)."""
+    """D = S0 of the lowest active lane (lane 0 if none is active)."""
     to, row = site.operands[0].index, site.operands[1].index
 
     def run(g: Group) -> None:
@@ -30,7 +30,7 @@ def _read_first(site: Site) -> Bound:
 
 @binder("v_readlane_b32")
 def _read_lane(site: Site) -> Bound:
-    """D = S0[lane S1], whether or not that lane is switched on."""
+    """D = S0[lane S1], whether or not that lane is active."""
     to, row, lane = site.operands[0].index, site.operands[1].index, read32(site.operands[2])
 
     def run(g: Group) -> None:
@@ -44,7 +44,7 @@ def _read_lane(site: Site) -> Bound:
 
 @binder("v_writelane_b32")
 def _write_lane(site: Site) -> Bound:
-    """D[lane S1] = S0, whether or not that lane is switched on; the others keep what they had."""
+    """D[lane S1] = S0, whether or not that lane is active; the other lanes keep their values."""
     row, value, lane = site.operands[0].index, read32(site.operands[1]), read32(site.operands[2])
 
     def run(g: Group) -> None:

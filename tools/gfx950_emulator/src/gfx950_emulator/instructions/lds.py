@@ -1,4 +1,4 @@
-"""Data share instructions (DS): reads, writes, transposing reads, atomics, and the lane permutations that use its crossbar.
+"""LDS instructions (DS): reads, writes, transposing reads, atomics, and the lane permutations that use the LDS crossbar.
 
 Definitions: chapter "DS instructions" of AMD's CDNA3 ISA document; transposing reads: CDNA4 ISA document.
 """
@@ -168,13 +168,13 @@ def _bind_write2(site: Site) -> Bound:
     return bound
 
 
-# Transposing reads. Within each group of 16 lanes, memory holds a block of rows of 16 elements, and every lane reads a piece of a
+# Transposing reads. For each group of 16 lanes, memory holds a block of rows of 16 elements, and every lane reads a fragment of a
 # row: 16 elements of 4 or 6 bits are a row each, 8 of 8 bits half of one, 4 of 16 bits a quarter. Lane i receives column i.
 
 
 @lru_cache(maxsize=4)
 def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which lane of a wave, and which element of what it read, each element of the result comes from: int64 [64, elements]."""
+    """The source lane and the index in that lane's read data of each result element: int64 [64, elements]."""
     per_lane = 16 if bits == 6 else 64 // bits
     lane, element = np.meshgrid(np.arange(WAVE), np.arange(per_lane), indexing="ij")
     # The 16 lanes read a block of 16 * per_lane elements, in row-major order of rows of 16 elements: 16 / per_lane lanes
@@ -185,7 +185,7 @@ def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _transposed(read: np.ndarray, bits: int) -> np.ndarray:
-    """What the lanes of whole waves read, uint8 [N, bytes], as they receive it."""
+    """Transposes the data that the lanes of whole waves read, uint8 [N, bytes]."""
     size = read.shape[1]
     if bits >= 8:
         elements = read.view(np.uint16 if bits == 16 else np.uint8)
@@ -259,7 +259,7 @@ _DS_RETURNING = {
 
 @binder(*(f"ds_{name}" for name in (*_DS_ATOMICS, *_DS_RETURNING, "cmpst_b32", "cmpst_b64")))
 def _bind_atomic(site: Site) -> Bound:
-    """Lanes follow one another in lane order. ds_cmpst: the first data operand is compared, the second is stored."""
+    """Applies lanes in lane order. ds_cmpst: the first data operand is compared, the second is stored."""
     name = site.mnemonic.removeprefix("ds_")
     returns = name in _DS_RETURNING
     kind = _DS_RETURNING.get(name) or _DS_ATOMICS.get(name, "cmpswap")
@@ -296,13 +296,13 @@ def _bind_atomic(site: Site) -> Bound:
     return bound
 
 
-# Lane permutations. They use the LDS crossbar but no memory, and are waited for like LDS.
+# Lane permutations. They use the LDS crossbar but no memory, and need the same waits as LDS accesses.
 
 
 @binder("ds_bpermute_b32", "ds_permute_b32")
 def _bind_permute(site: Site) -> Bound:
-    """bpermute: D[lane] = S1[(S0[lane] + offset) / 4 % 64]; a source lane that is switched off gives zero.
-    permute: D[(S0[lane] + offset) / 4 % 64] = S1[lane]; lanes that nobody sends to get zero."""
+    """bpermute: D[lane] = S1[(S0[lane] + offset) / 4 % 64]; an inactive source lane gives zero.
+    permute: D[(S0[lane] + offset) / 4 % 64] = S1[lane]; lanes without a sender get zero."""
     destination, address, data = site.operands
     immediate, pulls = int(site.take("offset", 0)), site.mnemonic == "ds_bpermute_b32"
 
@@ -331,7 +331,7 @@ def _bind_permute(site: Site) -> Bound:
 
 @binder("ds_swizzle_b32")
 def _bind_swizzle(site: Site) -> Bound:
-    """D[lane] = S0[source of the lane]; a source lane that is switched off gives zero."""
+    """D[lane] = S0[source of the lane]; an inactive source lane gives zero."""
     destination, data = site.operands
     try:
         source = swizzle_lanes(site.take("offset", 0))

@@ -1,4 +1,4 @@
-"""Matrix instructions (MFMA). Arithmetic and lane maps: `gfx950_emulator.mfma`."""
+"""MFMA instructions. Arithmetic and element layouts: `gfx950_emulator.mfma`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gfx950_emulator.vector import U32, getter
 
 @binder("v_mfma")  # stands for all of them, see decode
 def _bind(site: Site) -> Bound:
-    """D = A x B + C for every wave. The hardware ignores EXEC: lanes that are off take part, and their registers are written."""
+    """D = A x B + C for every wave. The hardware ignores EXEC: inactive lanes take part, and their registers are written."""
     try:
         operation = mfma.bind_mfma(site.instruction.mnemonic, dict(site.modifiers))
     except ValueError as error:

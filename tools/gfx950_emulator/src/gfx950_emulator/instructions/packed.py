@@ -1,7 +1,7 @@
 """Packed instructions (VOP3P): two operations at once, on halves of registers or on pairs of registers.
 
-op_sel chooses, for each source, what the lower result is made of; op_sel_hi (1 where not written) the upper one. neg_lo and neg_hi
-negate. (CDNA4 ISA document, section "Packed Math" and chapter VOP3P.)
+For each source, op_sel selects the half that the lower result uses, and op_sel_hi (default 1) the half that the upper result uses.
+neg_lo and neg_hi negate. (CDNA4 ISA document, section "Packed Math" and chapter VOP3P.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Array = Any
 
 
 def _modifiers(site: Site, count: int) -> tuple[tuple[int, ...], ...]:
-    """op_sel, op_sel_hi, neg_lo and neg_hi of so many sources."""
+    """op_sel, op_sel_hi, neg_lo and neg_hi of ``count`` sources."""
     low = tuple(site.take("op_sel", (0,) * count))
     high = tuple(site.take("op_sel_hi", (1,) * count))
     return low, high, tuple(site.take("neg_lo", (0,) * count)), tuple(site.take("neg_hi", (0,) * count))
@@ -47,7 +47,7 @@ else:
 
 
 def _of_pair(site: Site, operand: Operand, second: int) -> Operand:
-    """One register of a pair. An inline constant is the lower one."""
+    """One register of a pair. An inline constant is the lower register's value."""
     if operand.file == "literal":
         if second:
             raise site.unknown(f"op_sel of {site.mnemonic} asks for the upper half of the constant {operand.text}")
@@ -81,7 +81,7 @@ def _pairs(site: Site) -> Bound:
 
 
 def _bound(site: Site, run: Callable[[Group], Any], halves: list[Iterable[tuple[Operand, int]]]) -> Bound:
-    """With the registers that each half of the result is made of: the others of a pair are not read."""
+    """The `Bound`, with only the registers that each half of the result uses; a pair's other register is not read."""
     destination = site.operands[0]
     parts = [site.ids(_of_pair(site, operand, second) for operand, second in half) for half in halves]
     reads = tuple(dict.fromkeys(register for part in parts for register in part))
@@ -99,7 +99,7 @@ def write_floats(group: Group, row: int, low: Array, high: Array) -> None:
 
 @binder("v_pk_mov_b32")
 def _move_pair(site: Site) -> Bound:
-    """The lower result is the chosen register of S0, the upper one that of S1."""
+    """The lower result is the selected register of S0, the upper result that of S1."""
     destination, first, second = site.operands
     op_sel, _, _, _ = _modifiers(site, 2)
     form = Form(d=destination.index)
@@ -149,7 +149,7 @@ def _half(site: Site, form: Form, type_: Type, operand: Operand, upper: int, neg
     """The expression for one half of a source."""
     if operand.file != "literal":
         return source(site, form, type_, replace(operand, negate=bool(negate) != operand.negate), high=upper)
-    # An inline constant stands in the lower half, with zeros (of an integer the sign) above it.
+    # An inline constant is in the lower half, with zeros (an integer's sign bits) above it.
     if isinstance(operand.literal, float):
         bits = int(operand.bits(np.dtype(np.uint16)))
     else:

@@ -1,4 +1,4 @@
-"""Scalar arithmetic of 32 bits: SOP1, SOP2, SOPC, SOPK.
+"""32-bit scalar arithmetic: SOP1, SOP2, SOPC, SOPK.
 
 Definitions: CDNA3 ISA document, chapters SOP2, SOPK, SOP1 and SOPC, which CDNA4 shares.
 """
@@ -169,7 +169,7 @@ def _carry(site: Site) -> Bound:
 # One source, 32 bits
 
 
-_UNARY32: dict[str, tuple[Callable[[Value], Value], bool]] = {  # function, and whether SCC says that the result is not zero
+_UNARY32: dict[str, tuple[Callable[[Value], Value], bool]] = {  # function, and whether SCC = (result is not zero)
     "s_mov_b32": (lambda a: a, False),
     "s_not_b32": (lambda a: a ^ MASK32, True),
     "s_abs_i32": (lambda a: abs(signed(a)) & MASK32, True),
@@ -277,7 +277,7 @@ def _compare(site: Site) -> Bound:
     kind, relation, type_ = site.mnemonic.split("_")[1:]
     compare = _COMPARES[relation]
     a, second = read32(site.operands[0]), site.operands[1]
-    if kind == "cmpk":  # the immediate is extended by its sign or by zeros, as the type says
+    if kind == "cmpk":  # the immediate is sign- or zero-extended, depending on the type
         value = int(second.literal) & 0xFFFF
         constant = value if type_ == "u32" else ((value ^ 0x8000) - 0x8000) & MASK32
         b = lambda g: constant  # noqa: E731

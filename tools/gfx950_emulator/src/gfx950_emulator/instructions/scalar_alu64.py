@@ -1,6 +1,6 @@
-"""Scalar arithmetic of 64 bits: SOP1, SOP2 and SOPC on register pairs, and what changes EXEC.
+"""64-bit scalar arithmetic: SOP1, SOP2 and SOPC on register pairs, and instructions that change EXEC.
 
-Values are lane masks more often than numbers, so logic works on booleans per lane where an operand is one.
+Most values are lane masks, so logic works on one bool per lane if an operand is a lane mask.
 Definitions: CDNA3 ISA document, chapters SOP2, SOP1 and SOPC, which CDNA4 shares.
 """
 
@@ -43,7 +43,7 @@ _LOGIC64: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # on boo
     "nor": (lambda a, b: ~(a | b), lambda a, b: (a | b) ^ MASK64),
     "xnor": (lambda a, b: ~(a ^ b), lambda a, b: a ^ b ^ MASK64),
 }
-# What one operand must be for the other not to matter, for the first and the second
+# The value of the first and of the second operand that decides the result alone
 _DECISIVE = {
     "and": (False, False), "nand": (False, False), "andn2": (False, True), "andn1": (True, False),
     "or": (True, True), "nor": (True, True), "orn2": (True, False), "orn1": (False, True),
@@ -74,7 +74,7 @@ def _logic64(site: Site) -> Bound:
 
 @binder("s_wqm_b64")
 def _whole_quads(site: Site) -> Bound:
-    """Four lanes side by side are all set if one of them is."""
+    """Sets all four lanes of a quad if one of them is set."""
     destination, first = site.operands
     lanes, to = lanes_of(first), destination.index
 
@@ -117,7 +117,7 @@ _ON_EXEC: dict[str, Callable[..., Any]] = {
 
 @binder(*(f"s_{name}_saveexec_b64" for name in _ON_EXEC), "s_andn1_wrexec_b64", "s_andn2_wrexec_b64")
 def _change_exec(site: Site) -> Bound:
-    """EXEC = S0 op EXEC; SCC = EXEC is not zero; D = EXEC from before (saveexec) or as it is now (wrexec).
+    """EXEC = S0 op EXEC; SCC = (EXEC is not zero); D = the old EXEC (saveexec) or the new EXEC (wrexec).
 
     andn1: ~S0 & EXEC; andn2: S0 & ~EXEC; likewise orn1 and orn2.
     """
@@ -220,7 +220,7 @@ def _reverse64(site: Site) -> Bound:
 
 @binder("s_bfm_b64")
 def _mask64(site: Site) -> Bound:
-    """D = as many ones as S0 says, moved up by S1; both modulo 64."""
+    """D = S0 ones, shifted left by S1; both modulo 64."""
     to, a, b = site.operands[0].index, read32(site.operands[1]), read32(site.operands[2])
     function = per_wave(lambda width, offset: (((1 << (width & 63)) - 1) << (offset & 63)) & MASK64)
 
@@ -232,7 +232,7 @@ def _mask64(site: Site) -> Bound:
 
 @binder("s_bitreplicate_b64_b32")
 def _replicate(site: Site) -> Bound:
-    """Every bit of S0 twice."""
+    """D = every bit of S0 repeated twice."""
     to, a = site.operands[0].index, read32(site.operands[1])
     function = per_wave(lambda value: sum(3 << 2 * i for i in range(32) if value >> i & 1))
 
@@ -244,7 +244,7 @@ def _replicate(site: Site) -> Bound:
 
 @binder("s_cselect_b64", "s_cmov_b64")
 def _cselect64(site: Site) -> Bound:
-    """s_cmov_b64 leaves the destination alone where SCC is 0."""
+    """s_cselect_b64 and s_cmov_b64; the latter keeps the destination if SCC is 0."""
     destination, first = site.operands[:2]
     second = site.operands[2] if site.mnemonic == "s_cselect_b64" else destination
     to, a, b, lanes_a, lanes_b = destination.index, read64(first), read64(second), lanes_of(first), lanes_of(second)

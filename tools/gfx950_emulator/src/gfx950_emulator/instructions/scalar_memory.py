@@ -1,6 +1,6 @@
-"""Scalar loads: kernel arguments, and whatever the compiler proves to be the same for a wave.
+"""Scalar loads: kernel arguments, and values that the compiler proves to be uniform in a wave.
 
-Addresses follow the chapter on scalar memory of AMD's CDNA3 ISA document: their lowest two bits count as zero.
+Addresses follow the chapter on scalar memory of AMD's CDNA3 ISA document: their lowest two bits are ignored.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _load(site: Site) -> Bound:
 
 @binder(*(f"s_buffer_load_{size}" for size in _COUNTS))
 def _buffer_load(site: Site) -> Bound:
-    """Like s_load through a buffer resource; every dword beyond its range reads as zero."""
+    """As s_load, through a buffer resource; every dword beyond its range reads as zero."""
     count = _COUNTS[site.mnemonic.removeprefix("s_buffer_load_")]
     to, resource = _destination(site, count), site.operands[1]
     base, records, offset = read64(resource), resource.index + 2, _offset(site, site.operands[2])

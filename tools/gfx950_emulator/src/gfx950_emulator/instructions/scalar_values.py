@@ -1,7 +1,7 @@
-"""Scalar registers as scalar instructions see them: reading operands, and integer arithmetic on what they hold.
+"""Scalar operands of scalar instructions: reading them, and integer arithmetic on their values.
 
-A scalar is an int or, where waves differ, an int64 array (32 bits) or uint64 array (64 bits) with a value per wave in the
-same range. Integer arithmetic means the same for both; `select` and `per_wave` are for what does not.
+A scalar is an int or, if waves differ, an int64 array (32 bits) or uint64 array (64 bits) with a value per wave in the same range.
+Integer arithmetic works on both; `select` and `per_wave` are for operations that do not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def select(condition: Value, yes: Value, no: Value) -> Value:
 
 
 def signed(value: Value) -> Value:
-    """32 bits as a signed number."""
+    """32 bits as a signed integer."""
     return (value ^ 0x80000000) - 0x80000000
 
 
 def per_wave(function: Callable[..., int]) -> Callable[..., Value]:
-    """Applies a function of ints to arrays too, one wave at a time: for what is rare."""
+    """Lifts a function of ints to arrays, one wave at a time: for rare instructions."""
 
     def apply(*values: Value) -> Value:
         if any(isinstance(value, np.ndarray) for value in values):
@@ -56,7 +56,7 @@ def read32(operand: Operand) -> Callable[[Group], Value]:
 
 
 def read64(operand: Operand) -> Callable[[Group], Value]:
-    """A function that reads a 64-bit scalar operand as a number."""
+    """A function that reads a 64-bit scalar operand as an integer."""
     if operand.file == "literal":
         constant = constant64(operand)
         return lambda g: constant
@@ -65,7 +65,7 @@ def read64(operand: Operand) -> Callable[[Group], Value]:
 
 
 def constant64(operand: Operand) -> int:
-    """A literal as 64 bits: integers are extended by their sign, hex of 32 bits by zeros, inline floats are double precision."""
+    """A literal as 64 bits: integers are sign-extended, 32-bit hex is zero-extended, inline floats are double precision."""
     if isinstance(operand.literal, float):
         return int(operand.bits(np.dtype(np.float64)).view(np.uint64))
     return int(operand.literal) & MASK64
@@ -74,7 +74,7 @@ def constant64(operand: Operand) -> int:
 def scalar_bound(
     site: Site, run: Callable[[Group], None], *, writes_scc: bool = False, reads_scc: bool = False, stores: int = 1
 ) -> Bound:
-    """A scalar instruction: its first ``stores`` operands are written, the others read, and SCC as said."""
+    """The `Bound` of a scalar instruction: its first ``stores`` operands are written, the others are read, SCC as given."""
     destinations, sources = site.operands[:stores], site.operands[stores:]
     writes, reads = site.ids(destinations), site.ids(sources)
     return Bound(
@@ -86,12 +86,12 @@ def scalar_bound(
 
 
 def lowest_one(value: int) -> int:
-    """Number of the lowest bit that is set, or -1."""
+    """Index of the lowest set bit, or -1."""
     return (value & -value).bit_length() - 1 if value else MASK32
 
 
 def lowest_zero(width: int) -> Callable[[int], int]:
-    """Number of the lowest bit that is not set, or -1."""
+    """Index of the lowest clear bit, or -1."""
     return lambda value: lowest_one(value ^ ((1 << width) - 1))
 
 
@@ -111,12 +111,12 @@ def reverse(width: int) -> Callable[[int], int]:
 
 
 def chooses(bound: Bound, first: Iterable[int], second: Iterable[int]) -> Bound:
-    """Tells the sanitizer that the result is one or the other, as SCC says."""
+    """Tells the sanitizer that SCC selects one of two operands as the result."""
     return replace(bound, extra={"choice": (tuple(first), tuple(second))})
 
 
 def is_mask(g: Group, operand: Operand) -> bool:
-    """Whether a 64-bit operand is better read as lanes than as a number."""
+    """Whether a 64-bit operand is stored as a lane mask, so that reading it as lanes is cheaper than as an integer."""
     return operand.file == "s" and (operand.index == EXEC or type(g.s[operand.index]) not in (int, np.ndarray))
 
 
@@ -135,7 +135,7 @@ def lanes_of(operand: Operand) -> Callable[[Group], np.ndarray]:
 
 
 def any_lane(g: Group, lanes: np.ndarray) -> bool | np.ndarray:
-    """Whether a wave has a lane: a bool, or one per wave."""
+    """Whether any lane of a wave is set: a bool, or one per wave."""
     if g.waves == 1:
         return bool(lanes.any())
     found = lanes.reshape(g.waves, 64).any(axis=1)

@@ -1,6 +1,6 @@
-"""Scratch memory: every lane's own, where compilers spill registers to.
+"""Scratch memory: private memory per lane, to which compilers spill registers.
 
-Only addresses that are the same for all lanes are implemented (a scalar register, an immediate), as spills have them.
+Only addresses that are uniform across lanes are implemented (a scalar register, an immediate), as spills use them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gfx950_emulator.operands import Operand
 
 
 def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[Group], int]:
-    """The function that gives the byte in every lane's scratch memory where ``size`` bytes begin."""
+    """A function that returns the offset of the access in every lane's scratch memory, checked for ``size`` bytes."""
     if vaddr.file != "off":
         raise site.unknown("scratch access by a vector address is not implemented")
     immediate = int(site.take("offset", 0))

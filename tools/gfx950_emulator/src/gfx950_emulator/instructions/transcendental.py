@@ -1,9 +1,9 @@
 """Reciprocals, roots, exponentials, logarithms, sines and cosines.
 
-They are computed in float64 and rounded once. Hardware is allowed 1 ulp in float32, so that its last bit may differ. The float32
-forms of v_rcp, v_rsq, v_sqrt, v_exp and v_log know no denormals, in sources and results, which is why LLVM scales what it
-passes to them (``AMDGPUCodeGenPrepare`` and ``SITargetLowering``: division, sqrt, exp2, log2). Definitions: chapter VOP1 of AMD's
-CDNA4 ISA document; v_trig_preop_f64: chapter VOP3.
+Results are computed in float64 and rounded once. Hardware may be off by 1 ulp in float32, so its last bit may differ. The float32
+forms of v_rcp, v_rsq, v_sqrt, v_exp and v_log flush denormal sources and results. LLVM therefore scales their operands
+(``AMDGPUCodeGenPrepare`` and ``SITargetLowering``: division, sqrt, exp2, log2). Definitions: chapter VOP1 of AMD's CDNA4 ISA
+document; v_trig_preop_f64: chapter VOP3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _rounded(function: Callable[[Array], Array], dtype: type) -> Callable[[Array
 
 
 def _flushed(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """float32 without denormals."""
+    """Wraps a float32 function: denormal sources and results are flushed to zero."""
     return lambda a: without_denormals(function(without_denormals(a).astype(np.float64)).astype(np.float32))
 
 
@@ -45,14 +45,14 @@ def _quarter_wave(turns: Array) -> Array:
 
 
 def sine(a: Array) -> Array:
-    """Of revolutions; beyond 256 of them 0, and NaN for infinity."""
+    """The sine of an angle in revolutions; 0 beyond 256 revolutions, NaN for infinity."""
     inside = np.abs(a) <= 256
     result = _quarter_wave(np.where(inside, a - np.rint(a), 0))
     return np.where(inside, np.where(a == 0, a, result), a - a)
 
 
 def cosine(a: Array) -> Array:
-    """Of revolutions; beyond 256 of them 1, and NaN for infinity."""
+    """The cosine of an angle in revolutions; 1 beyond 256 revolutions, NaN for infinity."""
     inside = np.abs(a) <= 256
     result = _quarter_wave(0.25 - np.abs(np.where(inside, a - np.rint(a), 0)))
     return np.where(inside, result, a - a + 1)
@@ -73,7 +73,7 @@ for _name, _function in (("sin", sine), ("cos", cosine)):
 
 # v_trig_preop_f64: 53 bits of 2 / pi, for the reduction of large arguments of sine and cosine
 
-_DIGITS = 1201  # bits of 2 / pi that the instruction knows
+_DIGITS = 1201  # bits of 2 / pi in the instruction's table
 
 
 @lru_cache(maxsize=1)
@@ -96,7 +96,7 @@ def _two_over_pi() -> int:
 
 @lru_cache(maxsize=4096)
 def _segment(segment: int, exponent: int) -> float:
-    """Bits [shift, shift + 53) of the fraction of 2 / pi, in their place; zeros beyond those that are known."""
+    """Bits [shift, shift + 53) of the fraction of 2 / pi, at their original exponent; zeros beyond the table's bits."""
     shift = 53 * segment + max(exponent - 1077, 0)
     bits = _two_over_pi() << (shift + 53) >> _DIGITS & ((1 << 53) - 1)
     return ldexp(bits, -53 - shift + (128 if exponent >= 1968 else 0))

@@ -2,7 +2,7 @@
 
 Addressing follows the chapter on vector memory of AMD's CDNA3 ISA document. A raw buffer's range check is per dword: an access is
 out of range if ``inst_offset + voffset >= num_records - soffset``; loads then return zero and stores are dropped. Only buffers
-without stride and swizzle are implemented, which is what compilers emit for pointers.
+without stride and swizzle are implemented, the form that compilers emit for pointers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gfx950_emulator.operands import Operand
 
 @dataclass(frozen=True)
 class Shape:
-    """What an access moves.
+    """The data of an access.
 
     Attributes:
         size: bytes per lane.
-        signed: whether a value below a dword is extended by its sign.
-        high: it uses the upper half of the register.
-        keeps: a d16 load, which leaves the other half of the register alone.
+        signed: whether a value narrower than a dword is sign-extended.
+        high: whether the access uses the upper half of the register.
+        keeps: whether this is a d16 load, which keeps the other half of the register.
     """
 
     size: int
@@ -60,7 +60,7 @@ STORES = {
 
 
 def extend(value: np.ndarray, shape: Shape) -> np.ndarray:
-    """A small value, uint32 [N] with zeros above it, as it is written to 32 bits."""
+    """Extends a small value, zero-extended uint32 [N], to the 32 bits that are written."""
     if not shape.signed:
         return value
     sign = np.uint32(1 << (8 * shape.size - 1))
@@ -68,7 +68,7 @@ def extend(value: np.ndarray, shape: Shape) -> np.ndarray:
 
 
 def write_loaded(g: Group, row: int, values: np.ndarray, lanes: np.ndarray | None, shape: Shape) -> None:
-    """Writes what a load returned, uint32 [dwords, N] or [N] below a dword, to the lanes that asked (None: all)."""
+    """Writes a load's data, uint32 [dwords, N] or [N] if narrower than a dword, to the loading lanes (None: all)."""
     if shape.size < 4:
         values = extend(values, shape)
         if shape.keeps:
@@ -82,14 +82,14 @@ def write_loaded(g: Group, row: int, values: np.ndarray, lanes: np.ndarray | Non
 
 
 def _merge_half(old: np.ndarray, new: np.ndarray, high: bool) -> np.ndarray:
-    """The lower 16 bits of ``new`` in one half, the other half as it was."""
+    """``old`` with the lower 16 bits of ``new`` in one half."""
     if high:
         return (old & np.uint32(0xFFFF)) | new << np.uint32(16)
     return (old & np.uint32(0xFFFF0000)) | (new & np.uint32(0xFFFF))
 
 
 def active(g: Group) -> np.ndarray | None:
-    """Indices of lanes that are switched on; None where all are."""
+    """Indices of active lanes; None if all are active."""
     return None if g.full else np.flatnonzero(g.mask)
 
 
@@ -98,7 +98,7 @@ def _row(g: Group, index: int, lanes: np.ndarray | None) -> np.ndarray:
 
 
 def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int | np.ndarray:
-    """A scalar for lanes (None: all): one number, or one each."""
+    """A scalar for lanes (None: all): one value, or one per lane."""
     if type(value) is int:
         return value
     spread = np.repeat(value, WAVE)
@@ -106,13 +106,13 @@ def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int
 
 
 def _is_set(value: int | np.ndarray, bits: int) -> bool:
-    """Whether any of the bits is set, in any wave."""
+    """Whether any of the bits is set in any wave."""
     return bool(value & bits) if type(value) is int else bool((value & bits).any())
 
 
 def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
-    """Reports offsets that reach back from the buffer's base, which its range check turns into no access at all. Compilers
-    switch lanes off by an offset of exactly -2**31."""
+    """Reports negative offsets from the buffer's base, which the range check silently drops. An offset of exactly -2**31 is
+    allowed, because compilers disable lanes with it."""
     wrong = (offset > np.uint32(1 << 31)) & (room <= 0)
     if wrong.any():
         at = int(offset[wrong][0]) - (1 << 32)
@@ -122,7 +122,7 @@ def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
 def buffer_address(
     site: Site, vaddr: Operand, resource: Operand, soffset: Operand
 ) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
-    """The function that gives, for each lane, the address and the bytes that follow it within the buffer's range (may be
+    """A function that returns for each lane the address, and the bytes from there to the end of the buffer's range (may be
     negative), both int64 [N]."""
     if site.take("idxen"):
         raise site.unknown("indexed buffer access is not implemented")
@@ -134,7 +134,7 @@ def buffer_address(
 
     def compute(g: Group, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         start, limit, shift, flag = base(g), g.s32(records), scalar(g), g.s32(flags)
-        if _is_set(start, 0xBFFF << 48):  # stride and swizzle; bit 62 asks for cache swizzle, which addresses do not show
+        if _is_set(start, 0xBFFF << 48):  # stride and swizzle; bit 62 is cache swizzle, which does not affect addresses
             raise Fault("resource", f"buffer resource with a stride ({start >> 48}) is not implemented")
         if _is_set(flag, 1 << 23):  # ADD_TID_ENABLE
             raise Fault("resource", "buffer resource that adds the thread id is not implemented")
@@ -153,7 +153,7 @@ def buffer_address(
 
 
 def global_address(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, None]]:
-    """The function that gives each lane's address, int64 [N]: a 64-bit register pair, or scalar base plus 32-bit offset."""
+    """A function that returns each lane's address, int64 [N]: a 64-bit register pair, or scalar base plus 32-bit offset."""
     immediate = int(site.take("offset", 0))
     if saddr.file == "off":
 
@@ -174,7 +174,7 @@ def global_address(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Grou
 
 
 def _parts(site: Site, data_first: bool) -> tuple[Operand, Callable, list[Operand]]:
-    """Data operand, address function, and the operands that an address is made of. Buffer instructions always name data first."""
+    """The data operand, the address function, and the address operands. Buffer instructions always name the data first."""
     is_buffer = site.mnemonic.startswith("buffer")
     addressing = list(site.operands)
     data = addressing.pop(0 if data_first or is_buffer else 1)
@@ -212,7 +212,7 @@ def _load(site: Site) -> Bound:
 
 
 def fetch(g: Group, at: np.ndarray, room: np.ndarray | None, shape: Shape) -> np.ndarray:
-    """Loads with a buffer's range check: uint32 [dwords, N], or [N] below a dword."""
+    """Loads with a buffer's range check: uint32 [dwords, N], or [N] if narrower than a dword."""
     memory = g.machine.memory
     if room is not None and int(room.min()) < shape.size:
         if shape.size < 4:
@@ -222,7 +222,7 @@ def fetch(g: Group, at: np.ndarray, room: np.ndarray | None, shape: Shape) -> np
                 values[inside] = memory.load_small(at[inside], shape.size)
             return values
         values = np.zeros((shape.dwords, len(at)), np.uint32)
-        for i in range(shape.dwords):  # each dword is checked by itself
+        for i in range(shape.dwords):  # each dword is checked separately
             inside = room >= 4 * i + 4
             if inside.any():
                 values[i, inside] = memory.load(at[inside] + 4 * i, 1)[0]
@@ -274,7 +274,7 @@ def _store(site: Site) -> Bound:
 
 
 def _demand_stored(g: Group, row: int, lanes: np.ndarray | None, room: np.ndarray | None, shape: Shape) -> None:
-    """Data that is stored must be initialised; that of lanes beyond a buffer's range is not stored."""
+    """Checks that stored data is initialised. Lanes beyond a buffer's range store nothing and are not checked."""
     if g.shadow is None or g.shadow.watch.isdisjoint(range(row, row + shape.dwords)):
         return
     stored = np.arange(g.lanes) if lanes is None else lanes
@@ -295,8 +295,8 @@ _ATOMICS |= {"cmpswap": ("cmpswap", 32), "cmpswap_x2": ("cmpswap", 64)}
 
 @binder(*(f"{space}_atomic_{name}" for space in ("buffer", "global") for name in _ATOMICS))
 def _atomic(site: Site) -> Bound:
-    """Without sc0 nothing is returned; with it the destination (a global atomic's own operand, a buffer atomic's data) gets
-    the value from before."""
+    """Binds an atomic. With sc0 it returns the old value to the destination (a separate operand of global atomics, the data operand
+    of buffer atomics); without sc0 it returns nothing."""
     name, bits = _ATOMICS[site.mnemonic.split("_atomic_")[1]]
     returns = bool(site.take("sc0", False) or site.take("glc", False))
     is_buffer = site.mnemonic.startswith("buffer")
@@ -338,14 +338,14 @@ def _atomic(site: Site) -> Bound:
     return bound
 
 
-# Atomics of 16 bits. There are packed atomics and compare-and-swap of dwords only. Compilers add zero to the other element, or
-# load the dword and swap it with the other element as it was. Where a tensor has an odd number of elements, or begins in the
-# middle of a dword, the other element is none: hardware does not mind, and neither may the bounds.
+# 16-bit atomics. The hardware has only packed atomics and compare-and-swap of dwords. Compilers add zero to the other element, or
+# load the dword and swap it with the other element unchanged. If a tensor has an odd number of elements, or begins in the middle of
+# a dword, the other element is outside of the tensor. Hardware permits this, so the bounds check must too.
 
 
 def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | None, *operands: np.ndarray) -> np.ndarray | None:
-    """The bits of each dword that lie in a tensor, uint32 [N]; None for all. Raises `Fault` where none do, or where an operand has
-    a bit set among the others."""
+    """A mask of each dword's bits that are inside a tensor, uint32 [N]; None for all bits. Raises `Fault` if no bit is inside, or
+    if an operand has a bit set outside."""
     whole = memory.contains(at, 4)
     if inside is not None:
         whole |= ~inside
@@ -362,7 +362,7 @@ def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | 
 
 
 def _begins_swap(site: Site) -> bool:
-    """Whether a load reads what a compare-and-swap of a dword at the same address will compare with at first."""
+    """Whether a load reads the initial comparison value of a dword compare-and-swap at the same address."""
     if site.mnemonic != "global_load_dword":
         return False
     found, address, *rest = site.instruction.operands
@@ -376,6 +376,6 @@ def _begins_swap(site: Site) -> bool:
 
 
 def _load_partly(memory: GlobalMemory, at: np.ndarray) -> np.ndarray:
-    """A dword from each address, uint32 [1, N], with zeros where it reaches beyond a tensor by 16 bits."""
+    """Loads a dword from each address, uint32 [1, N], with zeros in the 16 bits that are beyond a tensor."""
     bits = None if (at & 3).any() else _bits_of_tensors(memory, at, None)
     return memory.load(at, 1) if bits is None else memory.dwords.take((at - memory.base) >> 2)[None] & bits

@@ -1,5 +1,5 @@
-// What runs on its own: bulk copies, tensor copies, copies of 16 bytes, numbers sent to another CTA. They wait in a list, and are
-// performed later: see Launch.lateness.
+// Asynchronous operations: bulk copies, tensor copies, cp.async, st.async to another CTA. They are queued in a list and performed
+// later: see Launch.lateness.
 #pragma once
 #include "memory.h"
 #include "numbers.h"
@@ -17,7 +17,7 @@ typedef struct {
     u32 rank, type, swizzle, interleave, fill_nan;
 } TensorMap;
 
-// The 128 bytes that hosts make for the hardware of sm_90. Not documented; as CuteDSL's host code fills them.
+// The 128-byte tensor map that the host encodes for sm_90. The layout is not documented; it follows CuteDSL's host code.
 static TensorMap tensor_map(const u8 *bytes) {
     u64 w[16];
     u32 h[32];
@@ -140,7 +140,7 @@ static void reduce(void *into, const void *from, u32 count, u32 type, u32 how) {
     }
 }
 
-// Counts copies whose shared memory must stay: where they arrive, or from where they read.
+// Counts copies whose shared memory must stay allocated: the memory that they write or read.
 static void count_pending(const Copy *copy, s32 by) {
     Cluster *cluster = copy->cta->cluster;
     u32 mask = copy->kind == BULK_STORE || copy->kind == TENSOR_STORE ? 1u << copy->cta->rank
@@ -232,7 +232,7 @@ static void perform_at(u32 index) {
 
 static void perform_one(void) { perform_at(below(M->copies_count)); }
 
-// Those of a thread, of its first groups: what a wait for bulk groups waits for.
+// Performs the stores of a thread's first bulk groups, for which a wait on bulk groups waits.
 static void perform_stores(Warp *warp, u32 lane, u32 groups) {
     for (u32 i = 0; i < M->copies_count;) {
         Copy *copy = &M->copies[i];
@@ -257,7 +257,7 @@ static void perform_async(Warp *warp, const CopyAsync *copy) {
     if (given) memcpy(to, from, given);
 }
 
-// In order; of one lane, or of all where it is 32, those of the first groups.
+// Performs cp.async copies in order: those of the first groups of one lane, or of all lanes if `lane` is 32.
 static void perform_asyncs(Warp *warp, u32 lane, u32 groups, u32 most) {
     u32 kept = 0, done = 0;
     CopyAsync *copies = warp->copies;

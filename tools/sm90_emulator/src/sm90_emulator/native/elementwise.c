@@ -1,4 +1,4 @@
-// One function for each instruction that lanes execute for themselves.
+// One function per elementwise instruction.
 #include "operations.h"
 #include "lanes.h"
 
@@ -13,7 +13,7 @@
 #define F32 float, float
 #define F64 double, double
 
-// Lanes one after another where some are missing: only whole warps are worth vector instructions.
+// Only full warps use vector instructions; with inactive lanes, a scalar loop suffices.
 #define LOOP(...)                                                                          \
     if (active == FULL) {                                                                  \
         _Pragma("GCC ivdep") for (u32 lane = 0; lane < LANES; lane++) { __VA_ARGS__; }     \

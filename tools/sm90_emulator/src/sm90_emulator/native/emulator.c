@@ -87,7 +87,7 @@ static void forget(Cta *cta) {
     free(cta->warps), free(cta->shared), free(cta->written), free(cta->barrier_here), free(cta->given_back), free(cta);
 }
 
-// Takes CTAs that have ended out; their memory stays until their cluster has.
+// Removes CTAs that have ended; their memory stays until their cluster has ended.
 static void end_ctas(void) {
     u32 kept = 0;
     for (u32 i = 0; i < M->resident_count; i++) {
@@ -110,7 +110,7 @@ static void end_ctas(void) {
     M->resident_count = kept;
 }
 
-// Who waits for what, for a report.
+// Describes the waiting warps, for a report.
 static void describe_waiting(const char *what) {
     char *text = M->launch->error;
     size_t room = sizeof M->launch->error;

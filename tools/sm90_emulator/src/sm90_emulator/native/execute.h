@@ -105,7 +105,7 @@
                 shared[lane] = (u32)address;
                 of_shared |= (u32)(ins->kind == SHARED || (ins->kind == GENERIC && is_shared(address))) << lane;
                 const u8 *at = access_at(warp, ins->kind, address, size * (u32)ins->count, false, lane);
-                // What is read while others may write it, as flags are, is told by its order.
+                // The ordering modifier marks reads of memory that others may write concurrently, such as flags.
                 if (!warp->waited && !ins->imm_other) require_waited((u64)at, size * (u32)ins->count, "loaded");
                 for (s32 i = 0; i < ins->count; i++) {
                     u64 value = 0;
@@ -172,7 +172,7 @@
             break;
         }
         case OP_mapa: {
-            // `kind`: an address of 64 bits; `more`: it is generic
+            // `kind`: 64-bit address; `more`: generic address
             const u32 *rank = REG(u32, ins->b);
             EACH {
                 if (rank[lane] >= cta->cluster->size) fail("mapa: CTA %u of a cluster of %u", rank[lane], cta->cluster->size);
@@ -298,7 +298,7 @@
             if (ins->kind ? wanted < warp->registers : wanted > warp->registers)
                 fail("setmaxnreg: a thread that has %u registers asks to %s to %u", warp->registers, ins->kind ? "rise" : "fall", wanted);
             if (ins->kind && more > cta->registers_left) goto block;
-            cta->registers_left -= more;  // which is negative where the warp leaves some
+            cta->registers_left -= more;  // `more` is negative if the warp releases registers
             warp->registers = wanted;
             M->changes++;
             break;
@@ -374,7 +374,7 @@
             break;
         }
         case OP_mbarrier_arrive: case OP_mbarrier_expect_tx: {
-            // `b`: a count, or with `kind` bytes to come; `kind` 2: bytes that have come
+            // `b`: an arrival count, or with `kind` expected bytes; `kind` 2: completed bytes
             EACH {
                 u32 count = ins->b != NONE ? REG(u32, ins->b)[lane] : 1;
                 u32 address = (u32)address_of(regs, constants, ins, lane);
@@ -403,7 +403,7 @@
 
         // -- copies ---------------------------------------------------------------------------------------------------------------
         case OP_cp_async: {
-            // `more`: bytes; `b`: the source; `c`: bytes of it that there are
+            // `more`: bytes to write; `b`: the source; `c`: bytes to read, the rest is zero-filled
             EACH {
                 u32 to = (u32)address_of(regs, constants, ins, lane), size = (u32)ins->more;
                 u64 from = REG(u64, ins->b)[lane] + (u64)(s64)ins->target;
@@ -425,7 +425,7 @@
         case OP_cp_async_arrive: {
             EACH {
                 u32 address = (u32)address_of(regs, constants, ins, lane);
-                if (!ins->kind) {  // counts as one arrival more
+                if (!ins->kind) {  // counts as one additional arrival
                     Mbarrier barrier = unpacked(*mbarrier_at(cta, address));
                     barrier.pending++;
                     *mbarrier_at(cta, address) = packed(barrier);

@@ -1,4 +1,4 @@
-// Runs a warp. Lanes that stand at the same instruction go together; those that are furthest behind go first.
+// Runs a warp. Lanes at the same instruction run together; the lanes that are furthest behind run first.
 #pragma once
 #include "operations.h"
 #include "lanes.h"
@@ -33,7 +33,7 @@ static inline u64 address_of(const char *regs, const char *constants, const Inst
     return base + (u64)ins->imm;
 }
 
-// Writes what was loaded. `more`: bytes, whether it is signed (<< 8), bytes of the register (<< 16).
+// Writes loaded data to registers. `more`: bytes, whether signed (<< 8), bytes of the register (<< 16).
 static inline void put(char *regs, s32 offset, s64 more, u64 value, u32 lanes) {
     if (offset < 0) return;
     u32 size = more & 255, room = more >> 16 & 255;
@@ -45,7 +45,7 @@ static inline void put(char *regs, s32 offset, s64 more, u64 value, u32 lanes) {
     }
 }
 
-// The cluster's barrier opens when all its warps that have not ended have arrived.
+// The cluster barrier completes when all warps of the cluster that have not exited have arrived.
 static void cluster_passes(Cluster *cluster) {
     for (u32 rank = 0; rank < cluster->size; rank++) {
         Cta *cta = cluster->ctas[rank];
@@ -83,7 +83,7 @@ static u64 atomic(Warp *warp, const Instruction *ins, u64 address, u64 operand, 
     u64 before = 0, after = 0;
     memcpy(&before, at, size);
     if (how == 255) memcpy(at, &operand, size);  // exch
-    else if (ins->more >> 16 & 1) {  // two of 16 bits
+    else if (ins->more >> 16 & 1) {  // two 16-bit values
         reduce(at, &operand, 2, type, how);
     } else reduce(at, &operand, 1, type, how);
     memcpy(&after, at, size);
@@ -93,7 +93,7 @@ static u64 atomic(Warp *warp, const Instruction *ins, u64 address, u64 operand, 
 
 #define APART_MOST 100000
 
-// Up to `budget` instructions. Returns how many: 0 where nobody can go on.
+// Runs up to `budget` instructions. Returns the number of executed instructions: 0 if no lane can proceed.
 static u64 run_warp(Warp *warp, u64 budget) {
     const Program *program = M->program;
     const Instruction *code = program->code;
@@ -104,7 +104,7 @@ static u64 run_warp(Warp *warp, u64 budget) {
     u64 done = 0, threads = 0;
     M->now = warp;
     u32 group, pc, meet;
-    // Hardware lets lanes that are behind catch up, and so does this, unless they seem to wait for those that are ahead.
+    // Lanes that are behind run first, as on hardware, unless they seem to wait for lanes that are ahead.
     u32 start = warp->apart > APART_MOST && warp->stuck != warp->live && chance() & 1 ? warp->stuck : 0;
     warp->stuck = start;
 
@@ -113,7 +113,7 @@ select:
     for (u32 lane = 0; lane < LANES; lane++)
         if ((warp->live & ~warp->stuck) >> lane & 1 && warp->pc[lane] < pc) pc = warp->pc[lane];
     if (pc == FULL) {
-        if (start) {  // those that ran out of time before
+        if (start) {  // lanes that exhausted an earlier budget
             warp->stuck &= ~start;
             start = 0;
             goto select;

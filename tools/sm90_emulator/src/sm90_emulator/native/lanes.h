@@ -1,4 +1,4 @@
-// What elementwise instructions are made of.
+// Building blocks of the elementwise instructions.
 #pragma once
 #include "numbers.h"
 
@@ -12,7 +12,7 @@ static inline u16 greater_s16(u16 x, u16 y) { return (s16)x > (s16)y ? x : y; }
 static inline u16 sum_u16(u16 x, u16 y) { return (u16)(x + y); }
 
 static inline bool is_nan16(u16 x, u16 infinity) { return (x & 0x7FFF) > infinity; }
-// An order of the finite numbers that both formats share: that of their bits, with the sign turned.
+// An integer key that orders the finite values of both 16-bit formats: their bits in sign-magnitude order.
 static inline s32 order16(u16 x) { return x & 0x8000 ? -(s32)(x & 0x7FFF) - 1 : x; }
 
 #define SMALL(FORMAT, INFINITY_)                                                                                                 \
@@ -48,7 +48,7 @@ static inline u16 fused_bf16(u16 x, u16 y, u16 z) {
     return to_bf16(to_odd((double)bf16_float(x) * bf16_float(y) + bf16_float(z)));
 }
 
-// `count` bits of the lowest `width` of x, from bit `at` on; those that x does not have are its sign or 0.
+// `count` bits of the lowest `width` bits of x, from bit `at` on; bits beyond `width` are the sign or 0.
 static inline u64 field_of(u64 x, u32 at, u32 count, u32 width, bool is_signed) {
     if (!count || (at >= width && !is_signed)) return 0;
     if (at >= width) at = width - 1;
@@ -57,7 +57,7 @@ static inline u64 field_of(u64 x, u32 at, u32 count, u32 width, bool is_signed) 
     return is_signed ? (u64)((s64)x >> (64 - count)) : x >> (64 - count);
 }
 
-// y with `count` bits of x in place of its own from bit `at` on.
+// y with `count` bits of x inserted at bit `at`.
 static inline u64 with_field(u64 x, u64 y, u32 at, u32 count, u32 width) {
     if (!count || at >= width) return y;
     if (count > width - at) count = width - at;

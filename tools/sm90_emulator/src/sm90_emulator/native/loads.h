@@ -1,11 +1,11 @@
-// Loads that are on their way when memory is given back. A thread goes on behind a load from shared memory until it uses the result.
-// An arrival at an mbarrier of its own CTA is in order behind the load; one at another CTA's is not, and that CTA's copies may overwrite
-// what has not been read yet. Here memory is read at once, so loads are kept in mind until a result is used, or the warp passes a fence
-// or a barrier. What an arrival elsewhere gives back before that must not be overwritten by another CTA's copy.
+// Loads in flight when their memory is released. A thread continues after a load from shared memory until it uses the result. An
+// arrival at an mbarrier of its own CTA is ordered after the load; an arrival at another CTA's mbarrier is not, and that CTA's copies may
+// overwrite memory that has not been read yet. Here memory is read at once, so each load is recorded until a result is used, or the warp
+// passes a fence or a barrier. Memory that a remote arrival releases before that must not be overwritten by another CTA's copy.
 #pragma once
 #include "machine.h"
 
-static void forget_loads(Warp *warp, u32 count) {  // the first ones: results come in the order of loads
+static void forget_loads(Warp *warp, u32 count) {  // the oldest ones: results arrive in the order of the loads
     warp->loads_count -= count;
     memmove(warp->loads, warp->loads + count, warp->loads_count * sizeof *warp->loads);
 }
@@ -20,7 +20,7 @@ static void use_register(Warp *warp, s32 offset) {
             }
 }
 
-// Results that an instruction uses. Products and instructions for a whole warp wait for all.
+// The load results that an instruction uses. MMAs and warp-wide instructions wait for all loads.
 static void use_results(Warp *warp, const Instruction *ins, const s32 *pool) {
     switch (ins->op) {
     case OP_mma: case OP_wgmma: case OP_bar_sync: case OP_bar_red: case OP_cluster_arrive: case OP_fence:
@@ -28,7 +28,7 @@ static void use_results(Warp *warp, const Instruction *ins, const s32 *pool) {
         return;
     }
     use_register(warp, ins->a), use_register(warp, ins->b), use_register(warp, ins->c), use_register(warp, ins->e);
-    // Of a load the list is what it writes, and a register is not written while it waits for another load.
+    // A load's list holds its destinations; a register with a load in flight is not written before that load completes.
     if (ins->op >= ELEMENTWISE_COUNT)
         for (s32 i = 0; i < ins->count; i++) use_register(warp, pool[ins->list + i]);
 }
@@ -46,7 +46,7 @@ static void begin_load(Warp *warp, const Instruction *ins, const s32 *pool, cons
     memcpy(load->addresses, addresses, sizeof load->addresses);
 }
 
-// An arrival at another CTA's mbarrier.
+// Handles an arrival at another CTA's mbarrier, which releases the memory of loads in flight.
 static void give_back(Warp *warp) {
     Cta *cta = warp->cta;
     for (u32 i = 0; i < warp->loads_count; i++) {
@@ -60,7 +60,7 @@ static void give_back(Warp *warp) {
     }
 }
 
-// A copy of a CTA of the cluster writes to the shared memory of one.
+// Checks a copy, issued by a CTA of the cluster, that writes to a CTA's shared memory.
 static void overwrite(Cta *by, Cta *owner, u32 address, u32 size) {
     if (owner->cluster->size == 1) return;
     u32 first = (address & OFFSET_MASK) - SHARED_BASE;

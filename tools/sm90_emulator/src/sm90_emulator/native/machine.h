@@ -1,4 +1,4 @@
-// The state of a launch: instructions, warps, CTAs, clusters, memory, and how an error leaves them.
+// The state of a launch: instructions, warps, CTAs, clusters, memory, and error handling.
 #pragma once
 #define _GNU_SOURCE
 #include <math.h>
@@ -21,9 +21,9 @@ typedef int64_t s64;
 
 #define LANES 32
 #define FULL 0xFFFFFFFFu
-// Shared memory begins here, as on hardware, where the system has the first KiB. So no address in it is 0.
+// Shared memory begins here, as on hardware, which reserves the first KiB. So no address in it is 0.
 #define SHARED_BASE 1024u
-// A shared address is the CTA's rank in its cluster, and an offset.
+// A shared address consists of the CTA's rank in its cluster and an offset.
 #define RANK_SHIFT 24
 #define OFFSET_MASK 0xFFFFFFu
 // Generic addresses of shared memory: no host has memory there.
@@ -35,10 +35,10 @@ typedef int64_t s64;
 // one 256, a predicate 4: a bit for each lane.
 typedef struct {
     u16 op;
-    u8 negated;  // the guard
+    u8 negated;  // whether the guard is negated
     u8 kind;
     s32 guard;  // -1: none
-    s32 wide;  // the address in `a` is of 64 bits
+    s32 wide;  // the address in `a` has 64 bits
     s32 target;
     s32 d, a, b, c, e;
     s32 list, count;  // operands in braces, in the pool
@@ -47,14 +47,14 @@ typedef struct {
     s64 imm_other;  // added to the address in `b`
 } Instruction;
 
-#define NONE INT32_MIN  // an operand that is not there
+#define NONE INT32_MIN  // a missing operand
 
 typedef struct {
     const Instruction *code;
     const s32 *pool;
     const char *constants;
     s32 count, register_bytes;
-    // Registers that hold what a thread is asked about itself: -1 where a kernel does not ask.
+    // Offsets of the special registers; -1 if the kernel does not read the register.
     s32 special[40];
 } Program;
 
@@ -72,24 +72,24 @@ typedef struct {
 typedef struct {
     u32 grid[3], block[3], cluster[3];
     u32 shared_bytes;
-    u32 local_bytes;  // of a thread
-    u32 registers;  // of a thread when it begins; 0 where nobody knows
-    u32 resident;  // CTAs that there is room for
+    u32 local_bytes;  // local memory per thread
+    u32 registers;  // initial registers per thread; 0 if unknown
+    u32 resident;  // the most resident CTAs
     u32 together;  // CTAs that start together, whether they wait for each other or not
     u64 seed;  // 0: everything in order
     u32 check_uninitialised;
     u32 limited_fp8;
-    u32 lateness;  // of copies and products: 0 at once, 1 at random, 2 as late as may be
+    u32 lateness;  // of copies and wgmma: 0 at once, 1 at random, 2 as late as permitted
     u32 ranges_count;
     u32 multiprocessors;
     u32 check_overlap;
-    u32 shared_byte;  // what shared memory is full of at first
-    u32 early;  // whether it may begin while the kernel before still runs
-    u64 patience;  // instructions after which it is an error that nothing has changed
+    u32 shared_byte;  // initial value of every byte of shared memory
+    u32 early;  // PDL launch: may start while the preceding kernel still runs
+    u64 patience;  // instructions without a visible change after which the launch is a deadlock
     const Range *ranges;
     const u8 *parameters;
     u64 parameter_bytes;
-    // What is filled in.
+    // Results.
     u64 instructions, thread_instructions, wgmmas, copies, copied_bytes, rounds;
     s32 error_at;
     u32 error_warp, error_lane, error_cta[3];
@@ -113,7 +113,7 @@ typedef struct {
     u32 lane;
 } CopyAsync;
 
-// A load from shared memory whose result nobody has used yet: the first registers that it writes, and where each lane reads.
+// A load from shared memory whose result has not been used yet: the first registers that it writes, and each lane's address.
 typedef struct {
     s32 registers[4];
     u32 count, at, lanes, bytes;
@@ -121,22 +121,22 @@ typedef struct {
 } Load;
 
 typedef struct {
-    u32 load, warp;  // the number of the instruction that loads, plus 1: 0 for none
+    u32 load, warp;  // the load instruction's index plus 1; 0 for none
 } GivenBack;
 
 typedef struct Warp {
     char *regs;
     u32 pc[LANES];
     u32 live, stuck;
-    u32 at;  // where it last stood, for reports
-    u64 apart;  // instructions since its lanes last stood together
+    u32 at;  // its last instruction, for reports
+    u64 apart;  // instructions since its lanes were last converged
     u32 index;
     struct Cta *cta;
     u32 registers;  // of each lane
     bool waits, cluster_arrived;
-    bool waited;  // for the kernel before
+    bool waited;  // for the preceding kernel (griddepcontrol.wait)
     u32 wait_barrier, wait_generation, cluster_generation;
-    // wgmma: what was issued, of that committed, of that performed.
+    // wgmma: how many were issued, how many of these committed, how many performed.
     Product *products;
     u32 products_room, issued, committed_products, performed;
     u32 *group_ends;
@@ -151,7 +151,7 @@ typedef struct Warp {
 
 typedef struct {
     u32 arrived, expected, generation;
-    // Whether a warp that waited for the kernel before is among those that have arrived, and was in the last generation.
+    // Whether a warp that waited for the preceding kernel has arrived in this generation (gathers) and in the last one (waited).
     bool gathers, waited;
 } Barrier;
 
@@ -166,19 +166,19 @@ typedef struct Cta {
     Cluster *cluster;
     u32 rank, at[3], linear;
     u8 *shared, *written;
-    u8 *barrier_here;  // of each 8 bytes, 1: there is an mbarrier; 2: a warp that waited for the kernel before has arrived
+    u8 *barrier_here;  // per 8 bytes: 1: an mbarrier is here; 2: a warp that waited for the preceding kernel has arrived
     Warp *warps;
     u32 warps_count, running;
     Barrier barriers[BARRIERS];
     u32 pending;  // copies into or out of its memory
-    GivenBack *given_back;  // of each 16 bytes of a cluster's CTA: see loads.h
-    u32 registers_left;  // by warps, for others to take; of each lane
+    GivenBack *given_back;  // per 16 bytes of shared memory, for CTAs of clusters: see loads.h
+    u32 registers_left;  // registers per lane that warps released and others may acquire
     bool done;
 } Cta;
 
 typedef struct {
     int kind;
-    Cta *cta;  // that issued it
+    Cta *cta;  // the issuing CTA
     u32 warp, lane, group;
     u64 address, size;
     u32 to, barrier, mask, reduction;
@@ -197,14 +197,14 @@ typedef struct Machine {
     u64 next_cluster, clusters;
     Copy *copies;
     u32 copies_count, copies_room;
-    u64 changes;  // that others can see
+    u64 changes;  // number of changes visible to other warps
     u64 clock;
     u64 random;
     jmp_buf escape;
     Warp *now;
     Range hot;
-    bool early;  // what the kernel before has written is hidden
-    bool triggered, triggered_early;  // the next one may begin; and before this one has waited
+    bool early;  // the preceding kernel's writes are hidden
+    bool triggered, triggered_early;  // the next kernel may start; it may start even before this one has waited
 } Machine;
 
 static Machine *M;  // of this file only

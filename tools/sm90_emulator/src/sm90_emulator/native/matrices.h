@@ -1,4 +1,4 @@
-// Tensor cores: wgmma, mma, and how fragments are loaded and stored.
+// Tensor cores: wgmma, mma, and the loads and stores of fragments.
 #pragma once
 #include "copies.h"
 
@@ -36,7 +36,7 @@ static inline double element(const u8 *bytes, u32 i, u32 kind) {
     }
 }
 
-// Elements of an operand in shared memory: `count` rows (of A) or columns (of B) from `first` on, and all of k.
+// Elements of an operand in shared memory: `count` rows (A) or columns (B) from `first` on, over all of k.
 static void load_operand(Cta *cta, u64 descriptor, u32 kind, bool across, u32 first, u32 count, double *out, u32 by_row, u32 by_k) {
     u32 start = (u32)(descriptor & 0x3FFF) << 4, leading = (u32)(descriptor >> 16 & 0x3FFF) << 4;
     u32 stride = (u32)(descriptor >> 32 & 0x3FFF) << 4, mode = (u32)(descriptor >> 62);
@@ -87,7 +87,7 @@ static int exponent_of(double x) {
     return exponent - 1;
 }
 
-// Hopper's tensor cores align the products of FP8 numbers to the largest exponent among them, and keep 13 bits of fraction.
+// Hopper's tensor cores align FP8 products to the largest exponent among them, and keep 13 fraction bits.
 static float limited_sum(const double *a, const double *b, u32 step, u32 ks, float before) {
     double products[33];
     int most = -10000;
@@ -175,7 +175,7 @@ static void commit_products(Warp *warp) {
     M->changes++;
 }
 
-// Returns whether all four warps of the group have come as far; if so, performs the groups that are waited for.
+// Returns whether all four warps of the warpgroup have arrived; if so, performs the wgmma groups to wait for.
 static bool wait_products(Warp *warp, u32 left) {
     if (warp->groups <= left) return true;
     u32 until = warp->groups - left, first = warp->index / 4 * 4;
@@ -231,7 +231,7 @@ static void load_matrices(Warp *warp, const Instruction *ins, const u32 *address
         for (u32 row = 0; row < 8; row++) {
             u32 address = addresses[8 * (u32)i + row];
             if (address % 16) fail("misaligned: a row of a matrix at %#x", address);
-            // Fragments are operands of tensor cores: what nobody has written is NaN, which shows in the result if it counts.
+            // Fragments are operands of tensor cores: memory that was never written is NaN, which shows in the result if it is used.
             Cta *owner;
             memcpy(matrix[row], shared_at(warp->cta, address, 16, &owner), 16);
         }

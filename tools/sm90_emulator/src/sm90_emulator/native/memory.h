@@ -1,4 +1,4 @@
-// Global memory is the host's, shared memory a buffer of a CTA. Every access is looked at.
+// Global memory is the host's memory, shared memory is a buffer per CTA. Every access is checked.
 #pragma once
 #include "machine.h"
 #include "overlap.h"
@@ -77,7 +77,7 @@ static inline u8 *shared_write(Cta *cta, u32 address, u32 size) {
 
 static inline bool is_shared(u64 generic) { return (generic & 0xFF00000000000000ull) == SHARED_WINDOW; }
 
-// Where a lane's access to an address of a state space goes.
+// The host pointer for a lane's access to an address of a state space.
 enum { GENERIC, GLOBAL, SHARED, PARAMETER, LOCAL };
 
 static inline void *access_at(Warp *warp, int space, u64 address, u32 size, bool writes, u32 lane) {
@@ -103,7 +103,7 @@ static inline void *access_at(Warp *warp, int space, u64 address, u32 size, bool
 }
 
 // -- mbarriers ----------------------------------------------------------------------------------------------------------------------
-// In their 64 bits: arrivals expected (20), pending (20), bytes that are on their way (22, signed), the phase.
+// The 64 bits: expected arrivals (20), pending arrivals (20), bytes in flight (22, signed), the phase.
 
 typedef struct {
     u32 expected, pending, phase;
@@ -145,7 +145,7 @@ static void mbarrier_init(Cta *cta, u32 address, u32 count) {
     M->changes++;
 }
 
-// Returns the state before.
+// Returns the previous state.
 static u64 mbarrier_arrive(Cta *cta, u32 address, u32 count, s64 expected, s64 delivered) {
     u64 *word = mbarrier_at(cta, address), before = *word;
     Mbarrier barrier = unpacked(before);

@@ -1,4 +1,4 @@
-// Formats of numbers narrower than float32.
+// Number formats narrower than float32.
 #pragma once
 #include "machine.h"
 
@@ -82,7 +82,7 @@ static inline u32 to_tf32(float x) {  // ties away from zero
     return (bits & 0x7F800000) == 0x7F800000 ? bits : (bits + 0x1000) & ~0x1FFFu;
 }
 
-// How a conversion rounds. SPECIAL is added where a float saturates at the largest finite number, and where NaN becomes the integer
+// Rounding modes of conversions. SPECIAL is added if a float saturates at the largest finite number, or if NaN becomes the integer
 // whose sign bit alone is set, not 0.
 enum { NEAREST, TOWARDS_ZERO, DOWN, UP, AWAY_FROM_ZERO, TO_ODD, SPECIAL = 8 };
 
@@ -96,7 +96,7 @@ static inline double whole(double x, s64 rounding) {
     }
 }
 
-// The bits of a float with so many bits of fraction and exponent.
+// The bits of a float with the given numbers of fraction and exponent bits.
 static inline u32 narrowed(double x, int fraction, int exponent, s64 rounding) {
     u32 infinity = ((1u << exponent) - 1) << fraction, sign = (u32)(signbit(x) != 0) << (fraction + exponent);
     if (x != x) return infinity | ((1u << fraction) - 1);

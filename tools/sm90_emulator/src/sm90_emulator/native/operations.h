@@ -1,4 +1,4 @@
-// Numbers of operations, and how they find their registers.
+// Operation codes, and access to registers.
 #pragma once
 #include "machine.h"
 
@@ -28,7 +28,7 @@ extern const Elementwise ELEMENTWISE[];
 
 static inline void merge_pred(u32 *into, u32 held, u32 lanes) { *into = (*into & ~lanes) | (held & lanes); }
 
-// The result of a comparison: combined with a predicate (`kind`: 1 and, 2 or, 3 xor), and its opposite in a second predicate.
+// Writes the result of a comparison, combined with a predicate (`kind`: 1 and, 2 or, 3 xor), and its negation to a second predicate.
 static inline void compared(char *regs, const char *constants, const Instruction *ins, u32 held, u32 active) {
     u32 other = 0, opposite = ~held;
     if (ins->kind) {

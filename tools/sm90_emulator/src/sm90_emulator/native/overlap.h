@@ -1,10 +1,10 @@
-// Launches that overlap. A kernel may begin while the one before still runs (programmatic dependent launch), and what that one writes
-// is there when griddepcontrol.wait returns. Here launches run one after another, so what a kernel has written is kept in mind, and it
-// is an error if the next one accesses it in a warp that has neither waited nor met, at a barrier, a warp of its CTA that has.
+// Overlapping launches (PDL, programmatic dependent launch). A kernel may start while the preceding kernel still runs; the preceding
+// kernel's writes are visible when griddepcontrol.wait returns. Here launches run one after another, so a kernel's writes are recorded.
+// An access by the next kernel is an error in a warp that has neither waited nor passed a barrier with a warp of its CTA that has.
 #pragma once
 #include "machine.h"
 
-// Which bytes of memory, in blocks of 16: a hash table of block numbers, 0 where a slot is empty, with a mask of bytes each.
+// A set of memory bytes in blocks of 16: a hash table of block numbers, 0 for an empty slot, with a byte mask each.
 typedef struct {
     u64 *blocks;
     u16 *masks;
@@ -12,8 +12,8 @@ typedef struct {
     u64 room, count;
 } Bytes;
 
-static Bytes written;  // by the kernel that runs
-static Bytes hidden;  // by kernels before that may still run
+static Bytes written;  // by the running kernel
+static Bytes hidden;  // by earlier kernels that may still run
 
 static void forget_bytes(Bytes *bytes) {
     free(bytes->blocks), free(bytes->masks), free(bytes->content);
@@ -75,7 +75,7 @@ static bool in_tensor(u64 address, u64 size) {
     return low && address + size <= launch->ranges[low - 1].end;
 }
 
-// Those bytes of a slot that are still in a tensor: others may not even be the process's any more.
+// The bytes of a slot that are still in a tensor; others may no longer be mapped.
 static u16 readable_of(const Bytes *bytes, u64 slot) {
     u64 address = 16 * bytes->blocks[slot];
     if (!address || in_tensor(address, 16)) return address ? bytes->masks[slot] : 0;
@@ -84,7 +84,7 @@ static u16 readable_of(const Bytes *bytes, u64 slot) {
     return readable;
 }
 
-// Whether the memory is as the last kernel left it. If not, something else ran in between, and had waited for that kernel.
+// Whether the memory is unchanged since the last kernel. If not, something else ran in between, and had waited for that kernel.
 static bool is_unchanged(const Bytes *bytes) {
     for (u64 i = 0; i < bytes->room; i++) {
         u16 readable = readable_of(bytes, i);
@@ -99,8 +99,8 @@ static void begin_overlap(void) {
     if (!M->early) forget_bytes(&hidden);
 }
 
-// What the next kernel must wait for: all that this one has written if that may begin before its end, and if it may begin before this
-// one has waited, what is hidden from this one, too.
+// Determines the writes that the next kernel must wait for: those of this kernel, if the next one may start before this one's end; and
+// also those hidden from this kernel, if the next one may start before this one has waited.
 static void end_overlap(bool failed) {
     bool opens = !failed && M->launch->check_overlap && M->triggered;
     if (opens && M->triggered_early)

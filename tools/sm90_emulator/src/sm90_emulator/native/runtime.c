@@ -1,5 +1,5 @@
-// Stands in for the part of CuteDSL's runtime that talks to a device. Compiled programs call these functions; the library must be in
-// the process, for all to see, before they are loaded.
+// Replaces the part of CuteDSL's runtime that talks to a device. Compiled programs call these functions. The library must be loaded
+// with global symbols before the programs are.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +18,7 @@ typedef struct {
     uint32_t value[16];
 } Attribute;
 
-// What Python does: each returns 0, or an error of CUDA.
+// Python callbacks: each returns 0 or a CUDA error.
 typedef int (*LoadLibrary)(const void *image, void **library);
 typedef int (*FindKernel)(void *library, const char *name, void **kernel);
 typedef int (*LaunchKernel)(void *kernel, const uint32_t *numbers, uint64_t shared_bytes, void **arguments);
@@ -49,8 +49,8 @@ PUBLIC int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
     case 16: *value = multiprocessors; break;
     case 75: *value = 9; break;
     case 76: *value = 0; break;
-    case 81: *value = 233472; break;  // shared memory of a multiprocessor
-    case 97: *value = 232448; break;  // of a block that opts in
+    case 81: *value = 233472; break;  // shared memory per SM
+    case 97: *value = 232448; break;  // shared memory per block, opt-in
     case 10: *value = 32; break;
     case 1: *value = 1024; break;
     default: *value = 0;

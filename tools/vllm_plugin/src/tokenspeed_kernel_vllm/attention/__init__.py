@@ -1,1 +1,2 @@
-"""The attention backend: `backend` says what it can do, `metadata` describes a batch, `impl` attends, `serving` finds kernels."""
+"""The attention backend: `backend` has its capabilities, `metadata` describes a batch, `impl` runs attention, `serving` finds
+kernels."""

@@ -1,4 +1,4 @@
-"""What the attention backend can do, as vLLM asks for it before it builds a layer."""
+"""The attention backend's capabilities, which vLLM queries before it builds a layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tokenspeed_kernel_vllm.attention.builder import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
-# Which of blocks, heads, tokens and content comes first in memory: the axes of `get_kv_cache_shape`, by vLLM's name for the order.
-# With layers in one tensor, they are counted from 1, and 0 is the layer.
+# The memory order of blocks, heads, tokens and content: axes of `get_kv_cache_shape`, by vLLM's name of the order. If all layers
+# are in one tensor, these axes are counted from 1, and axis 0 is the layer.
 _ORDERS = {
     "NHD": ((0, 2, 1, 3), (1, 0, 3, 2, 4)),
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
@@ -22,8 +22,8 @@ _ORDERS = {
 class TokenspeedBackend(AttentionBackend):
     """Attention of decoders over a paged cache: ``--attention-backend CUSTOM``.
 
-    What is said here holds for kernels of any package. Whether one serves a layer's head size, heads, dtypes and options is asked
-    when the layer is built: `TokenspeedImpl`.
+    These capabilities hold for kernels of any package. `TokenspeedImpl` checks whether a kernel is eligible for a layer's head
+    size, heads, dtypes and options when the layer is built.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -37,12 +37,12 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[TokenspeedImpl]:
-        """What attends."""
+        """The class that runs attention."""
         return TokenspeedImpl
 
     @staticmethod
     def get_builder_cls() -> type[TokenspeedMetadataBuilder]:
-        """What describes batches."""
+        """The class that builds a batch's metadata."""
         return TokenspeedMetadataBuilder
 
     @staticmethod
@@ -54,14 +54,14 @@ class TokenspeedBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """The cache of a layer; a key and its value lie side by side."""
+        """The shape of a layer's cache; a key and its value are adjacent."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The axes of the cache in the order in which they lie in memory. Kernels go by strides, so that either of vLLM's does.
+        """The axes of the cache in memory order. Kernels use strides, so both of vLLM's orders work.
 
-        Newer releases decide the shape and the order themselves, and ask for neither.
+        Newer releases decide the shape and the order themselves, and call neither function.
         """
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
@@ -69,20 +69,20 @@ class TokenspeedBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """One more score a head in the softmax's denominator."""
+        """Sinks: an additional score per head in the softmax's denominator."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Layers that see so many tokens back."""
+        """Sliding-window layers are supported."""
         return True
 
     @classmethod
     def supports_dcp(cls) -> bool:
-        """Sequences that are divided among ranks would have to be merged by their log-sum-exp, which is not done here."""
+        """Decode context parallelism is not supported: it would need an LSE merge across ranks."""
         return False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """TMA and vector loads want rows of whole 16 bytes; which sizes above that are served is for kernels to say."""
+        """TMA and vector loads need rows of a multiple of 16 bytes; the kernels decide which of these sizes are supported."""
         return head_size % 16 == 0

@@ -1,4 +1,4 @@
-"""How what attention is told is made of what vLLM says of a batch. Nothing here waits for the device."""
+"""Builds attention's metadata from vLLM's metadata of a batch. Nothing here synchronises with the device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tokenspeed_kernel_vllm.settings import read_settings
 
 
 class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
-    """Makes the metadata of each step."""
+    """Builds the metadata of each step."""
 
     supports_update_block_table = True
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._mixed_as_one = _serves_mixed(vllm_config)
-        # Requests that decode are put first; with speculation, those that check a draft count as such, if kernels take them.
+        # Decode requests come first. With speculative decoding, requests that verify a draft count as decode if kernels support it.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=_serves_drafts(vllm_config))
-        if device.type != "cpu" and read_settings().warmup:  # on a CPU nothing is compiled
+        if device.type != "cpu" and read_settings().warmup:  # no compilation on a CPU
             layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
             warm_layers(layers.values(), kv_cache_spec.block_size, _largest(vllm_config, self.reorder_batch_threshold))
 
@@ -36,9 +36,9 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
         """Batches in which all requests have the same number of new tokens can be captured whole.
 
-        Mixed batches can where one kernel takes them: it leaves the rows alone that pad a captured batch. Where decoding and other
-        requests go to two kernels, the host has to know how many there are of each. vLLM then captures such batches in pieces, with
-        attention between them.
+        Mixed batches can be captured whole if one kernel handles them, because it does not touch the padding rows of a captured
+        batch. If decode and other requests go to two kernels, the host must know the number of each. vLLM then captures such
+        batches piecewise, with attention outside of the graphs.
         """
         if _serves_mixed(vllm_config):
             return AttentionCGSupport.ALWAYS
@@ -49,10 +49,10 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> TokenspeedMetadata:
-        """The metadata of a step. A common prefix is attended to as any other part of the cache: cascades are never asked for.
+        """The metadata of a step. Cascade attention is never used: a common prefix is processed as any other part of the cache.
 
         Raises:
-            ValueError: the batch asks for something that no operator here has; the message says what.
+            ValueError: the batch needs an unsupported feature, which the message names.
         """
         common = common_attn_metadata
         _refuse_what_is_not_served(common)
@@ -60,7 +60,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
             common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
         )
         if self._mixed_as_one and common.max_query_len > self.reorder_batch_threshold:
-            # A graph of mixed batches is captured with requests of one token each; what it is replayed for has others.
+            # A graph of mixed batches is captured with one-token requests, but replayed for requests with more tokens.
             decodes, decode_tokens, rest_tokens = 0, 0, common.num_actual_tokens
         offsets = common.query_start_loc
         if rest_tokens == 0:
@@ -71,7 +71,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=offsets,
-            # Graphs are captured with the longest sequence that the model allows, which may be more than whole blocks hold.
+            # Graphs are captured with the model's longest sequence, which may exceed the capacity of the block table.
             max_seq_len=min(common.max_seq_len, common.block_table_tensor.shape[1] * self.kv_cache_spec.block_size),
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
@@ -82,7 +82,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         )
 
     def update_block_table(self, metadata: TokenspeedMetadata, blk_table: Tensor, slot_mapping: Tensor) -> TokenspeedMetadata:
-        """The same batch in the cache of other layers."""
+        """The metadata of the same batch for the cache of other layers."""
         return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
 
 
@@ -92,12 +92,12 @@ def _ours(vllm_config: VllmConfig) -> list[TokenspeedImpl]:
 
 
 def _serves_mixed(vllm_config: VllmConfig) -> bool:
-    """Whether every layer has one kernel for batches of requests that decode and others."""
+    """Whether every layer has a kernel for mixed batches."""
     return all(impl.serving.mixed is not None for impl in _ours(vllm_config))
 
 
 def _serves_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether every layer's decode kernel takes as many new tokens as a draft has, and one more."""
+    """Whether every layer's decode kernel supports a draft's number of tokens plus one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.num_speculative_tokens is None:
         return False

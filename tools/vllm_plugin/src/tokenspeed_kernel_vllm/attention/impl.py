@@ -1,4 +1,4 @@
-"""A layer's attention: writing new keys and values to the cache, and attending to it."""
+"""A layer's attention: writes new keys and values to the cache, and runs attention over it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FP8_CACHES = ("fp8", "fp8_e4m3")
 
 
 class TokenspeedImpl(AttentionImpl):
-    """One layer's attention. vLLM writes the cache before it attends (`do_kv_cache_update`, then `forward`)."""
+    """One layer's attention. vLLM calls `do_kv_cache_update` to write the cache, then `forward`."""
 
-    # Sequences that are divided among ranks have to be merged by their log-sum-exp, which is not done here.
+    # Decode context parallelism would need an LSE merge across ranks, which is not implemented.
     supports_dcp = False
     supports_pcp = False
 
@@ -37,10 +37,10 @@ class TokenspeedImpl(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Finds the kernels. What vLLM calls a window of 128 tokens includes the token itself, ``window_left`` does not.
+        """Finds the kernels. A vLLM window of 128 tokens includes the token itself; ``window_left`` does not.
 
         Raises:
-            ValueError: the layer has something that is not served; where kernels decide it, the message has each one's reason.
+            ValueError: the layer has an unsupported feature; if kernels decide this, the message has each kernel's reason.
         """
         if alibi_slopes is not None:
             raise ValueError("tokenspeed_kernel_vllm has no kernel for alibi_slopes; choose another attention backend")
@@ -57,7 +57,7 @@ class TokenspeedImpl(AttentionImpl):
         self.window_left = -1 if sliding_window is None else sliding_window - 1
         self.logits_soft_cap = float(logits_soft_cap or 0.0)
         self.sinks = sinks
-        # A model is built with its own dtype as the default, on its device.
+        # vLLM builds a model with the model's dtype as PyTorch's default dtype, on the model's device.
         dtype, device = torch.get_default_dtype(), torch.get_default_device()
         if kv_cache_dtype not in ("auto", str(dtype).removeprefix("torch."), *FP8_CACHES):
             raise ValueError(f"tokenspeed_kernel_vllm serves caches of the model's {dtype} or fp8, not of {kv_cache_dtype}")
@@ -82,7 +82,7 @@ class TokenspeedImpl(AttentionImpl):
         }
 
     def serves_decode(self, tokens: int) -> bool:
-        """Whether requests of this many new tokens each are served as those of one are."""
+        """Whether the decode kernel supports requests with this many new tokens each."""
         return serves_decode(self.serving, self.shape, tokens)
 
     def forward(
@@ -97,15 +97,15 @@ class TokenspeedImpl(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attends to the cache, which holds the new keys and values already.
+        """Runs attention over the cache, which already contains the new keys and values.
 
         Args:
             layer: vLLM's layer; has the scales of an fp8 cache.
-            query: ``[rows, heads, head_size]``; rows behind those of the batch's tokens only pad it.
+            query: ``[rows, heads, head_size]``; rows after the batch's tokens are padding.
             key, value: not read.
             kv_cache: ``[blocks, kv_heads, block_size, 2 * head_size]``, in any order in memory.
-            attn_metadata: the batch; None while vLLM measures how much memory a step takes.
-            output: ``[rows, heads, head_size]``, written to; rows of tokens only.
+            attn_metadata: the batch; None while vLLM profiles the memory of a step.
+            output: ``[rows, heads, head_size]``; only the tokens' rows are written.
 
         Returns:
             output.
@@ -165,7 +165,7 @@ class TokenspeedImpl(AttentionImpl):
 
         Args:
             layer: vLLM's layer; has the scales of an fp8 cache.
-            key, value: ``[rows, kv_heads, head_size]``; rows behind those of slot_mapping only pad the batch.
+            key, value: ``[rows, kv_heads, head_size]``; rows beyond the length of slot_mapping are padding.
             kv_cache: see `forward`; written to.
             slot_mapping: int64 ``[tokens]``.
         """
@@ -182,7 +182,7 @@ class TokenspeedImpl(AttentionImpl):
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[blocks, block_size, kv_heads, head_size]``, as views."""
-        if self.fp8:  # vLLM says bytes
+        if self.fp8:  # vLLM's dtype is uint8
             kv_cache = kv_cache.view(self.fp8_dtype)
         k_cache, v_cache = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
         return k_cache, v_cache

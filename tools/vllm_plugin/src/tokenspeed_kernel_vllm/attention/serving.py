@@ -1,4 +1,4 @@
-"""Which functions serve a layer's attention: the core's operators, or those of a vendor's wheel if that is installed alone."""
+"""Selects the functions for a layer's attention: the core's operators, or those of a vendor's wheel that is installed alone."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch import Tensor
 from tokenspeed_kernel_base.installation import wrong_distributions
 from tokenspeed_kernel_vllm.settings import CORE, core_is_there
 
-# Wheels of kernels announce themselves to the core by this group. Without the core, it says which of them are installed.
+# The entry point group by which wheels register with the core. Without the core, it lists the installed wheels.
 WHEELS = "tokenspeed_kernel.plugins"
 
-# Pages that every kernel of every wheel takes; the first is what a layer is tried with.
+# Page sizes that every kernel of every wheel supports; the first one is used to test a layer.
 PAGE_SIZES = (16, 32, 64, 128)
-# In the order of `Serving`.
+# In the order of the fields of `Serving`.
 _FUNCTIONS = ("mha_decode_with_kvcache", "mha_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What decides which kernels serve a layer.
+    """The properties that decide which kernels are eligible for a layer.
 
     Attributes:
-        heads, kv_heads, head_dim: of this rank.
-        dtype: of queries and outputs.
-        cache_dtype: of keys and values in the cache.
-        window_left: how many tokens to the left a token sees besides itself; -1 for all.
+        heads, kv_heads, head_dim: sizes on this rank.
+        dtype: dtype of queries and outputs.
+        cache_dtype: dtype of keys and values in the cache.
+        window_left: visible tokens before the token itself; -1 for all.
         logit_cap: 0 for none.
         sinks: whether each head has one.
-        device: where the layer is.
+        device: the layer's device.
     """
 
     heads: int
@@ -50,22 +50,22 @@ class LayerShape:
 
     @property
     def scaled(self) -> bool:
-        """Whether keys and values are stored in fewer bits, divided by a scale."""
+        """Whether keys and values are quantised, with a scale."""
         return self.cache_dtype != self.dtype
 
 
 @dataclass(frozen=True)
 class Serving:
-    """The functions that serve a layer.
+    """The attention functions of a layer.
 
     Attributes:
-        package: where they come from.
+        package: the functions' package.
         decode: `mha_decode_with_kvcache`.
-        mixed: `mha_with_kvcache`; None where the package has none, or better kernels for both halves of a batch. Batches of both
-            kinds are then divided.
-        extend: `mha_extend_with_kvcache`, causal; None where mixed is there.
-        store: `store_kv_cache`; None where the package does not have it, and vLLM's own writes the cache.
-        kernels: the names of the kernels that serve a call with one token.
+        mixed: `mha_with_kvcache`; None if the package lacks it or has better separate kernels for decode and extend. Mixed batches
+            are then split.
+        extend: `mha_extend_with_kvcache`, causal; None if mixed is set.
+        store: `store_kv_cache`; None if the package lacks it, in which case vLLM's own function writes the cache.
+        kernels: the names of the kernels that are selected for a call with one token.
     """
 
     package: str
@@ -77,25 +77,25 @@ class Serving:
 
 
 class NotServedError(ValueError):
-    """No installed package serves a layer's attention; the message has every kernel with its reason."""
+    """No installed package has an eligible kernel for a layer's attention; the message has every kernel's reason."""
 
 
 @functools.cache
 def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
-    """The functions that serve a layer.
+    """Finds the attention functions of a layer.
 
     Args:
-        shape: what the layer is like.
-        package: the package to take them from; None for the core if it is installed, else the first wheel that serves the layer.
+        shape: the layer's properties.
+        package: the package to use; None for the core if it is installed, otherwise the first wheel with eligible kernels.
 
     Raises:
-        NotServedError: none does.
+        NotServedError: no package has eligible kernels.
     """
     reasons = []
     for module in _packages(package):
         decode, mixed, extend, store = (_asked(module, name, shape) for name in _FUNCTIONS)
         if decode.kernel and (mixed.kernel or extend.kernel):
-            # One launch for both kinds is worth more than two, but not more than the kernels that were made for each.
+            # One launch for mixed batches is better than two, unless both specialised kernels have a higher priority.
             divided = not mixed.kernel or min(decode.priority, extend.priority) > mixed.priority
             mixed, extend = (_NOBODY, extend) if divided else (mixed, _NOBODY)
             kernels = tuple(part.kernel for part in (decode, mixed, extend, store) if part.kernel)
@@ -107,7 +107,7 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
 
 
 def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
-    """Whether the decode function serves sequences of several new tokens each, as speculative decoding has them."""
+    """Whether the decode function supports ``tokens`` new tokens per sequence, for speculative decoding."""
     return bool(_answer(serving.decode, _arguments(shape, "mha_decode_with_kvcache", tokens)).kernel)
 
 
@@ -125,7 +125,7 @@ def _packages(package: str | None) -> Iterator[ModuleType]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What became of asking a function to serve a layer: the function with the kernel behind it, or the reason against it."""
+    """The result of testing a function for a layer: the function and its kernel, or the reason for rejection."""
 
     function: Any = None
     kernel: str = ""
@@ -144,12 +144,12 @@ def _asked(module: ModuleType, name: str, shape: LayerShape) -> _Answer:
 def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
     try:
         explanation = function.explain(**arguments)
-    except (TypeError, ValueError) as error:  # no kernel could be asked: the operator itself takes no such call
+    except (TypeError, ValueError) as error:  # the operator itself rejects the call
         return _Answer(reason=str(error))
     chosen = explanation.chosen
     if chosen is None:
         return _Answer(reason=str(explanation))
-    # A reference reads lengths on the host, as some kernels do: on a GPU that stops the engine's asynchronous scheduling.
+    # References and some kernels read lengths on the host; on a GPU this would block the engine's asynchronous scheduling.
     waits = "waits" in chosen.tags or chosen.solution == "reference"
     if waits and not explanation.request.platform.is_cpu:
         return _Answer(reason=f"{chosen.name} waits for the device")
@@ -157,7 +157,7 @@ def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
 
 
 def _arguments(shape: LayerShape, name: str, tokens: int = 1) -> dict[str, Any]:
-    """A call for one sequence of a few new tokens, in a cache of one page that is laid out as vLLM lays it out."""
+    """The arguments of a call with one sequence of ``tokens`` new tokens and a one-page cache in vLLM's layout."""
     make = functools.partial(torch.empty, device=shape.device)
     page_size = PAGE_SIZES[0]
     kv = make(tokens, shape.kv_heads, 2 * shape.head_dim, dtype=shape.dtype)

@@ -1,4 +1,4 @@
-"""Batches of all sizes, which layers attend to before the first request. `sizes` says why."""
+"""Warm-up of attention layers with batches of all sizes, before the first request. `sizes` says why."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 @dataclass(frozen=True)
 class Largest:
-    """What vLLM's configuration allows.
+    """The limits in vLLM's configuration.
 
     Attributes:
-        requests, tokens: of a batch.
-        length: tokens of a request.
-        decode_query_len: new tokens of a request that decodes; more than one with speculative decoding.
+        requests, tokens: the most requests and tokens of a batch.
+        length: the most tokens of a request.
+        decode_query_len: new tokens of a decode request; more than one with speculative decoding.
     """
 
     requests: int
@@ -29,17 +29,17 @@ class Largest:
     decode_query_len: int = 1
 
 
-# Layers that were warmed in this process, with their sizes: vLLM may make several builders for a layer.
+# Layers that were warmed up in this process, with their sizes: vLLM may create several builders for a layer.
 _warmed: set[tuple[Any, ...]] = set()
 
 
 def warm_layers(layers: Iterable[Any], block_size: int, largest: Largest) -> None:
-    """Lets one layer of each kind write to, and attend to, a cache of one block that all requests share.
+    """Runs one layer of each kind, cache write and attention, on a one-block cache that all requests share.
 
     Args:
-        layers: vLLM's layers. Those that others serve are left out, and those of which one alike was called before.
+        layers: vLLM's layers. Layers of other backends are skipped, and layers equal to one that was warmed up before.
         block_size: tokens of a block.
-        largest: sizes go up to these.
+        largest: the upper limits of the sizes.
     """
     for layer in layers:
         kind = (getattr(layer.impl, "shape", None), block_size, largest)
@@ -51,9 +51,9 @@ def warm_layers(layers: Iterable[Any], block_size: int, largest: Largest) -> Non
 
 
 def batches(device: torch.device, block_size: int, largest: Largest) -> Iterator[TokenspeedMetadata]:
-    """Requests that decode, and requests that do not, in all sizes; all of their tokens lie in block 0, and none is written.
+    """Batches of decode requests and of other requests, in all sizes; all tokens are in block 0, and none is written.
 
-    Decoding is tried with short and long sequences: kernels go by what the longest could be.
+    Decode batches use short and long length bounds, because kernels are selected by the longest possible sequence.
     """
     for requests in sizes_up_to(largest.requests):
         for length in dict.fromkeys((block_size, max(block_size, largest.length // 2), largest.length)):
@@ -66,7 +66,7 @@ def batches(device: torch.device, block_size: int, largest: Largest) -> Iterator
 
 
 def _batch(device: torch.device, block_size: int, requests: int, new: int, length: int, decode: bool) -> TokenspeedMetadata:
-    """Requests with so many new tokens each and none before, of which the longest might have length tokens."""
+    """Requests with ``new`` new tokens each and no earlier ones, with ``length`` as the upper bound of their lengths."""
     offsets = torch.arange(0, (requests + 1) * new, new, dtype=torch.int32, device=device)
     return TokenspeedMetadata(
         num_actual_tokens=requests * new,
@@ -89,7 +89,7 @@ def _attend(layer: Any, batch: TokenspeedMetadata, block_size: int) -> None:
     rows = batch.num_actual_tokens
     query = torch.zeros(rows, shape.heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
     key = torch.zeros(rows, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=shape.device)
-    # vLLM says bytes where keys and values are stored in fewer bits.
+    # vLLM's dtype is uint8 if keys and values are fp8.
     stored = torch.uint8 if impl.fp8 else shape.cache_dtype
     cache = torch.zeros(1, block_size, shape.kv_heads, 2 * shape.head_dim, dtype=stored, device=shape.device).transpose(1, 2)
     impl.do_kv_cache_update(layer, key, key, cache, batch.slot_mapping)

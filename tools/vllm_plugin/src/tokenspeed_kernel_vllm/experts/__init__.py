@@ -1,1 +1,1 @@
-"""The MXFP4 experts of GPT-OSS: `config` decides who serves a layer, `method` serves it."""
+"""The MXFP4 experts of GPT-OSS: `config` selects a layer's method, `method` is ours."""

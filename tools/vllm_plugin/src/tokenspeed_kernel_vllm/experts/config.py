@@ -1,6 +1,6 @@
-"""The quantisation ``gpt_oss_mxfp4``: experts are served by the core's kernels where they can be, else by vLLM's.
+"""The quantisation ``gpt_oss_mxfp4``: experts run on the core's kernels if one is eligible, otherwise on vLLM's.
 
-The core's `mm` also serves products with weights that are not quantised, if `TOKENSPEED_VLLM_LINEAR` says so.
+With `TOKENSPEED_VLLM_LINEAR`, unquantised linear layers use the core's `mm`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from tokenspeed_kernel_vllm.settings import core_is_there, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
-# Of ``(up + beta) * gate * sigmoid(alpha * gate)``, gate and up cut at the limit: what vLLM's activation ``swigluoai`` means.
+# Constants of vLLM's activation ``swigluoai``: ``(up + beta) * gate * sigmoid(alpha * gate)``, with gate and up clamped at the
+# limit.
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 
 
 class GptOssConfig(GptOssMxfp4Config):
-    """vLLM's configuration, but for layers that a kernel of ours serves."""
+    """vLLM's configuration, except for layers with an eligible kernel of ours."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What serves a layer. One line of the log says why vLLM's own serves experts, where it does."""
+        """The method of a layer. If experts fall back to vLLM's own method, one line of the log says why."""
         settings = read_settings()
         if isinstance(layer, LinearBase) and settings.linear and core_is_there():
             return Linear()
@@ -45,16 +46,16 @@ class GptOssConfig(GptOssMxfp4Config):
 
 
 def plan_of(layer: Any) -> Any:
-    """The plan of a layer of experts: its sizes and the kernel that serves it.
+    """The plan of a layer of experts: its sizes and the selected kernel.
 
     Args:
-        layer: vLLM's `RoutedExperts`, of which the weights need not be there yet.
+        layer: vLLM's `RoutedExperts`; its weights need not exist yet.
 
     Returns:
         The core's `MoEPlan`.
 
     Raises:
-        NotServedError: the core is not installed, the layer has a feature that is not served, or no kernel does it here.
+        NotServedError: the core is not installed, the layer has an unsupported feature, or no kernel is eligible here.
     """
 
     def given(name: str, default: float) -> float:
@@ -75,7 +76,7 @@ def plan_of(layer: Any) -> Any:
 
 
 def round_up(intermediate_size: int) -> int:
-    """The size of a rank's shard, in whole blocks: vLLM's loader gives each rank as many, and leaves the rest zero."""
+    """The size of a rank's shard in whole blocks: vLLM's loader gives each rank that many, and zero-fills the rest."""
     return -(-intermediate_size // BLOCK) * BLOCK
 
 

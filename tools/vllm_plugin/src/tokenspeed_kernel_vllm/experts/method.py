@@ -1,4 +1,4 @@
-"""A layer of MXFP4 experts: its weights as vLLM loads them, prepared once for the kernel that was chosen, and the layer itself."""
+"""A layer of MXFP4 experts: its weights as vLLM loads them, prepared once for the selected kernel, and the layer itself."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
-# Values that share a scale, and values in a byte.
+# Values per scale, and values per byte.
 BLOCK, PACKED = 32, 2
-# Plans of which a layer was warmed in this process.
+# Plans with a layer that was warmed up in this process.
 _warmed: set[Any] = set()
 
 
 class GptOssExperts(FusedMoEMethodBase):
-    """Experts of one layer, from router logits to their weighted sum; this rank's share of it under parallelism."""
+    """Experts of one layer, from router logits to their weighted sum; with parallelism, this rank's part of the sum."""
 
     def __init__(self, moe: FusedMoEConfig, plan: Any) -> None:
         """
@@ -36,7 +36,7 @@ class GptOssExperts(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Routing is done here, too."""
+        """True: this method includes routing."""
         return True
 
     def maybe_roundup_sizes(
@@ -46,7 +46,7 @@ class GptOssExperts(FusedMoEMethodBase):
         act_dtype: torch.dtype,
         moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
-        """The sizes of this rank's shard: those of the plan."""
+        """The sizes of this rank's shard, from the plan."""
         return self.plan.hidden_size, self.plan.intermediate_size
 
     def create_weights(
@@ -58,7 +58,7 @@ class GptOssExperts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that vLLM's loader fills, under the names that it looks for. Zero where it leaves them."""
+        """Adds the parameters that vLLM's loader fills, under the names that it expects. Padding that it does not fill is zero."""
         h, i = hidden_size, intermediate_size_per_partition
         shapes = {
             "w13_weight": (2 * i, h // PACKED),
@@ -76,17 +76,17 @@ class GptOssExperts(FusedMoEMethodBase):
                 set_weight_attrs(parameter, {"quant_method": "block"})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Arranges the weights for the plan's kernel. What it does not keep is dropped, so that they are not there twice."""
+        """Rearranges the weights for the plan's kernel. Originals that the kernel does not need are dropped to save memory."""
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops)
-        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # on a CPU nothing is compiled
+        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
             _warmed.add(self.plan)
             with warming("experts"):
                 self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
-        """Calls the layer with each of `sizes_up_to` but the last, which vLLM tries itself, so that its kernels are compiled."""
+        """Compiles the kernels: calls the layer with each of `sizes_up_to` except the last, which vLLM runs itself."""
         experts = torch.arange(self.moe.num_experts, device=device)
         for size in sizes_up_to(tokens):
             if size < tokens:
@@ -95,20 +95,20 @@ class GptOssExperts(FusedMoEMethodBase):
                 self.apply_monolithic(layer, x, ((experts + turns) % len(experts)).to(x.dtype))
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """None: it describes weights to kernels of vLLM's, which do not serve this layer."""
+        """None, because this configuration is for vLLM's kernels, which do not run this layer."""
         return None
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        """The weighted sum over the experts that the router chooses. Does not wait for the device.
+        """The weighted sum over the experts that the router selects. Does not synchronise with the device.
 
         Args:
-            layer: vLLM's `RoutedExperts`; its map from experts to those of this rank is read, where it has one.
+            layer: vLLM's `RoutedExperts`; its map from global to local expert ids is used if it has one.
             x: ``[tokens, hidden]``.
-            router_logits: ``[tokens, experts]``, of all ranks.
+            router_logits: ``[tokens, experts]``, with the experts of all ranks.
             input_ids: not read.
 
         Returns:
-            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks: vLLM adds those up.
+            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks, which vLLM adds (all-reduce).
         """
         weights, ids = self.ops.moe_topk(router_logits, self.plan.top_k, renormalize=True)
         out: Tensor = self.ops.moe_apply(x, self.weights, weights, ids_of_rank(layer, ids), self.plan)
@@ -116,13 +116,13 @@ class GptOssExperts(FusedMoEMethodBase):
 
 
 def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any:
-    """Arranges a layer's weights for the plan's kernel. What it does not keep is dropped, so that they are not there twice.
+    """Rearranges a layer's weights for the plan's kernel. Originals that the kernel does not need are dropped to save memory.
 
     Args:
         layer: vLLM's `RoutedExperts`, loaded.
-        plan: the core's.
-        ops: the core.
-        scale: what its scales are called, behind ``w13_`` and ``w2_``.
+        plan: the core's plan.
+        ops: the core's module.
+        scale: name of the scales after ``w13_`` and ``w2_``.
 
     Returns:
         The core's `MoEWeights`.
@@ -139,11 +139,11 @@ def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any
 
 
 def ids_of_rank(layer: Any, ids: Tensor) -> Tensor:
-    """Experts as this rank counts its own; -1 for those of other ranks, which skips them.
+    """Local expert ids of this rank; -1 for experts of other ranks, which are skipped.
 
     Args:
         layer: vLLM's `RoutedExperts`.
-        ids: ``[tokens, top_k]``, of all ranks' experts.
+        ids: ``[tokens, top_k]``, global expert ids.
     """
     if layer.expert_map is None:
         return ids

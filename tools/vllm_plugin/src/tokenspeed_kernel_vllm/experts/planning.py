@@ -1,4 +1,4 @@
-"""Whether a kernel of the core serves a layer of experts, and which."""
+"""Finds an eligible kernel of the core for a layer of experts."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tokenspeed_kernel_vllm.settings import core_is_there
 
 
 class NotServedError(ValueError):
-    """No kernel of ours serves a layer of experts; the message says why."""
+    """No kernel of ours is eligible for a layer of experts; the message says why."""
 
 
 def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **options: Any) -> Any:
-    """The plan of a layer of experts: its sizes and the kernel that serves it.
+    """The plan of a layer of experts: its sizes and the selected kernel.
 
     Args:
         moe: vLLM's `FusedMoEConfig`.
-        refused: features of the layer that its method does not serve, and whether they are asked for. What nothing here serves is
-            added: other ways to divide tokens and experts than tensor and expert parallelism, LoRA, ``--moe-backend``.
-        intermediate_size: of this rank.
-        options: what else the core's `moe_plan` is told.
+        refused: features that the layer's method does not support, and whether the layer uses them. Features that no method here
+            supports are added: parallelism other than tensor and expert parallelism, LoRA, ``--moe-backend``.
+        intermediate_size: size on this rank.
+        options: further arguments of the core's `moe_plan`.
 
     Returns:
         The core's `MoEPlan`.
 
     Raises:
-        NotServedError: the core is not installed, the layer has a feature that is not served, or no kernel does it here.
+        NotServedError: the core is not installed, the layer has an unsupported feature, or no kernel is eligible here.
     """
     if not core_is_there():
         raise NotServedError("tokenspeed-kernel, which chooses among kernels, is not installed")
@@ -53,7 +53,7 @@ def find_plan(moe: Any, refused: Mapping[str, bool], intermediate_size: int, **o
     except (NoKernelFoundError, TypeError, ValueError) as error:
         raise NotServedError(str(error)) from error
     spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
-    # The layer lies inside captured graphs, for which a kernel may not wait.
+    # The layer is inside captured graphs, where a kernel must not synchronise with the device.
     if not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference"):
         explanation = get_operator("moe_apply").consider_plan(plan, platform, solution=None, override=None, package=None)
         raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
@@ -69,6 +69,6 @@ def _never_served(moe: Any) -> dict[str, bool]:
         "data parallel tokens": parallel.dp_size > 1,
         "sequence parallel tokens": parallel.sp_size > 1,
         "prefills divided among ranks": parallel.pcp_size > 1,
-        # AITER's integration puts a mask of another length in the place of the map from experts to this rank's.
+        # AITER's integration replaces the map from global to local experts with a mask of another length.
         "expert parallel layers that AITER has prepared": parallel.use_ep and moe.rocm_aiter_fmoe_enabled,
     }

@@ -1,4 +1,4 @@
-"""Experts that are not quantised, or in fp8 with scales of blocks of 128 x 128: vLLM routes, a kernel of the core computes."""
+"""Unquantised experts, and fp8 experts with 128 x 128 block scales: vLLM routes, a kernel of the core computes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
-# Rows and columns of a block.
+# Rows and columns of a scale block.
 BLOCK = 128
 _SCALE = "weight_scale_inv"
 _warmed: set[Any] = set()
 
 
 class _Served:
-    """A layer's weights in the kernel's arrangement, and the call."""
+    """A layer's weights in the kernel's layout, and the call."""
 
     def __init__(self, plan: Any, scale: str) -> None:
         self.plan = plan
@@ -41,14 +41,14 @@ class _Served:
     def arrange(self, layer: Any) -> None:
         device = layer.w13_weight.device
         self.weights = arrange(layer, self.plan, self.ops, self.scale)
-        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # on a CPU nothing is compiled
+        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # no compilation on a CPU
             _warmed.add(self.plan)
             with warming("experts"):
                 self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
-        """Calls the layer with each of `sizes_up_to` but the last, which vLLM tries itself, so that its kernels are compiled."""
+        """Compiles the kernels: calls the layer with each of `sizes_up_to` except the last, which vLLM runs itself."""
         plan = self.plan
         slot = torch.arange(plan.top_k, device=device)
         for size in sizes_up_to(tokens):
@@ -80,7 +80,7 @@ def _say(what: str, error: NotServedError) -> None:
 
 
 class DenseExperts(UnquantizedFusedMoEMethod):
-    """Experts that are not quantised. What no kernel of ours serves is left to vLLM's method, from which this is derived."""
+    """Unquantised experts. Layers without an eligible kernel fall back to vLLM's method, the base class."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         """
@@ -97,18 +97,18 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         if served is None:
             super().__init__(moe)
         else:
-            # vLLM's choice among its own kernels is left out.
+            # vLLM's selection among its own kernels is skipped.
             super(UnquantizedFusedMoEMethod, self).__init__(moe)
         self.served = served
 
     @property
     def is_monolithic(self) -> bool:
-        """False where a kernel of ours serves the layer: vLLM routes."""
+        """False if a kernel of ours runs the layer, because vLLM routes then."""
         return self.served is None and super().is_monolithic
 
     @property
     def supports_eplb(self) -> bool:
-        """As vLLM's method has it; where balancing is asked for, that one serves the layer."""
+        """As for vLLM's method, to which a layer with expert load balancing falls back."""
         return self.served is None and super().supports_eplb
 
     def maybe_roundup_sizes(
@@ -118,7 +118,7 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         act_dtype: torch.dtype,
         moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
-        """The sizes of this rank's shard; those of the plan where a kernel of ours serves the layer."""
+        """The sizes of this rank's shard; those of the plan if a kernel of ours runs the layer."""
         if self.served is None:
             sizes: tuple[int, int] = super().maybe_roundup_sizes(
                 hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
@@ -127,14 +127,14 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         return self.served.plan.hidden_size, self.served.plan.intermediate_size
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Arranges the weights for the plan's kernel."""
+        """Rearranges the weights for the plan's kernel."""
         if self.served is None:
             super().process_weights_after_loading(layer)
         else:
             self.served.arrange(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """None where a kernel of ours serves the layer: it describes weights to kernels of vLLM's."""
+        """None if a kernel of ours runs the layer, because this configuration is for vLLM's kernels."""
         return super().get_fused_moe_quant_config(layer) if self.served is None else None
 
     def apply(
@@ -146,16 +146,16 @@ class DenseExperts(UnquantizedFusedMoEMethod):
         shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum over the chosen experts. Does not wait for the device.
+        """The weighted sum over the top-k experts. Does not synchronise with the device.
 
         Args:
-            layer: vLLM's `RoutedExperts`; its map from experts to those of this rank is read, where it has one.
+            layer: vLLM's `RoutedExperts`; its map from global to local expert ids is used if it has one.
             x: ``[tokens, hidden]``.
-            topk_weights, topk_ids: ``[tokens, top_k]``, of all ranks' experts.
+            topk_weights, topk_ids: ``[tokens, top_k]``, with global expert ids.
             shared_experts, shared_experts_input: not read; vLLM calls shared experts itself.
 
         Returns:
-            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks: vLLM adds those up.
+            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks, which vLLM adds (all-reduce).
         """
         if self.served is None:
             out: Tensor = super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
@@ -164,10 +164,10 @@ class DenseExperts(UnquantizedFusedMoEMethod):
 
 
 class BlockFp8Config(Fp8Config):
-    """vLLM's configuration of fp8 checkpoints, but for experts that a kernel of ours serves."""
+    """vLLM's configuration of fp8 checkpoints, except for experts with an eligible kernel of ours."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What serves a layer. One line of the log says why vLLM's own serves experts, where it does."""
+        """The method of a layer. If experts fall back to vLLM's own method, one line of the log says why."""
         own = super().get_quant_method(layer, prefix)
         if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
             return own
@@ -181,7 +181,7 @@ class BlockFp8Config(Fp8Config):
 
 
 class BlockFp8Experts(FusedMoEMethodBase):
-    """Experts in fp8 (e4m3) with float32 scales. Inputs are not quantised, as they are by vLLM's own method."""
+    """fp8 (e4m3) experts with float32 block scales. Unlike with vLLM's own method, inputs are not quantised."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         """
@@ -189,14 +189,14 @@ class BlockFp8Experts(FusedMoEMethodBase):
             moe: vLLM's description of the layer.
 
         Raises:
-            NotServedError: no kernel serves it.
+            NotServedError: no kernel is eligible.
         """
         super().__init__(moe)
         self.served = _Served(_plan(moe, "fp8_block"), _SCALE)
 
     @property
     def is_monolithic(self) -> bool:
-        """vLLM routes."""
+        """False, because vLLM routes."""
         return False
 
     def create_weights(
@@ -208,7 +208,7 @@ class BlockFp8Experts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that vLLM's loader fills, under the names that it looks for."""
+        """Adds the parameters that vLLM's loader fills, under the names that it expects."""
         h, i = hidden_size, intermediate_size_per_partition
         layer.weight_block_size = [BLOCK, BLOCK]
         biases = {"w13_bias": (2 * i,), "w2_bias": (h,)} if self.moe.has_bias else {}
@@ -227,11 +227,11 @@ class BlockFp8Experts(FusedMoEMethodBase):
         set_weight_attrs(parameter, attributes)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Arranges the weights for the plan's kernel."""
+        """Rearranges the weights for the plan's kernel."""
         self.served.arrange(layer)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
-        """None: it describes weights to kernels of vLLM's, which do not serve this layer."""
+        """None, because this configuration is for vLLM's kernels, which do not run this layer."""
         return None
 
     def apply(

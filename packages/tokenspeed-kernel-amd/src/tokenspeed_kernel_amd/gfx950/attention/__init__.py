@@ -1,1 +1,1 @@
-"""Attention. Modules whose name ends in ``_device`` import Triton; launchers import these at the first launch."""
+"""Attention. Modules whose name ends in ``_device`` import Triton; launchers import them at the first launch."""

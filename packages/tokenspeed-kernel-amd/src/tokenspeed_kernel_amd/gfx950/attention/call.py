@@ -1,4 +1,4 @@
-"""A call of attention to a paged cache, and the arguments that its kernels take."""
+"""A call of paged-cache attention, and the arguments that its kernels take."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_base.alignment import ROW_BYTES, aligned, aligned_cache
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
-# What the kernels of the three operators with a paged cache have in common. Caches may be fp8; queries may not.
+# Shared by the kernels of the three operators with a paged cache. Caches may be fp8; queries may not.
 PAGED_SIGNATURES = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
     for q in (torch.bfloat16, torch.float16)
     for cache in (q, torch.float8_e4m3fn)
 )
-# Operands that would be copied whole.
+# Operands that are expensive to copy: an unaligned cache would be copied whole.
 CACHES = ("k_cache", "v_cache")
 PAGED_TRAITS = {
     "head_dim": {64, 128},
@@ -34,13 +34,13 @@ PAGED_TRAITS = {
 
 
 class TileShape(NamedTuple):
-    """The tile of a workgroup. Known to the compiler.
+    """The tile of a workgroup: compile-time constants.
 
     Attributes:
         m: query rows; see `gfx950.common.tiles_device`.
-        block_n: keys of a step.
-        num_warps: waves of the workgroup.
-        stages: how many blocks of keys are in flight to LDS.
+        block_n: keys per loop iteration.
+        num_warps: waves per workgroup.
+        stages: pipeline stages, that is blocks of keys in flight to LDS.
     """
 
     m: int
@@ -50,19 +50,19 @@ class TileShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What varies from call to call. The order is that of the kernel's arguments: the first 16 words are in registers when a wave
-    begins, so what is needed first comes first.
+    """Run-time arguments, in the order of the kernel's arguments. The first 16 words are preloaded into scalar registers when a
+    wave starts, so the arguments that are needed first come first.
 
     Attributes:
         cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, sinks: the operator's.
-        batch: how many sequences there are.
+        batch: the number of sequences.
         max_seqlen_k: an upper bound of a sequence's tokens in the cache.
         table_stride: elements from one row of the page table to the next.
-        k_token_vectors, v_token_vectors: vectors of 16 bytes from one slot of a page to the next. Triton infers from an argument
-            only whether it is a multiple of 16; a count of elements that is a multiple of 8 would prove no alignment of a row.
+        k_token_vectors, v_token_vectors: vectors of 16 bytes from one slot of a page to the next. Triton infers only whether an
+            argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not prove a row's alignment.
         scale, cap: see `score_scaling`.
         k_scale, v_scale: the scales of fp8 caches, or None.
-        out, lse: what is written; lse may be None.
+        out, lse: the outputs; lse may be None.
     """
 
     cu_seqlens_q: Tensor | None
@@ -86,7 +86,7 @@ class Operands(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a model and its cache fix. Known to the compiler."""
+    """Sizes that a model and its cache determine: compile-time constants."""
 
     kv_heads: int
     gqa_ratio: int
@@ -96,7 +96,8 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides that a model and its cache fix, in elements, from one token, head or page to the next. Known to the compiler."""
+    """Strides in elements from one token, head or page to the next, as a model and its cache determine them: compile-time
+    constants."""
 
     q_token: int
     q_head: int
@@ -111,11 +112,11 @@ class Strides(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """The options that a kernel is compiled for. Known to the compiler.
+    """The options that a kernel is compiled for: compile-time constants.
 
     Attributes:
         window_left, is_causal: the operator's.
-        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
+        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the LSE is requested.
         same_strides: whether k_cache and v_cache have the same strides, so that offsets are computed once for both.
     """
 
@@ -128,24 +129,24 @@ class Variant(NamedTuple):
 
 
 def score_scaling(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float]:
-    """``scale`` and ``cap`` as kernels take them, in units of log 2: `gfx950.common.softmax_device.Scaling` says what they are."""
+    """The kernel arguments ``scale`` and ``cap``, for base-2 exponentials; see `gfx950.common.softmax_device.Scaling`."""
     scale = math.log2(math.e) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     return scale * (2 / logit_cap) if logit_cap > 0 else scale, logit_cap * math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments as kernels take them, with defaults and outputs filled in. `called` makes one.
+    """The kernels' arguments, with defaults and outputs filled in. `called` creates it.
 
     Attributes:
         q, k_cache, v_cache: with contiguous rows.
-        cu_seqlens_q: None where every sequence has exactly max_seqlen_q new tokens.
-        max_seqlen_q: at most all tokens.
+        cu_seqlens_q: None if every sequence has exactly max_seqlen_q new tokens.
+        max_seqlen_q: the operator's, at most the number of tokens in the batch.
         scale, cap: see `score_scaling`.
-        k_scale, v_scale: the scales of fp8 caches, one for all key heads or one for each; or None.
-        out: what kernels write to, with contiguous rows.
+        k_scale, v_scale: the scales of fp8 caches, one for all KV heads or one per KV head; or None.
+        out: the tensor that kernels write to, with contiguous rows.
         given: the caller's ``out``, which may be another tensor.
-        lse: the log-sum-exp, or None if it is not wanted.
+        lse: the LSE output, or None if it is not requested.
     """
 
     q: Tensor
@@ -193,16 +194,18 @@ class Call:
 
     @property
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """What the caller gets. Used when everything is launched."""
+        """The caller's result. Read it only after all kernels are launched, because it may enqueue a copy to the caller's
+        ``out``."""
         out = deliver(self.out, self.given)
         return out if self.lse is None else (out, self.lse)
 
     def keys_in_view(self, tile: TileShape, q_len: int) -> int:
-        """An upper bound of the keys that q_len new tokens of a sequence see, in whole blocks."""
+        """An upper bound of the keys visible to q_len new tokens of a sequence; one block is added because windows start at an
+        aligned position."""
         return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
 
     def lengths_at_once(self) -> int:
-        """How many sequences' lengths a workgroup reads together."""
+        """How many sequences' lengths a workgroup loads at once."""
         return 1 if self.batch == 1 else min(1024, max(64, 1 << (self.batch - 1).bit_length()))
 
     def operands(self) -> Operands:
@@ -229,7 +232,7 @@ class Call:
         )
 
     def constants(self) -> tuple[Shape, Strides, Variant]:
-        """What a model and its cache fix."""
+        """The kernel's compile-time constants."""
         k_page, _, k_head, _ = self.k_cache.stride()
         v_page, _, v_head, _ = self.v_cache.stride()
         return (
@@ -269,10 +272,10 @@ def called(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Call:
-    """The call of an operator. Copies tensors whose strides kernels do not take, and allocates the outputs.
+    """Makes the `Call` of an operator: copies tensors with unsupported strides, and allocates the outputs.
 
     Raises:
-        ValueError: kernels do not take pages of this size.
+        ValueError: the page size is not supported.
     """
     page_size = k_cache.shape[1]
     if page_size < 16 or page_size & (page_size - 1):
@@ -302,5 +305,5 @@ def called(
 
 
 def _scale_stride(scale: Tensor | None) -> int:
-    """The stride of the scales of key heads; 0 where one scale is for all of them."""
+    """The stride of the per-KV-head scales; 0 if all KV heads share one scale."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

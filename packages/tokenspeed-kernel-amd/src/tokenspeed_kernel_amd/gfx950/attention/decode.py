@@ -1,13 +1,13 @@
 """Decode: attention of the newest tokens of sequences to a paged cache.
 
-Memory bandwidth limits it. A workgroup is one wave, which needs no barriers; at head_dim 64, 18 of them fit on a compute unit, each
-with 8 KB of loads in flight.
+Decode is memory-bound. A workgroup is one wave and needs no barriers. At head_dim 64, 18 workgroups fit on a CU, each with 8 KB of
+loads in flight.
 
-The keys of a long sequence are divided into *splits* (split-KV), one for each workgroup. The lengths that decide how many are read
-on the device only: the grid is an upper bound, every workgroup finds its own split, and those beyond the last one end at once. The
-splits of a sequence leave partial results, which a second launch merges in a fixed order; a sequence with one split is finished by
-the first launch. Where the host can tell that no sequence is worth dividing, as in layers with a short window, every sequence has
-one split, and there is one launch.
+The keys of a long sequence are divided into *splits* (split-KV), one per workgroup. The number of splits depends on sequence
+lengths, which only the device reads. The grid is therefore an upper bound: every workgroup finds its own split, and surplus
+workgroups exit at once. The splits of a sequence write partial results, which a second launch merges in a fixed order. The first
+launch writes the final output of a sequence with one split. If the host can tell that no sequence is worth splitting, as in layers
+with a short window, every sequence has one split and there is one launch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ device = DeviceModule(__name__ + "_device")
 
 @dataclass(frozen=True)
 class Config:
-    """How work is divided. Figures are microseconds of the emulator's timing model, at 64 query heads, 8 key heads and head_dim 64.
+    """Tuning of split-KV. Figures are microseconds of the emulator's timing model, at 64 query heads, 8 KV heads and head_dim 64.
 
     Attributes:
-        stages: blocks in flight in a wave where there are few workgroups, twice as many where nothing is split; otherwise 1. Half
-            as many where a block has 64 keys.
-        waves: workgroups for each compute unit that much work is split for; little work is split for two.
-        long: keys of a split that is long enough: splits are shorter only while there are fewer than two for each compute unit.
-        least: keys that a split has at least.
-        whole: sequences are not split where none sees more keys than this.
-        merged: splits that the merging launch reads together, at most.
+        stages: pipeline stages of a wave if there are few workgroups: twice as many without splits, half as many for blocks of 64
+            keys. With many workgroups there is 1 stage.
+        waves: workgroups per CU that a large batch is split for; a small batch is split for two per CU.
+        long: target length of a split, in keys. Splits are shorter only while there are fewer than two splits per CU.
+        least: minimum length of a split, in keys.
+        whole: sequences are not split if no sequence has more visible keys than this.
+        merged: maximum number of splits that the merge kernel loads at once.
     """
 
     stages: int = 2  # a sequence of 1024: 2.70, with 1: 3.01, with 4: 3.16. Window of 128: 4 stages 2.61, 2: 2.76, 8: 3.98
@@ -47,18 +47,18 @@ class Config:
     long: int = 1024  # 128 sequences of 1024: 34.2, with 512: 36.3
     least: int = 64
     whole: int = 256
-    merged: int = 32  # the merging launch of a sequence of 32768: 1.5, with 16: 2.3; with 64: 1.2, but heads of 128 would spill
+    merged: int = 32  # merge kernel for a sequence of 32768: 1.5, with 16: 2.3; with 64: 1.2, but v_head_dim 128 would spill
 
 
 CONFIG = Config()
 
 
 class Partial(NamedTuple):
-    """What splits leave for the merging launch.
+    """The splits' partial results for the merge kernel.
 
     Attributes:
-        plan: int64 [batch], for each sequence its first split (upper half) and how many it has (lower half).
-        log_sums: float32 [splits, q_len, heads], the log-sum-exp of the scores in units of log 2.
+        plan: int64 [batch], for each sequence its first split (upper 32 bits) and its number of splits (lower 32 bits).
+        log_sums: float32 [splits, q_len, heads], the base-2 LSE of the scores.
         results: float32 [splits, q_len, heads, v_head_dim], the normalised output.
     """
 
@@ -68,18 +68,18 @@ class Partial(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """How sequences are divided into splits. Known to the compiler.
+    """How sequences are divided into splits: compile-time constants.
 
     Attributes:
         q_len: sequences with more new tokens, or with none, are skipped.
         window_left: the operator's.
         aligned: splits begin at positions that are multiples of this.
-        block_n: keys of a block.
+        block_n: keys per block.
         split_kv: whether sequences may have several splits.
-        at_once: splits that the device runs at once, two for each compute unit.
-        waves: much work is divided into this many times as many.
-        long, short: blocks of a split that is long enough, and of the shortest one.
-        lengths: how many sequences' lengths a workgroup reads together.
+        at_once: splits that fill the device once, with two workgroups per CU.
+        waves: a large batch is divided into ``waves * at_once`` splits.
+        long, short: target and minimum length of a split, in blocks.
+        lengths: how many sequences' lengths a workgroup loads at once.
     """
 
     q_len: int
@@ -95,13 +95,13 @@ class SplitPlan(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How splits are merged. Known to the compiler.
+    """How splits are merged: compile-time constants.
 
     Attributes:
-        heads, v_head_dim, q_len: of `Partial`.
+        heads, v_head_dim, q_len: the sizes of `Partial`.
         out_token, out_head: strides of the output, in elements.
-        sinks, lse: whether there are sinks, and whether the log-sum-exp is wanted.
-        at_once: splits that are read together.
+        sinks, lse: whether there are sinks, and whether the LSE is requested.
+        at_once: splits that are loaded at once.
     """
 
     heads: int
@@ -142,7 +142,7 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which has checked the arguments. q_scale is None."""
+    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which checks the arguments first. q_scale is None."""
     call = called(
         "mha_decode_with_kvcache", q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
         window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
@@ -152,14 +152,14 @@ def mha_decode_with_kvcache(
 
 
 def tile_of_rows(call: Call, rows: int) -> TileShape:
-    """The tile of one wave for this many rows of a key head; for more rows than it has, several tiles are launched."""
+    """The one-wave tile for this many query rows per KV head; more rows than the tile has need several tiles."""
     return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
 def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
-    """Launches attention for sequences with 1 to q_len new tokens, their keys divided into splits.
+    """Launches split-KV attention for sequences with 1 to q_len new tokens.
 
-    Other sequences are skipped; where ``call.cu_seqlens_q`` is None there are none. ``tile.stages`` is decided here.
+    Other sequences are skipped; if ``call.cu_seqlens_q`` is None there are none. ``tile.stages`` is ignored and chosen here.
     """
     if call.empty:
         return
@@ -169,13 +169,13 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
     in_view = call.keys_in_view(tile, q_len)
     compute_units = current_compute_units()
     few = batch * columns <= 2 * compute_units
-    # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Widening fp8 is work for more waves: 17.9, with 1: 28.6
+    # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Converting fp8 needs more waves: 17.9, with 1: 28.6
     waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
-    at_once = shares = 0
+    at_once = extra_splits = 0
     if in_view > CONFIG.whole:
         at_once = max(1, 2 * compute_units // columns)
-        shares = min(at_once * waves, batch * -(-in_view // CONFIG.least))
-    splits = batch + shares if shares > 1 else batch
+        extra_splits = min(at_once * waves, batch * -(-in_view // CONFIG.least))
+    splits = batch + extra_splits if extra_splits > 1 else batch
     has_splits = splits > batch
     stages = (CONFIG.stages if has_splits or tile.num_warps > 1 else 2 * CONFIG.stages) if few else 1
     if call.fp8 and tile.num_warps == 1:
@@ -212,10 +212,10 @@ def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
             out_head=strides.out_head,
             sinks=variant.sinks,
             lse=variant.lse,
-            # A sequence has about this many splits if all are about equally long.
-            at_once=min(CONFIG.merged, max(4, 1 << (shares // batch - 1).bit_length())),
+            # About the number of splits per sequence, if all sequences have about the same length.
+            at_once=min(CONFIG.merged, max(4, 1 << (extra_splits // batch - 1).bit_length())),
         )
         device.merge_kernel[(heads * q_len * batch,)](
             call.cu_seqlens_q, partial, call.sinks, call.out, call.lse, merge,
-            num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of a step
+            num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of one iteration
         )  # fmt: skip

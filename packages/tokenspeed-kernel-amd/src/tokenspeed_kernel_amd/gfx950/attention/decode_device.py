@@ -1,4 +1,4 @@
-"""Device code of decode: a split of one sequence's keys, and the merging of splits. ``decode`` says what splits are for."""
+"""Device code of decode: attention to one split of a sequence's keys, and the split-KV merge. ``decode`` explains the splits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenspeed_kernel_amd.gfx950.common.tiles_device import QueryTile, new_toke
 
 @gluon.jit
 def visible_keys(length, plan):
-    """The first position that some query sees, rounded down to a multiple of plan.aligned, and how many keys follow."""
+    """The first position visible to any query, rounded down to a multiple of plan.aligned, and the number of keys from there on."""
     begin = length * 0
     if plan.window_left >= 0:
         begin = gl.maximum(length - plan.q_len - plan.window_left, 0) // plan.aligned * plan.aligned
@@ -24,27 +24,27 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are served.
+    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are computed.
 
-    Sequences with 1 to plan.q_len new tokens are served; others have 0 blocks.
+    Sequences with 1 to plan.q_len new tokens are computed; others have 0 blocks.
     """
-    place = first + gl.arange(0, plan.lengths, layout)
-    real = place < operands.batch
-    at = gl.minimum(place, operands.batch - 1)  # not masked: loads without branches
-    served = real
+    index = first + gl.arange(0, plan.lengths, layout)
+    real = index < operands.batch
+    at = gl.minimum(index, operands.batch - 1)  # not masked: loads without branches
+    computed = real
     if operands.cu_seqlens_q is not None:
         new = gl.load(operands.cu_seqlens_q + at + 1) - gl.load(operands.cu_seqlens_q + at)
-        served = real & (new > 0) & (new <= plan.q_len)
+        computed = real & (new > 0) & (new <= plan.q_len)
     _, keys = visible_keys(gl.minimum(gl.load(operands.cache_seqlens + at), operands.max_seqlen_k), plan)
-    return gl.where(served, (keys + plan.block_n - 1) // plan.block_n, 0), real, served
+    return gl.where(computed, (keys + plan.block_n - 1) // plan.block_n, 0), real, computed
 
 
 @gluon.jit
-def share_of(blocks, plan):
-    """How many blocks a split has, where the sequences of a batch have ``blocks`` together.
+def blocks_per_split(blocks, plan):
+    """The number of blocks per split, if the sequences of the batch have ``blocks`` blocks in total.
 
-    Much work is divided into ``waves * at_once`` splits, plus less than one for each sequence. Work that does not suffice for
-    at_once splits of ``long`` blocks is divided into that many shorter ones, of ``short`` blocks or more.
+    A large batch is divided into ``waves * at_once`` splits, plus less than one per sequence because of rounding. A batch that does
+    not fill ``at_once`` splits of ``long`` blocks is divided into ``at_once`` shorter splits, of at least ``short`` blocks.
     """
     even = (blocks + plan.at_once - 1) // plan.at_once
     return gl.maximum(gl.maximum((even + plan.waves - 1) // plan.waves, gl.minimum(even, plan.long)), plan.short)
@@ -52,25 +52,25 @@ def share_of(blocks, plan):
 
 @gluon.jit
 def find_split(split, operands, plan):
-    """The sequence of a split (``batch`` if there is none), that sequence's first split, and how many blocks a split has."""
+    """The sequence of a split (``batch`` if there is none), that sequence's first split, and the number of blocks per split."""
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     blocks = 0
     for first in range(0, operands.batch, plan.lengths):
         some, _, _ = blocks_at(operands, first, plan, layout)
         blocks += gl.sum(some, 0)
-    share = share_of(blocks, plan)
+    split_blocks = blocks_per_split(blocks, plan)
     sequence = 0
     before = 0
     first_split = 0
     for first in range(0, operands.batch, plan.lengths):
-        some, real, served = blocks_at(operands, first, plan, layout)
-        splits = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
+        some, real, computed = blocks_at(operands, first, plan, layout)
+        splits = gl.where(computed, gl.maximum((some + split_blocks - 1) // split_blocks, 1), 0)
         ends = before + gl.associative_scan(splits, 0, add)
         passed = real & (ends <= split)
         sequence += gl.sum(passed.to(gl.int32), 0)
         first_split = gl.maximum(first_split, gl.max(gl.where(passed, ends, 0), 0))
         before += gl.sum(splits, 0)
-    return sequence, first_split, share
+    return sequence, first_split, split_blocks
 
 
 @gluon.jit
@@ -83,8 +83,8 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """Attention of a tile of query rows to one split, for one key head. Workgroups are numbered by tile, split and key head, which
-    varies fastest.
+    """Attention of a tile of query rows to one split, for one KV head. Workgroups are numbered by tile, split and KV head; the KV
+    head varies fastest.
 
     Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
@@ -96,21 +96,21 @@ def decode_kernel(
     rows: gl.constexpr = plan.q_len * shape.gqa_ratio
     tiles: gl.constexpr = (rows + tile_shape.m - 1) // tile_shape.m
     kv_head = gl.program_id(0) % shape.kv_heads
-    place = gl.program_id(0) // shape.kv_heads
+    index = gl.program_id(0) // shape.kv_heads
     all_splits = gl.num_programs(0) // (shape.kv_heads * tiles)
-    split = place % all_splits
-    number = place // all_splits
+    split = index % all_splits
+    number = index // all_splits
     sequence = split
     first_split = 0
-    share = 0
+    split_blocks = 0
     if plan.split_kv:
         if plan.lengths == 1:  # a batch of one
             _, count = visible_keys(gl.minimum(gl.load(operands.cache_seqlens), operands.max_seqlen_k), plan)
             blocks = (count + block_n - 1) // block_n
-            share = share_of(blocks, plan)
-            sequence = (split * share >= gl.maximum(blocks, 1)).to(gl.int32)
+            split_blocks = blocks_per_split(blocks, plan)
+            sequence = (split * split_blocks >= gl.maximum(blocks, 1)).to(gl.int32)
         else:
-            sequence, first_split, share = find_split(split, operands, plan)
+            sequence, first_split, split_blocks = find_split(split, operands, plan)
     first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
     if (sequence < operands.batch) & (new > 0) & (new <= plan.q_len):
         length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
@@ -119,13 +119,16 @@ def decode_kernel(
         first_block = 0
         after_block = blocks
         if plan.split_kv:
-            first_block = (split - first_split) * share
-            after_block = gl.minimum(first_block + share, blocks)
+            first_block = (split - first_split) * split_blocks
+            after_block = gl.minimum(first_block + split_blocks, blocks)
             if split == first_split and number + kv_head == 0:
-                gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
+                gl.store(
+                    partial.plan + sequence,
+                    (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + split_blocks - 1) // split_blocks,
+                )
         start = begin + first_block * block_n
         if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
-            # Splits are cut for plan.q_len new tokens. With fewer, what comes first may lie in a page that was freed.
+            # Split bounds assume plan.q_len new tokens. With fewer, a split's first keys may be in a page that was freed.
             start = gl.maximum(start, gl.maximum(length - new - plan.window_left, 0) // plan.aligned * plan.aligned)
         tile = QueryTile(
             gl.to_tensor(first_query),
@@ -140,7 +143,7 @@ def decode_kernel(
             start, gl.minimum(begin + after_block * block_n, length),
             variant.is_causal and plan.q_len > 1,
         )  # fmt: skip
-        if plan.split_kv and blocks > share:
+        if plan.split_kv and blocks > split_blocks:
             heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
             v_head_dim: gl.constexpr = shape.v_head_dim
             result, log_sum = normalise(state, None)
@@ -154,9 +157,9 @@ def decode_kernel(
 @gluon.jit
 def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     """Merges the partial results of a sequence's splits, for one query head of one token. Workgroups are numbered by sequence,
-    token and head, which varies fastest.
+    token and head; the head varies fastest.
 
-    Almost all of its time is latency of loads that depend on one another, so there are as few of these as possible.
+    Latency-bound: almost all of the time is spent on dependent loads, so the chain of loads is as short as possible.
 
     Args:
         cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
@@ -178,7 +181,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         wanted &= (query < new) & (new <= merge.q_len)
     if wanted:
         if merge.sinks:
-            sink = gl.load(sinks + head)  # early, although it is needed only at the end
+            sink = gl.load(sinks + head)  # needed only at the end; issued early to hide its latency
         row_max = LOWEST
         row_sum = 0.0
         acc = gl.full([v_head_dim], 0.0, gl.float32, gl.SliceLayout(0, layout))
@@ -186,9 +189,9 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
         begin = (first_split.to(gl.int64) * merge.q_len + query) * merge.heads + head
         for first in range(0, splits, merge.at_once):
             split = first + gl.arange(0, merge.at_once, gl.SliceLayout(1, layout))
-            place = gl.minimum(split, splits - 1) * (merge.q_len * merge.heads)
-            log_sums = gl.where(split < splits, gl.load(partial.log_sums + begin + place), float("-inf"))
-            results = gl.load(partial.results + begin * v_head_dim + (place[:, None] * v_head_dim + at[None, :]))
+            index = gl.minimum(split, splits - 1) * (merge.q_len * merge.heads)
+            log_sums = gl.where(split < splits, gl.load(partial.log_sums + begin + index), float("-inf"))
+            results = gl.load(partial.results + begin * v_head_dim + (index[:, None] * v_head_dim + at[None, :]))
             top = larger(row_max, gl.reduce(log_sums, 0, larger))
             weights = gl.exp2(log_sums - top)
             shrink = gl.exp2(row_max - top)
@@ -202,7 +205,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
             shrink = gl.exp2(row_max - top)
             row_sum = row_sum * shrink + gl.exp2(wide - top)
             row_max = top
-        # A row that sees a key has a sum of at least 1, the weight of its largest score.
+        # A row with a visible key has a sum of at least 1, the weight of its largest score.
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
         cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)

@@ -1,14 +1,14 @@
-"""Extend: attention of new tokens to a paged cache that holds them and what came before.
+"""Extend: attention of new tokens to a paged cache that holds these tokens and all earlier ones.
 
-The rows of a tile are all query heads of a key head, for as many tokens as fit: eight tokens with a gqa_ratio of eight are one tile
-of 64 rows. Tiles are as small as the longest stretch of new tokens allows, so that a few tokens do not cost as much as many: 16 or
-32 rows are one wave, as in decode; 64 and 128 are four, which share the keys in LDS. A tile goes from the first key that its first
-token sees to the last one that its last token sees; blocks that every row sees entirely are not masked. A few new tokens of a few
-long sequences would leave most of the device idle; their keys are divided into splits, as in decode.
+The rows of a tile are all query heads of a KV head, for as many tokens as fit: eight tokens with a gqa_ratio of eight are one tile
+of 64 rows. The tile is the smallest that holds the new tokens of the longest sequence, so that a few tokens cost less than many. A
+tile of 16 or 32 rows is one wave, as in decode; 64 and 128 rows are four waves, which share the keys in LDS. A tile loops from the
+first key visible to its first token to the last key visible to its last token. Blocks that every row sees entirely are not masked.
+A few new tokens of a few long sequences would leave most of the device idle, so their keys are divided into splits, as in decode.
 
-Lengths are known on the device only. Where most sequences may have about equally many new tokens, every sequence gets the tiles of
-the longest. Otherwise all share a grid of *slots*, of which sequence b owns those from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on:
-always enough for its rows, and at most one too many. Finding a slot's owner takes 0.3 us of the emulator's timing model.
+Only the device knows the lengths. If most sequences may have about equally many new tokens, every sequence gets as many tiles as
+the longest. Otherwise all sequences share a grid of *slots*. Sequence b owns the slots from ``cu_seqlens_q[b] * gqa_ratio // m +
+b`` on: always enough for its rows, and at most one too many. Finding a slot's owner takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tokenspeed_kernel_base.spec import Priority
 
 device = DeviceModule(__name__ + "_device")
 
-# In order of their rows. The first one that holds all rows of the longest stretch is taken, otherwise the last.
+# In ascending order of rows. `tile_of_stretches` selects the first tile that holds all rows of the longest sequence, or the last.
 TILES = (TileShape(16, 32, 1), TileShape(32, 32, 1), TileShape(64, 64, 4), TileShape(128, 64, 4))
-# Heads of 128 need as many registers for half the rows: 128 rows would need 458.
+# For head_dim or v_head_dim 128, which need twice the registers per row: a tile of 128 rows would need 458 registers.
 WIDE_TILES = TILES[:3]
-# For fp8, which every wave widens for itself: as few waves as the registers allow are best. 64 sequences of 1024 with 8 new tokens
-# take 18.3 us of the emulator's timing model, and 24.8 with four waves.
+# For fp8 caches. Every wave converts the keys itself, so the fewest waves that the registers allow are best: 64 sequences of 1024
+# with 8 new tokens take 18.3 us of the emulator's timing model, and 24.8 us with four waves.
 FP8_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 1), TileShape(64, 64, 2), TileShape(128, 64, 4))
 FP8_WIDE_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 2), TileShape(64, 64, 4))
 
 
 class Slots(NamedTuple):
-    """Which tiles a launch computes. Known to the compiler.
+    """Which tiles a launch computes: compile-time constants.
 
     Attributes:
         shared: whether sequences share a grid of slots; otherwise each has as many tiles as the longest.
         skipped: sequences with at most this many new tokens are skipped.
-        lengths: how many sequences' lengths a workgroup reads together; 0 if not shared.
+        lengths: how many sequences' lengths a workgroup loads at once; 0 if not shared.
     """
 
     shared: bool
@@ -81,7 +81,7 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which has checked the arguments. q_scale is None."""
+    """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which checks the arguments first. q_scale is None."""
     call = called(
         "mha_extend_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k,
         is_causal, window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
@@ -95,7 +95,7 @@ def mha_extend_with_kvcache(
 
 
 def tile_of_stretches(call: Call) -> TileShape:
-    """The tile for the longest stretch of new tokens that a sequence may have."""
+    """The tile for the longest possible run of new tokens of one sequence."""
     rows = call.max_seqlen_q * call.gqa_ratio
     wide = max(call.q.shape[2], call.v_cache.shape[3]) > 64
     choice = (FP8_WIDE_TILES if wide else FP8_TILES) if call.fp8 else (WIDE_TILES if wide else TILES)
@@ -103,14 +103,14 @@ def tile_of_stretches(call: Call) -> TileShape:
 
 
 def split_kv_pays(call: Call, tile: TileShape) -> bool:
-    """Whether keys are worth splitting: few tokens of few sequences with many keys leave most of the device idle otherwise."""
+    """Whether split-KV pays off: without it, few new tokens of few long sequences leave most of the device idle."""
     one_each = call.max_seqlen_q * call.gqa_ratio <= tile.m
     many_keys = call.keys_in_view(tile, call.max_seqlen_q) > CONFIG.whole
     return one_each and many_keys and call.batch * call.kv_heads <= current_compute_units()
 
 
 def slots_of(call: Call, tile: TileShape) -> int:
-    """How many slots suffice for all rows of a key head."""
+    """An upper bound of the slots that all rows of one KV head need."""
     return call.tokens * call.gqa_ratio // tile.m + call.batch
 
 

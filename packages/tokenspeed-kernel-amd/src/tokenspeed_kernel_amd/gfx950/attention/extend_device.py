@@ -1,4 +1,4 @@
-"""Device code of extend: attention of a tile of query rows to all keys that they see. ``extend`` says what slots are for."""
+"""Device code of extend: attention of a tile of query rows to all their visible keys. ``extend`` explains the slots."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def owner_of(slot, cu_seqlens_q, batch, rows_of_token: gl.constexpr, m: gl.const
     layout: gl.constexpr = everywhere_layout(lengths, gl.num_warps())
     begun = 0
     for first in range(0, batch, lengths):
-        place = first + gl.arange(0, lengths, layout)
-        begins = gl.load(cu_seqlens_q + gl.minimum(place, batch - 1))  # not masked: loads without branches
-        begun += gl.sum(((place < batch) & (begins * rows_of_token // m + place <= slot)).to(gl.int32), 0)
+        index = first + gl.arange(0, lengths, layout)
+        begins = gl.load(cu_seqlens_q + gl.minimum(index, batch - 1))  # not masked: loads without branches
+        begun += gl.sum(((index < batch) & (begins * rows_of_token // m + index <= slot)).to(gl.int32), 0)
     return begun - 1
 
 
@@ -31,10 +31,10 @@ def extend_kernel(
     tile_shape: gl.constexpr,
     slots: gl.constexpr,
 ):
-    """A tile of query rows of one key head. Workgroups are numbered by sequence, tile and key head, or by slot and key head if
-    slots.shared; the key head varies fastest.
+    """Computes a tile of query rows of one KV head. Workgroups are numbered by sequence, tile and KV head, or by slot and KV head
+    if slots.shared; the KV head varies fastest.
 
-    A sequence's last tiles, which have most keys, come first. Sequences with at most slots.skipped new tokens are skipped.
+    A sequence's last tiles run first, because they have the most keys. Sequences with at most slots.skipped new tokens are skipped.
 
     Args:
         operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
@@ -44,15 +44,15 @@ def extend_kernel(
     gqa_ratio: gl.constexpr = shape.gqa_ratio
     window_left: gl.constexpr = variant.window_left
     kv_head = gl.program_id(0) % shape.kv_heads
-    place = gl.program_id(0) // shape.kv_heads
-    places = gl.num_programs(0) // shape.kv_heads
+    index = gl.program_id(0) // shape.kv_heads
+    workgroups = gl.num_programs(0) // shape.kv_heads
     if slots.shared:
-        number = places - 1 - place
+        number = workgroups - 1 - index
         sequence = owner_of(number, operands.cu_seqlens_q, operands.batch, gqa_ratio, m, slots.lengths)
     else:
-        tiles = places // operands.batch
-        number = tiles - 1 - place % tiles
-        sequence = place // tiles
+        tiles = workgroups // operands.batch
+        number = tiles - 1 - index % tiles
+        sequence = index // tiles
     first_query, q_len = new_tokens(operands.cu_seqlens_q, sequence, 0)
     if slots.shared:
         number -= first_query * gqa_ratio // m + sequence

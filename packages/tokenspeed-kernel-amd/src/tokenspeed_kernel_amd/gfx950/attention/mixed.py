@@ -1,12 +1,15 @@
 """Mixed batches: sequences that decode, extend and prefill, in one call.
 
-Sequences whose rows fit the small tile of decode are computed by its kernel, which divides long caches into splits; all others by
-that of extend. Which ones those are is known on the device only: both kernels are launched for the whole batch, and each skips what
-the other computes. Extend comes first: the host prepares the next launches while it runs, and partial results are merged right
-after decode, while caches hold them.
+The decode kernel computes the sequences whose rows fit its small tile, and divides long caches into splits. The extend kernel
+computes all others. Only the device knows which sequences these are, so both kernels are launched for the whole batch and each
+skips the other's sequences. Extend is launched first, for two reasons: the host prepares the next launches while extend runs, and
+decode's partial results are merged right after decode, while they are still in the GPU's caches.
 
-One launch suffices where all sequences have few new tokens; where few tokens of few sequences are split anyway; and where nothing
-is worth splitting and the device has room for all tiles at once, so that short sequences run beside the long ones.
+One kernel computes the whole batch in three cases:
+
+* All sequences have few new tokens (decode).
+* Few new tokens of few long sequences are worth splitting (decode).
+* Splitting does not pay off and all tiles fit on the device at once, so that short sequences run beside long ones (extend).
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def mha_with_kvcache(
     v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which has checked the arguments. q_scale is None."""
+    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which checks the arguments first. q_scale is None."""
     call = called(
         "mha_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
         window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
@@ -77,5 +80,5 @@ def mha_with_kvcache(
 
 
 def _fits_at_once(call: Call, tile: TileShape, small: TileShape, short: int) -> bool:
-    """Whether sequences of ``short`` new tokens are not worth splitting, and two workgroups for each compute unit do everything."""
+    """Whether sequences of ``short`` new tokens are not worth splitting, and all tiles fit into two workgroups per CU."""
     return call.keys_in_view(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()

@@ -1,13 +1,13 @@
-"""Device code of attention to a paged cache: a tile of query rows and the keys of some blocks.
+"""Device code of paged-cache attention: a tile of query rows against a range of key blocks.
 
-Blocks of keys and values are copied from global memory to LDS directly, ``tile_shape.stages`` of them at a time. A buffer of keys
-is filled again as soon as the scores of its block are computed, one of values as soon as they are weighted. So one stage suffices
-where there are enough waves: the softmax and the second product run while keys arrive, and the next scores are computed while
-values do.
+Blocks of keys and values are copied directly from global memory to LDS, in a pipeline of ``tile_shape.stages`` stages. The next
+copy into a key buffer starts as soon as the block's scores are computed; the next copy into a value buffer starts after the PV
+MFMAs. One stage therefore suffices with enough waves per CU: the softmax and the PV MFMAs overlap the copy of keys, and the next QK
+MFMAs overlap the copy of values.
 
-Keys and values of fp8 are widened to q's dtype in registers, two at a time, after they are read from LDS. The scale of keys is
-multiplied into the softmax's scale, that of values into the output. They come in blocks of 64, which have as many bytes as 32 of
-16 bits.
+fp8 keys and values are converted to q's dtype in registers, two at a time, after they are read from LDS. The key scale is folded
+into the softmax scale; the value scale multiplies the output. fp8 blocks have 64 keys, which take as many bytes as 32 keys of 16
+bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tokenspeed_kernel_amd.gfx950.common.tiles_device import load_queries, rows_
 
 @gluon.jit
 def open_cache(operands, shape, strides, variant, layouts: gl.constexpr, tile_shape, sequence, kv_head, length):
-    """The cache of one sequence and key head, with newly allocated LDS."""
+    """The cache of one sequence and KV head, with newly allocated LDS."""
     stored: gl.constexpr = operands.k_cache.dtype.element_ty
     vector: gl.constexpr = 128 // stored.primitive_bitwidth
     k_token, v_token = operands.k_token_vectors * vector, operands.v_token_vectors * vector
@@ -78,23 +78,23 @@ def open_cache(operands, shape, strides, variant, layouts: gl.constexpr, tile_sh
 
 @gluon.jit
 def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length, begin, end, ends_differ: gl.constexpr):
-    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; there may be none.
+    """Attention of a tile to positions ``begin`` to ``end`` of a sequence of ``length`` tokens; the range may be empty.
 
     Args:
         operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
         tile: the rows, see `QueryTile`.
-        begin: a multiple of the smaller of page and block.
-        ends_differ: whether rows see different last positions, or all of them everything before ``end``.
+        begin: a multiple of the smaller of page size and block size.
+        ends_differ: whether the last visible position differs between rows; otherwise all rows see everything before ``end``.
 
     Returns:
-        The state of the softmax, see `summed`.
+        The softmax state, see `summed`.
     """
     stored: gl.constexpr = operands.k_cache.dtype.element_ty
     layouts: gl.constexpr = attention_layouts(16, gl.num_warps(), tile_shape.block_n, shape.head_dim, shape.v_head_dim, stored)
     cache = open_cache(operands, shape, strides, variant, layouts, tile_shape, sequence, tile.kv_head, length)
     q = load_queries(operands.q, tile, strides, shape.head_dim, layouts.queries)
-    state = nothing_seen(tile_shape.m, shape.v_head_dim, layouts.product)
-    visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.product)
+    state = nothing_seen(tile_shape.m, shape.v_head_dim, layouts.mfma)
+    visible = visible_positions(tile, length, variant.window_left, ends_differ, layouts.mfma)
     if (begin < end) & (tile.first_row < tile.q_len * tile.gqa_ratio):
         scale = scaled(operands.scale, operands.k_scale, tile.kv_head, strides.k_scale_head)
         state = attend_blocks(q, cache, begin, end, visible, Scaling(scale, operands.cap, variant.capped), tile_shape)
@@ -105,7 +105,8 @@ def attend(operands, shape, strides, variant, tile_shape, tile, sequence, length
 
 @gluon.jit
 def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
-    """Attention of q's rows to positions ``begin`` to ``end``, at least one: the state of the softmax, see `summed`."""
+    """Attention of q's rows to positions ``begin`` to ``end``, a range that is not empty. Returns the softmax state, see
+    `summed`."""
     block_n: gl.constexpr = tile_shape.block_n
     stages: gl.constexpr = tile_shape.stages
     span: gl.constexpr = page_span(cache.page_size, block_n)
@@ -115,7 +116,7 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
         stop = gl.minimum(first + span, end)
         blocks = (stop - first + block_n - 1) // block_n
         for stage in gl.static_range(stages):
-            # Where there are fewer blocks than stages the last one is copied again: LDS must not hold NaN.
+            # With fewer blocks than stages, the last block is copied again, because unused LDS could hold NaN.
             start = first + gl.minimum(stage, blocks - 1) * block_n
             page = find_pages(cache, first, start, cache.keys)
             copy_block(cache, cache.keys, stage, page, start, False)
@@ -131,7 +132,7 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
                 state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, False)
         for block in range(unmasked, fetching):
             state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, visible.ends_differ)
-        # The blocks that have been fetched already. Where there are fewer than stages, nothing is visible in those beyond the end.
+        # Drain the pipeline: the last blocks are already copied. With fewer blocks than stages, the mask hides the surplus ones.
         for stage in gl.static_range(stages):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
@@ -147,11 +148,12 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
 
 @gluon.jit
 def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, ENDS: gl.constexpr):
-    """One step of the loop: a block. As soon as its buffers have been read, the block ``tile_shape.stages`` ahead is copied there.
+    """One mainloop iteration: computes a block, and prefetches the block ``tile_shape.stages`` ahead into each buffer once it is
+    read.
 
     Args:
         first: the position at which the list of pages begins; ``block`` is counted from there.
-        ENDS: rows may end in this block.
+        ENDS: the last visible position of some row may be in this block.
     """
     start = first + block * tile_shape.block_n
     ahead = start + tile_shape.stages * tile_shape.block_n
@@ -172,7 +174,7 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
 
 @gluon.jit
 def scaled(x, scale, kv_head, head_stride):
-    """x times the scale of a key head, if there are scales."""
+    """x times the scale of a KV head, if there are scales."""
     if scale is not None:
         x *= gl.load(scale + kv_head * head_stride)
     return x
@@ -180,7 +182,7 @@ def scaled(x, scale, kv_head, head_stride):
 
 @gluon.jit
 def store_output(operands, shape, strides, variant, tile, state):
-    """Normalises a tile's rows, sinks included, and writes them and their log-sum-exp."""
+    """Epilogue: normalises a tile's rows, sinks included, and writes the output and the LSE."""
     heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
     sink = None
     if variant.sinks:

@@ -1,12 +1,12 @@
-"""Prefill: causal attention of whole sequences, whose keys and values lie one after another in memory, not in pages.
+"""Prefill: causal attention of whole sequences, with keys and values contiguous in memory, not paged.
 
-Workgroups stay on the device and take one tile of queries after another. Which sequence a tile belongs to, and how long that is, is
-found on the device.
+The kernel is persistent: a workgroup computes one query tile after another. The device finds the sequence of each tile and its
+length.
 
-A tile begins with the diagonal, whose largest score stays the maximum of the softmax: later weights may be larger than 1, which
-bfloat16 and float32 hold as exactly as smaller ones. That saves the maximum and the rescaling of every further step. Where a row's
-weights grow too large (a sum above 2**40, or above 2**15 in float16), the workgroup computes its tiles once more, and follows the
-maximum."""
+A tile starts at the diagonal. The row max of the first diagonal block is kept for the whole tile, so later weights may exceed 1;
+bf16 and fp32 represent these with the same relative precision as smaller weights. A fixed row max saves the max reduction and the
+rescaling of O in every further iteration. If a row's weights grow too large (row sum above 2**40, or above 2**15 in fp16), the
+workgroup computes all its tiles a second time with the usual online softmax."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _XCDS = 8
 
 @dataclass(frozen=True)
 class Config:
-    """How work is divided, and what the compiler is told. Figures are microseconds of the emulator's timing model.
+    """Tile sizes and compiler options. Figures are microseconds of the emulator's timing model.
 
     Attributes:
-        waves_per_simd: how many waves must fit on a SIMD: three leave 168 registers for each lane, two leave 256. What one wave
-            waits for, others hide. A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
-        block_n: keys of one step. Twice as many would need fewer instructions for each key, and more registers than three waves
+        waves_per_simd: occupancy in waves per SIMD: three leave 168 registers per lane, two leave 256. More waves hide more
+            latency. A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
+        block_n: keys per iteration. Twice as many need fewer instructions per key, but more registers than three waves per SIMD
             have: 40 for the same prefill.
-        block_m: queries of one head that a workgroup computes at a time, two steps of keys; each of its waves has 32 of them.
-        warps: waves of a workgroup.
-        attributes: LLVM's attributes of the function. Without accumulation registers (AGPRs) any value may be in any register; with
-            them LLVM reserves half of the registers and moves values between the halves.
+        block_m: query rows of one head in a workgroup's tile, twice block_n; each wave has 32 of them.
+        warps: waves per workgroup.
+        attributes: LLVM function attributes. Without accumulation registers (AGPRs), any register can hold any value. With AGPRs,
+            LLVM reserves half of the registers for them and moves values between AGPRs and VGPRs.
     """
 
     waves_per_simd: int
@@ -55,11 +55,11 @@ class Config:
 
 
 def _config(head_dim: int, v_head_dim: int) -> Config:
-    """Three waves a SIMD where heads are short, otherwise two: with heads of 128 three would spill."""
+    """Three waves per SIMD if head_dim and v_head_dim are 64, otherwise two: at 128, three would spill."""
     return Config(3 if head_dim == v_head_dim == 64 else 2)
 
 
-_VECTOR = ROW_BYTES // 2  # elements, of 16 bits
+_VECTOR = ROW_BYTES // 2  # 16-bit elements per vector of 16 bytes
 
 
 class Operands(NamedTuple):
@@ -75,10 +75,10 @@ class Operands(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of tokens and heads. Those of q, k and v count vectors of 16 bytes, those of the output count elements.
+    """Strides of tokens and heads. Those of q, k and v are in vectors of 16 bytes, those of the output in elements.
 
-    Triton infers from an argument only whether it is a multiple of 16; a count of elements that is a multiple of 8 would prove no
-    alignment of a row, and copies to LDS need one.
+    Triton infers only whether an argument is a multiple of 16. A stride in elements may be a multiple of 8 only, which would not
+    prove the row alignment that copies to LDS need.
     """
 
     q_token: int
@@ -92,13 +92,13 @@ class Strides(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a model fixes. Known to the compiler.
+    """Sizes that a model determines: compile-time constants.
 
     Attributes:
-        head_dim, v_head_dim: elements of a head.
-        xcds: XCDs that share the query heads evenly.
-        heads: query heads of each.
-        gqa_ratio: query heads of a key head.
+        head_dim, v_head_dim: elements per head.
+        xcds: XCDs (accelerator dies) among which the query heads are divided evenly.
+        heads: query heads per XCD.
+        gqa_ratio: query heads per KV head.
     """
 
     head_dim: int
@@ -109,12 +109,12 @@ class Shape(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """The options that a kernel is compiled for. Known to the compiler.
+    """The options that a kernel is compiled for: compile-time constants.
 
     Attributes:
         windowed: whether there is a window.
-        narrow: whether the window may hide keys in the diagonal blocks; one that is wider than a tile cannot.
-        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
+        narrow: whether the window may hide keys in the diagonal blocks; a window as wide as a tile cannot.
+        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the LSE is requested.
     """
 
     windowed: bool
@@ -125,18 +125,18 @@ class Variant(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """How work is divided. Known to the compiler.
+    """How work is divided: compile-time constants.
 
     Attributes:
         block_m, block_n: see `Config`.
-        block_b: how many sequences' lengths a workgroup reads together: 1 for one sequence, otherwise at least the batch.
-        units: compute units of an XCD.
+        block_b: how many sequences' lengths a workgroup loads at once: 1 for one sequence, otherwise at least the batch size.
+        cus: CUs per XCD.
     """
 
     block_m: int
     block_n: int
     block_b: int
-    units: int
+    cus: int
 
 
 @register_kernel(
@@ -168,7 +168,7 @@ def mha_prefill(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`, which has checked the arguments. Nothing waits for the device."""
+    """See `tokenspeed_kernel_amd.mha_prefill`, which checks the arguments first. Does not synchronise with the device."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
     result = rows_to_write(out, q, tokens, heads, v_head_dim)
@@ -182,11 +182,11 @@ def mha_prefill(
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     config = _config(head_dim, v_head_dim)
     xcds = math.gcd(heads, _XCDS)
-    # An upper bound of the tiles of one XCD: the last one of every sequence may be partly empty.
+    # An upper bound of the tiles per XCD: every sequence's last tile may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
-    units = max(current_compute_units() // xcds, 1)
-    each = min(4 * config.waves_per_simd // config.warps, -(-most // units))  # workgroups of a compute unit
-    device.mha_prefill_gfx950[(xcds * min(most, units) * each,)](
+    cus = max(current_compute_units() // xcds, 1)
+    each = min(4 * config.waves_per_simd // config.warps, -(-most // cus))  # workgroups per CU
+    device.mha_prefill_gfx950[(xcds * min(most, cus) * each,)](
         Operands(q, k, v, result, lse, sinks, cu_seqlens),
         batch,
         Strides(*(stride // _VECTOR for each in (q, k, v) for stride in each.stride()[:2]), *result.stride()[:2]),
@@ -201,7 +201,7 @@ def mha_prefill(
             sinks=sinks is not None,
             lse=return_lse,
         ),
-        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), units),
+        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), cus),
         num_warps=config.warps,
         waves_per_eu=config.waves_per_simd,
         llvm_fn_attrs=config.attributes,

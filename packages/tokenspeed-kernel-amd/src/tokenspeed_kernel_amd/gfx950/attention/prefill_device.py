@@ -1,4 +1,4 @@
-"""Device code of prefill. ``prefill`` says how work is divided."""
+"""Device code of prefill. ``prefill`` explains how work is divided."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
     weigh,
 )
 
-# Elements of 16 bits in what strides of q, k and v count.
+# 16-bit elements per vector of 16 bytes; the strides of q, k and v are in such vectors.
 VECTOR = gl.constexpr(8)
 
 
 @gluon.aggregate
-class Place:
-    """Which tile a workgroup has.
+class TileLocation:
+    """The tile that a workgroup computes.
 
     Attributes:
-        level: the tile's index in its sequence; negative where there is no tile left.
+        level: the tile's index in its sequence; negative if no tile is left.
         rank: its index among all tiles of this level.
         start, length: the sequence's first token, and how many tokens it has.
     """
@@ -51,10 +51,10 @@ class Place:
 
 @gluon.aggregate
 class Rows:
-    """Keys or values of one key head of a sequence.
+    """Keys or values of one KV head of a sequence.
 
     Attributes:
-        shared: LDS of two blocks, [2, block_n, head_dim].
+        shared: LDS double buffer, [2, block_n, head_dim].
         offsets: int32 [block_n, head_dim], of a block's elements from its first one.
         token_stride: elements from one token to the next.
     """
@@ -74,7 +74,7 @@ class Block:
 
 @gluon.aggregate
 class Band:
-    """What a tile's rows see: the position ``row`` [rows] sees itself and ``window_left`` positions before it."""
+    """The mask of a tile's rows: the query at position ``row`` [rows] sees itself and ``window_left`` positions before it."""
 
     row: gl.tensor
     window_left: gl.tensor
@@ -84,17 +84,17 @@ class Band:
 
 
 @gluon.jit
-def rank_of(turn, unit, units: gl.constexpr):
-    """The place in the order of tiles of the one that a compute unit gets in a round."""
-    return turn * units + gl.where(turn % 2 == 0, unit, units - 1 - unit)
+def rank_of(round_number, cu, cus: gl.constexpr):
+    """The index, in the order of all tiles, of the tile that a CU computes in round ``round_number``."""
+    return round_number * cus + gl.where(round_number % 2 == 0, cu, cus - 1 - cu)
 
 
 @gluon.jit
 def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.constexpr, block_b: gl.constexpr):
-    """The `Place` of the tile that comes ``rank`` tiles after the first one of ``level``.
+    """The `TileLocation` of the tile that is ``rank`` tiles after the first one of ``level``.
 
-    All tiles of all sequences are in one order, from those with most keys to those with fewest: from the highest level down, within
-    a level by sequence, and within a sequence by head.
+    Tiles are ordered from most keys to fewest: from the highest level down, within a level by sequence, and within a sequence by
+    head.
     """
     if block_b == 1:
         start = gl.load(cu_seqlens)
@@ -116,11 +116,11 @@ def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.c
             members = gl.sum((tiles > level).to(gl.int32), 0)
         sequence = rank // heads
         if members < batch:  # some sequence is too short for this level
-            place = gl.associative_scan((tiles > level).to(gl.int32), 0, add)
-            sequence = gl.sum((place <= sequence).to(gl.int32), 0)
+            location = gl.associative_scan((tiles > level).to(gl.int32), 0, add)
+            sequence = gl.sum((location <= sequence).to(gl.int32), 0)
         start = gl.sum(gl.where(index == sequence, begins, 0), 0)
         length = gl.sum(gl.where(index == sequence, lengths, 0), 0)
-    return Place(level, rank, start, length)
+    return TileLocation(level, rank, start, length)
 
 
 # -- one tile ------------------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def allocate_rows(dtype: gl.constexpr, shape: gl.constexpr, storage: gl.constexp
 
 @gluon.jit
 def copy_block(keys, values, side, block):
-    """Begins to copy a block of keys and values to one side of LDS."""
+    """Starts the copy of a block of keys and values to one side of the LDS double buffer."""
     async_copy.buffer_load_to_shared(keys.shared.index(side), block.keys, keys.offsets)
     async_copy.buffer_load_to_shared(values.shared.index(side), block.values, values.offsets)
     async_copy.commit_group()
@@ -145,7 +145,7 @@ def copy_block(keys, values, side, block):
 
 @gluon.jit
 def within(rows, count):
-    """The same rows for a block of which only ``count`` exist: the last of them is read again in place of the others."""
+    """``rows`` for a block with only ``count`` valid rows: the last valid row is loaded in place of the missing ones."""
     row = gl.arange(0, rows.offsets.shape[0], gl.SliceLayout(1, rows.offsets.type.layout))
     offsets = rows.offsets - (gl.maximum(row - (count - 1), 0) * rows.token_stride)[:, None]
     return Rows(rows.shared, offsets, rows.token_stride)
@@ -153,14 +153,14 @@ def within(rows, count):
 
 @gluon.jit
 def block_at(base, keys, values, position):
-    """The block that begins ``position`` tokens after another one."""
+    """The block that begins ``position`` tokens after ``base``."""
     position = gl.to_tensor(position).to(gl.int64)
     return Block(base.keys + position * keys.token_stride, base.values + position * values.token_stride)
 
 
 @gluon.jit
 def block_after(block, keys, values):
-    """The block that follows."""
+    """The next block."""
     block_n: gl.constexpr = keys.shared.shape[1]
     return Block(block.keys + block_n * keys.token_stride, block.values + block_n * values.token_stride)
 
@@ -170,10 +170,10 @@ def attend_block(
     q, keys, values, side: gl.constexpr, first, state, band, scaling,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr,
 ):  # fmt: skip
-    """The state with the block in one side of LDS, whose first key is at position ``first``.
+    """Updates the softmax state with the block in one side of LDS, whose first key is at position ``first``.
 
     Args:
-        MAXIMUM: "first" for the first block of a tile, "moves" to follow the maximum, "stays" to leave it (see `weigh`).
+        MAXIMUM: "first" for the first block of a tile, "moves" to update the row max, "stays" to keep it (see `weigh`).
     """
     scores = cap_scores(qk_mma(q, load_keys(q, keys.shared.index(side))), scaling)
     scores = hide_outside_band(scores, band.row, first, band.window_left, CAUSAL, WINDOWED)
@@ -191,10 +191,10 @@ def attend_block(
 def attend_before_diagonal(
     q, keys, values, block, state, band, scaling, begin, end, last, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr
 ):
-    """The state with the blocks from position ``begin`` to ``end``, an even number of them, which all lie before the diagonal.
+    """Updates the softmax state with the blocks from position ``begin`` to ``end``, an even number, all before the diagonal.
 
-    When this begins, the copy of ``block``, the one at ``begin``, to side 0 of LDS has been started. When it ends, so has that of
-    the block at ``end``, unless ``end`` is ``last``: there is none to copy then.
+    On entry, the copy of ``block`` (the block at ``begin``) to side 0 of LDS is in flight. On exit, the copy of the block at
+    ``end`` is in flight, unless ``end`` is ``last``, where there is no further block.
 
     Returns:
         The block at ``end``, and the state.
@@ -214,13 +214,13 @@ def attend_before_diagonal(
 
 
 @gluon.jit
-def load_queries(q, place, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
-    """A tile of q; the sequence's last row is read again in place of those that do not exist."""
+def load_queries(q, location, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
+    """Loads a tile of q; the sequence's last row is loaded in place of missing rows."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     q_token = strides.q_token * VECTOR
-    base = q + (place.start + first_row).to(gl.int64) * q_token + head * (strides.q_head * VECTOR)
-    offsets = gl.minimum(row, place.length - 1 - first_row) * q_token
+    base = q + (location.start + first_row).to(gl.int64) * q_token + head * (strides.q_head * VECTOR)
+    offsets = gl.minimum(row, location.length - 1 - first_row) * q_token
     return cdna4.buffer_load(base, offsets[:, None] + column[None, :])
 
 
@@ -229,64 +229,64 @@ def attend_tiles(
     operands, batch, keys, values, strides, scaling, window_left,
     shape: gl.constexpr, variant: gl.constexpr, tile_shape: gl.constexpr, layouts: gl.constexpr, MAXIMUM: gl.constexpr,
 ):  # fmt: skip
-    """Computes a workgroup's tiles, and writes them.
+    """Computes a workgroup's tiles and stores their outputs.
 
     Args:
-        MAXIMUM: what happens to it where a row sees all keys of a block, see `attend_block`.
+        MAXIMUM: "stays" or "moves", see `attend_block`: how the row max is treated after a tile's first block.
 
     Returns:
-        int32 [rows], not 0 if some sum became too large.
+        int32 [rows], not 0 if a row sum became too large.
     """
     block_m: gl.constexpr = tile_shape.block_m
     block_n: gl.constexpr = tile_shape.block_n
     heads: gl.constexpr = shape.heads
     dtype: gl.constexpr = operands.q.dtype.element_ty
-    row_layout: gl.constexpr = gl.SliceLayout(1, layouts.product)
+    row_layout: gl.constexpr = gl.SliceLayout(1, layouts.mfma)
     too_large = gl.zeros([block_m], gl.int32, row_layout)
-    # Consecutive workgroups run on different XCDs. Each XCD has heads of its own, so that its L2 holds the keys of few heads.
+    # Consecutive workgroups run on different XCDs. Each XCD computes its own heads, so that its L2 holds the keys of few heads.
     xcd = gl.program_id(0) % shape.xcds
     workers = gl.num_programs(0) // shape.xcds
     worker = gl.program_id(0) // shape.xcds
-    # Each round gives every compute unit one tile, the longest tiles first. Every second round goes through the units backwards, so
-    # that the unit with the longest tile of a round gets the shortest of the next. The workgroups of a unit take turns with rounds.
-    units: gl.constexpr = tile_shape.units
-    turn = worker // units
-    rank = rank_of(turn, worker % units, units)
-    place = find_tile(operands.cu_seqlens, batch, 1 << 30, rank, heads, block_m, tile_shape.block_b)
-    while place.level >= 0:
-        head = xcd * heads + place.rank % heads
+    # Load balancing: each round assigns every CU one tile, the longest tiles first. Every second round assigns in reverse order, so
+    # that the CU with the longest tile of a round gets the shortest of the next. A CU's workgroups alternate between rounds.
+    cus: gl.constexpr = tile_shape.cus
+    round_number = worker // cus
+    rank = rank_of(round_number, worker % cus, cus)
+    location = find_tile(operands.cu_seqlens, batch, 1 << 30, rank, heads, block_m, tile_shape.block_b)
+    while location.level >= 0:
+        head = xcd * heads + location.rank % heads
         kv_head = head // shape.gqa_ratio
-        first_row = place.level * block_m
+        first_row = location.level * block_m
 
-        # Every row sees all keys up to first_row, unless they lie before its window ...
+        # Every row sees all keys before first_row that are inside its window.
         begin = 0
         full_begin = 0
         if variant.windowed:
             begin = gl.maximum(first_row - window_left, 0) // block_m * block_m
-            # ... and none from full_begin on lies before the window of any row.
+            # From full_begin on, every key is inside every row's window.
             inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
             full_begin = gl.minimum((inside + block_m - 1) // block_m * block_m, first_row)
         sequence = Block(
-            operands.k + place.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
-            operands.v + place.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
+            operands.k + location.start.to(gl.int64) * keys.token_stride + kv_head * (strides.k_head * VECTOR),
+            operands.v + location.start.to(gl.int64) * values.token_stride + kv_head * (strides.v_head * VECTOR),
         )
-        # The diagonal comes first: only its blocks may reach beyond the sequence, and every row sees some key in them.
+        # The diagonal blocks come first: only they may reach beyond the sequence, and every row sees a key in them.
         block = block_at(sequence, keys, values, first_row)
-        left = place.length - first_row
-        # Loads come back in order: q, from HBM, before the keys, which other workgroups read too.
-        q = load_queries(operands.q, place, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
+        left = location.length - first_row
+        # Loads return in order. q comes from HBM; the keys are often in L2 already, because other workgroups read them too.
+        q = load_queries(operands.q, location, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
         copy_block(within(keys, left), within(values, left), 0, block)
         sink = None
         if variant.sinks:
             sink = gl.load(operands.sinks + head).to(gl.float32) * LOG2_E
-        # The next tile is found while this one's keys arrive, not after its output was stored: loads wait for earlier stores.
-        turn += (workers + units - 1) // units
-        next_rank = rank_of(turn, worker % units, units)
+        # Find the next tile while this tile's keys are in flight, not after the output store: loads wait for earlier stores.
+        round_number += (workers + cus - 1) // cus
+        next_rank = rank_of(round_number, worker % cus, cus)
         step = next_rank - rank
         rank = next_rank
-        following = find_tile(operands.cu_seqlens, batch, place.level, place.rank + step, heads, block_m, tile_shape.block_b)
+        following = find_tile(operands.cu_seqlens, batch, location.level, location.rank + step, heads, block_m, tile_shape.block_b)
         row = first_row + gl.arange(0, block_m, row_layout)
-        # What LLVM cannot see through: it would keep the comparisons of the diagonal, which are the same for all tiles, in 64 pairs
+        # Opaque to LLVM. Otherwise LLVM would keep the diagonal's comparison masks, which are the same for all tiles, in 64 pairs
         # of scalar registers, and spill them.
         opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
         band = Band(opaque, gl.to_tensor(window_left))
@@ -300,7 +300,7 @@ def attend_tiles(
         if begin < first_row:
             copy_block(keys, values, 0, block)
         if left > block_n:
-            # A row whose window is narrow may see no key in the first block.
+            # A row with a narrow window may see no key in the first block, so its row max may still be `LOWEST`.
             second: gl.constexpr = "moves" if variant.narrow else MAXIMUM
             state = attend_block(q, keys, values, 1, first_row + block_n, state, band, scaling, True, variant.narrow, second)
         if variant.windowed:
@@ -317,18 +317,18 @@ def attend_tiles(
             too_large |= gl.where(state.row_sum <= largest_sum(dtype), 0, 1)
 
         result, log_sum = normalise(state, sink)
-        first_token = (place.start + first_row).to(gl.int64)
+        first_token = (location.start + first_row).to(gl.int64)
         out_row = gl.arange(0, block_m, row_layout)
-        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.product))
+        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.mfma))
         out = operands.out + first_token * strides.out_token + head * strides.out_head
         offsets = out_row[:, None] * strides.out_token + column[None, :]
-        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < place.length)[:, None])
+        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < location.length)[:, None])
         if variant.lse:
             all_heads: gl.constexpr = shape.xcds * heads
             lse = operands.lse + first_token * all_heads + head
-            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < place.length)
+            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < location.length)
 
-        place = following
+        location = following
     return too_large
 
 
@@ -344,7 +344,10 @@ def mha_prefill_gfx950(
     variant: gl.constexpr,
     tile_shape: gl.constexpr,
 ):
-    """A workgroup computes tiles of its XCD's heads until none are left. Arguments: see `gfx950.attention.prefill`."""
+    """Persistent kernel: a workgroup computes tiles of its XCD's heads until none is left.
+
+    Arguments: see `gfx950.attention.prefill`.
+    """
     block_n: gl.constexpr = tile_shape.block_n
     dtype: gl.constexpr = operands.q.dtype.element_ty
     layouts: gl.constexpr = attention_layouts(32, gl.num_warps(), block_n, shape.head_dim, shape.v_head_dim, dtype)

@@ -1,1 +1,1 @@
-"""What kernels for gfx950 share: layouts, softmax, masks, paged caches, tiles of query rows. All of it is device code, in Gluon."""
+"""Device code in Gluon that the gfx950 kernels share: layouts, softmax, masks, paged caches, tiles of query rows."""

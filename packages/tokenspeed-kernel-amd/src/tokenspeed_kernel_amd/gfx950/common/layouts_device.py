@@ -1,4 +1,4 @@
-"""Layouts: of the products' operands in registers, of keys and values in LDS, and of the copies to LDS."""
+"""Layouts of MFMA operands in registers, of keys and values in LDS, and of the copies to LDS."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Layouts:
     """The layouts of a tile of query rows and a block of keys.
 
     Attributes:
-        product: of scores, [rows, keys], and of the output's accumulators, [rows, v_head_dim].
-        queries: of q as the first product's operand, [rows, head_dim].
-        keys, values: in LDS, [block_n, head_dim] and [block_n, v_head_dim].
-        key_copy, value_copy: which element each lane copies to LDS.
+        mfma: MFMA layout of the scores, [rows, keys], and of the output accumulators, [rows, v_head_dim].
+        queries: operand layout of q for the QK MFMA, [rows, head_dim].
+        keys, values: LDS layouts, [block_n, head_dim] and [block_n, v_head_dim].
+        key_copy, value_copy: layouts of the copies to LDS: the elements that each lane copies.
     """
 
-    product: Any
+    mfma: Any
     queries: Any
     keys: Any
     values: Any
@@ -31,13 +31,13 @@ class Layouts:
 
 @gluon.constexpr_function
 def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
-    """The layouts for matrix instructions of ``mfma_rows`` rows, 16 or 32, and for keys and values of a dtype."""
-    product = mfma_layout(mfma_rows, warps)
-    keys = key_storage(product, block_n, head_dim, dtype)
-    values = value_storage(product, block_n, v_head_dim, dtype)
+    """The layouts for MFMA instructions of ``mfma_rows`` rows, 16 or 32, and for keys and values of a dtype."""
+    mfma = mfma_layout(mfma_rows, warps)
+    keys = key_storage(mfma, block_n, head_dim, dtype)
+    values = value_storage(mfma, block_n, v_head_dim, dtype)
     return Layouts(
-        product=product,
-        queries=gl.DotOperandLayout(0, product, key_width(dtype)),
+        mfma=mfma,
+        queries=gl.DotOperandLayout(0, mfma, key_width(dtype)),
         keys=keys,
         values=values,
         key_copy=copy_layout(keys, dtype, warps),
@@ -47,20 +47,21 @@ def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
 
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
-    """Rows are divided among warps. A lane holds groups of four neighbouring columns of one row, so that most of a row's maximum
-    and sum are computed within a lane."""
+    """The MFMA layout with rows divided among waves. A lane holds groups of four adjacent columns of one row, so that most of the
+    row max and row sum is computed within a lane."""
     return gl.amd.AMDMFMALayout(4, [mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 
 @gluon.constexpr_function
-def lanes_of_row(product):
-    """How many lanes share the elements of one row: 4 where an instruction has 16 rows, 2 where it has 32."""
-    return 64 // product.instr_shape[0]
+def lanes_of_row(mfma):
+    """How many lanes hold the elements of one row: 4 with 16-row MFMAs, 2 with 32-row MFMAs."""
+    return 64 // mfma.instr_shape[0]
 
 
 @gluon.constexpr_function
 def everywhere_layout(size, warps):
-    """A vector of 64 or more elements, all of which are in every warp: a warp reduces it without LDS, into scalar registers."""
+    """The layout of a vector of 64 or more elements that is replicated in every wave. A wave reduces it without LDS, into scalar
+    registers."""
     return gl.BlockedLayout([size // 64], [64], [warps], [0])
 
 
@@ -71,17 +72,17 @@ def log2(power):
 
 @gluon.constexpr_function
 def key_width(dtype):
-    """How many elements of a key are in 16 bytes, which a lane reads at once."""
+    """Elements of a key per 16 bytes, the width of a lane's LDS read."""
     return 128 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
 def byte_storage(head_dim):
-    """LDS layout of keys or values [64, head_dim] of one byte, without bank conflicts in either kind of read.
+    """LDS layout of one-byte keys or values [64, head_dim], without bank conflicts in row reads and in transposing reads.
 
-    Banks repeat every 256 bytes, and padding is possible only after each 1 KB, which is what a wave copies at once. In a read of 16
-    bytes a lane, keys that are 1, 2 and 4 apart must lie in different banks; in a transposing read, keys that are 1, 2, 4 and 16
-    apart. As many of these distances as possible lie within 256 bytes, and each of the others is a multiple of 1 KB.
+    Banks repeat every 256 bytes. Padding is possible only after each 1 KB, the amount that a wave copies at once. In a read of 16
+    bytes per lane, keys that are 1, 2 and 4 apart must be in different banks; in a transposing read, keys that are 1, 2, 4 and 16
+    apart. As many of these distances as possible stay within 256 bytes; each of the others is a multiple of 1 KB.
     """
     columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
     rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]
@@ -89,29 +90,29 @@ def byte_storage(head_dim):
 
 
 @gluon.constexpr_function
-def key_storage(product, block_n, head_dim, dtype):
+def key_storage(mfma, block_n, head_dim, dtype):
     """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(head_dim)
-    # Keys lie one after another, as in memory. The function's layout is that of the operand, the transposed keys.
-    operand = gl.DotOperandLayout(1, product, 8)
+    # Keys are stored row by row, as in memory. cdna4's function returns the layout of the MFMA operand, the transposed keys.
+    operand = gl.DotOperandLayout(1, mfma, 8)
     transposed = cdna4.compute_efficient_padded_shared_layout(operand, [head_dim, block_n], dtype, True)
     padding = [list(pair) for pair in transposed.interval_padding_pairs]
     return gl.PaddedSharedLayout(padding, [[n, d] for d, n in transposed.offset_bases], [], [block_n, head_dim])
 
 
 @gluon.constexpr_function
-def value_storage(product, block_n, v_head_dim, dtype):
+def value_storage(mfma, block_n, v_head_dim, dtype):
     """LDS layout of values [block_n, v_head_dim], without bank conflicts in transposing reads."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(v_head_dim)
-    operand = gl.DotOperandLayout(1, product, 4)
+    operand = gl.DotOperandLayout(1, mfma, 4)
     return cdna4.compute_efficient_padded_shared_layout(operand, [block_n, v_head_dim], dtype, False)
 
 
 @gluon.constexpr_function
 def copy_layout(storage, dtype, warps):
-    """The register layout of a copy to LDS: as the block lies in LDS, 16 bytes a lane, so that a wave writes 1 KB in a row."""
+    """The register layout of a copy to LDS, in LDS order: 16 bytes per lane, so that a wave writes 1 KB contiguously."""
     bases = [list(basis) for basis in storage.offset_bases]
     lane = log2(key_width(dtype))
     warp = lane + 6

@@ -1,4 +1,4 @@
-"""Which keys a query row sees."""
+"""Attention masks: which keys a query row sees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Visible:
     """The positions of keys that each row of a tile sees.
 
     Attributes:
-        begin, end: int32 [rows], the first one, and the one after the last.
-        all_end: every row sees the keys up to here, if its window reaches them.
+        begin, end: int32 [rows], the first visible position, and the position after the last.
+        all_end: every row sees the keys before this position, if they are inside its window.
         ends_differ: whether rows see different last keys; otherwise ``end`` is not used, and every row sees the last key.
         windowed: whether there is a window; otherwise ``begin`` is not used, and every row sees the first key.
     """
@@ -26,49 +26,49 @@ class Visible:
 
 @gluon.jit
 def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.constexpr):
-    """Scores of the block that begins at position ``start``, with -inf where a row does not see a key.
+    """The scores of the block that begins at position ``start``, with -inf where a row does not see a key.
 
     Args:
-        end: no row sees a key from here on.
+        end: no row sees a key at or after this position.
         ENDS: some row's ``visible.end`` may be in this block.
         LAST: ``end`` may be in this block.
     """
     if LAST or ENDS or visible.windowed:
-        place = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+        index = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
         row_end = end
         if ENDS:
             row_end = visible.end
             if LAST:
                 row_end = gl.minimum(row_end, end)
         if visible.windowed and (ENDS or LAST):
-            # One comparison instead of two, because results fill scalar registers: as unsigned numbers, the negative distances of
-            # keys before the window are large.
-            behind = place[None, :] - (visible.begin - start)[:, None]
+            # One unsigned comparison instead of two signed ones, because every comparison mask takes scalar registers. As unsigned
+            # values, the negative distances of keys before the window are large.
+            behind = index[None, :] - (visible.begin - start)[:, None]
             seen = behind.to(gl.uint32) < gl.maximum(row_end - visible.begin, 0).to(gl.uint32)[:, None]
         elif visible.windowed:
-            seen = place[None, :] >= (visible.begin - start)[:, None]
+            seen = index[None, :] >= (visible.begin - start)[:, None]
         elif ENDS:
-            seen = place[None, :] < (row_end - start)[:, None]
+            seen = index[None, :] < (row_end - start)[:, None]
         else:
-            seen = (place < end - start)[None, :]
+            seen = (index < end - start)[None, :]
         scores = gl.where(seen, scores, float("-inf"))
     return scores
 
 
 @gluon.jit
 def hide_outside_band(scores, row, start, window_left, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
-    """Scores of the block that begins at position ``start``, with -inf where a row does not see a key.
+    """The scores of the block that begins at position ``start``, with -inf where a row does not see a key.
 
-    For matrix instructions of 32 rows. Each row is of one token.
+    For MFMA instructions of 32 rows. Each row is one token.
 
     Args:
         row: int32 [rows], the positions of the tokens.
-        CAUSAL: a token sees none after itself.
+        CAUSAL: a token sees no token after itself.
         WINDOWED: a token sees ``window_left`` tokens before itself.
     """
     if CAUSAL or WINDOWED:
-        # Of a lane's columns all bits but bit 2 are known when the kernel is compiled, and bit 2 is the same in all of them. With
-        # bit 2 on the other side of the comparison, columns are constants.
+        # In a lane's column indices, all bits but bit 2 are known at compile time, and bit 2 is the same for all columns of the
+        # lane. With bit 2 moved to the other side of the comparison, the column indices are constants.
         column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
         newest = (row - start)[:, None] - (column & 4)
         if CAUSAL and WINDOWED:

@@ -1,4 +1,4 @@
-"""A paged cache: the keys and values of one sequence and one key head, and the copies to LDS."""
+"""A paged cache: the keys and values of one sequence and one KV head, and the copies to LDS."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import log2
 
-# How many pages are looked up together; 512 bytes of LDS. The pipeline of copies starts anew with every list of pages.
+# Page-table entries that are loaded at once, 512 bytes of LDS. The pipeline of copies restarts with every list of pages.
 PAGES_AT_ONCE = gl.constexpr(128)
 
 
 @gluon.aggregate
 class PagedRows:
-    """Keys or values of one key head.
+    """Keys or values of one KV head.
 
     Attributes:
-        base: points to those of page 0 in the cache.
+        base: pointer to page 0 of this KV head in the cache.
         page_stride, token_stride: elements from one page, and from one slot of a page, to the next.
         shared: LDS, [stages, block_n, head_dim].
-        copy: the layout of copies to it.
+        copy: the layout of copies to ``shared``.
     """
 
     base: gl.tensor
@@ -32,14 +32,14 @@ class PagedRows:
 
 @gluon.aggregate
 class PagedCache:
-    """The keys and values of one sequence and one key head.
+    """The keys and values of one sequence and one KV head.
 
     Attributes:
         keys, values: see `PagedRows`.
-        table: points to the sequence's row of the page table.
+        table: pointer to the sequence's row of the page table.
         listed: LDS for PAGES_AT_ONCE entries of that row, see `list_pages`.
         length: tokens of the sequence in the cache.
-        page_size: slots of a page.
+        page_size: slots per page.
     """
 
     keys: PagedRows
@@ -52,7 +52,7 @@ class PagedCache:
 
 @gluon.constexpr_function
 def page_span(page_size, block_n):
-    """How many positions a list of PAGES_AT_ONCE pages covers; it begins at some multiple of the smaller of page and block."""
+    """How many positions a list of PAGES_AT_ONCE pages covers, if it begins at a multiple of the smaller of page and block size."""
     return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
 
 
@@ -64,7 +64,8 @@ def allocate_page_list():
 
 @gluon.jit
 def list_pages(cache, first):
-    """Copies the page table from position ``first`` on to LDS. A load from there does not wait for copies of keys in flight."""
+    """Copies the page-table entries from position ``first`` on to LDS. Reads of this list do not wait for key copies in flight, as
+    loads from global memory would."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     last_page = (cache.length - 1) // cache.page_size
     at = gl.minimum(first // cache.page_size + gl.arange(0, PAGES_AT_ONCE, layout), last_page)
@@ -73,22 +74,22 @@ def list_pages(cache, first):
 
 @gluon.jit
 def find_pages(cache, first, start, rows):
-    """The page of each position of the block that begins at ``start``, int64 [block_n]; the list begins at ``first``."""
+    """The page of each position of the block that begins at ``start``, int64 [block_n]; the list of pages begins at ``first``."""
     row = gl.arange(0, rows.shared.shape[1], gl.SliceLayout(1, rows.copy))
     return cache.listed.gather((start >> log2(cache.page_size)) - first // cache.page_size + row // cache.page_size, 0).to(gl.int64)
 
 
 @gluon.jit
 def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
-    """Begins to copy a block of keys or values to LDS.
+    """Starts the copy of a block of keys or values to LDS.
 
     Args:
         cache, rows: the cache, and its keys or values.
-        stage: which buffer of LDS.
-        page: of each position, from `find_pages`.
-        start: the first position, a multiple of the smaller of page and block.
-        CLAMPED: slots that hold no token are not read, because they may hold NaN. The last slot that holds one, or one before it,
-            is read in their place.
+        stage: the LDS buffer's index.
+        page: the page of each position, from `find_pages`.
+        start: the first position, a multiple of the smaller of page size and block size.
+        CLAMPED: slots without a token are not read, because they may hold NaN. The last slot with a token, or an earlier one, is
+            read in their place.
     """
     shared = rows.shared.index(stage)
     block_n: gl.constexpr = shared.shape[0]

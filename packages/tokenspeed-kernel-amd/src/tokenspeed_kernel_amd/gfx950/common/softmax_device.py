@@ -1,15 +1,15 @@
-"""Softmax over blocks of keys that arrive one after another, and the two products around it.
+"""Online softmax over blocks of keys, and the QK and PV MFMAs around it.
 
-The scores of a row never exist all at once. For the blocks so far, three values are kept for each row: the largest score
-``row_max``; ``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the sum of the weighted values. Where a
-block has a larger score, the earlier sums are multiplied by ``exp(old row_max - new row_max)`` ("online softmax",
-https://arxiv.org/abs/1805.02867). Any other number near the largest score does as well, as long as no weight overflows: `weigh`
-keeps what it finds, and `largest_sum` says how far that is right.
+The scores of a row never exist all at once. Three values per row are kept for the blocks so far: the largest score ``row_max``;
+``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the weighted sum of the values. If a block has a larger
+score, the earlier sums are rescaled by ``exp(old row_max - new row_max)`` ("online softmax", https://arxiv.org/abs/1805.02867). Any
+other value near the largest score is as good, as long as no weight overflows: `weigh` keeps the current ``row_max``, and
+`largest_sum` gives the limit up to which the result is valid.
 
-All scores are in units of log 2, so that an exponential is one instruction.
+All scores are multiplied by log2(e), so that an exponential is one instruction (exp2).
 
-Weights stay in their lanes between the two products: the second product takes keys in the order in which the first one left them
-(``k_width`` 4), and the transposing LDS reads fetch values in the same order. A product does not depend on the order of its terms.
+Weights stay in their lanes between the two MFMAs. The PV MFMA takes keys in the order in which the QK MFMA leaves them (``k_width``
+4), and the transposing LDS reads load the values in the same order. The sum over keys does not depend on their order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tokenspeed_kernel_amd.gfx950.common.layouts_device import key_width, lanes_
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2))
-# The maximum of a row before it sees a key. Finite, so that a row that never sees one has weights exp2(-inf - LOWEST) = 0.
+# The initial row max. Finite, so that a row without visible keys has weights exp2(-inf - LOWEST) = 0, not NaN.
 LOWEST = gl.constexpr(-1e30)
 
 
 @gluon.aggregate
 class Scaling:
-    """How scores come from products of q and k.
+    """How scores are computed from the dot products of q and k.
 
     Attributes:
-        scale: multiplies the products: ``softmax_scale * log2(e)``, or ``2 * log2(e) * softmax_scale / logit_cap`` if capped.
+        scale: factor of the dot products: ``softmax_scale * log2(e)``, or ``2 * log2(e) * softmax_scale / logit_cap`` if capped.
         cap: ``logit_cap * log2(e)``; only if capped.
         capped: whether there is a logit cap.
     """
@@ -51,9 +51,9 @@ class SoftmaxState:
     """The state of a tile's rows after some blocks of keys.
 
     Attributes:
-        acc: float32 [rows, v_head_dim], the values weighted by ``exp2(score - row_max)``.
-        row_max: float32 [rows], in units of log 2.
-        row_sum: float32, the sum of the weights, as `lane_sums` leaves it; `summed` makes it [rows].
+        acc: float32 [rows, v_head_dim], the sum of the values weighted by ``exp2(score - row_max)``.
+        row_max: float32 [rows], for base-2 exponentials.
+        row_sum: float32, the per-lane sums of the weights, see `lane_sums`; `summed` reduces them to [rows].
     """
 
     acc: gl.tensor
@@ -63,8 +63,8 @@ class SoftmaxState:
 
 @gluon.jit
 def larger(a, b):
-    """The maximum, or NaN if one of them is NaN. gfx950 has one instruction for three operands, and no operand needs to be
-    canonicalised before it."""
+    """The maximum, or NaN if an operand is NaN. gfx950 has a single instruction for the NaN-propagating maximum of three operands,
+    and it needs no canonicalisation of the operands first."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -75,10 +75,10 @@ def add(a, b):
 
 @gluon.jit
 def lane_sums(weights):
-    """The sum of a row's elements in each lane, [rows, 4]: the sum over lanes can wait until the end.
+    """The partial sum of a row's elements in each lane, [rows, 4]; the reduction across lanes is deferred to `summed`.
 
-    Where only two lanes share a row their sum is formed at once, [rows, 1]: a prefill of 1024 tokens took 10.0 us of the emulator's
-    timing model, and 10.5 with a sum for each lane, which LLVM schedules worse.
+    If only two lanes hold a row, they are reduced at once, [rows, 1]: a prefill of 1024 tokens took 10.0 us of the emulator's
+    timing model, and 10.5 us with per-lane sums, which LLVM schedules worse.
     """
     rows: gl.constexpr = weights.shape[0]
     columns: gl.constexpr = weights.shape[1]
@@ -113,43 +113,45 @@ def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.conste
 
 @gluon.jit
 def load_keys(q, keys):
-    """Keys in LDS, [keys, head_dim], as the operand of `qk_mma`."""
+    """Loads keys from LDS, [keys, head_dim], transposed in the layout of `qk_mma`'s right operand."""
     layout: gl.constexpr = q.type.layout.parent
     return async_copy.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
 
 
 @gluon.jit
 def load_values(q, values):
-    """Loads values from LDS, [keys, v_head_dim], in the layout that `pv_mma` takes as its right operand."""
+    """Loads values from LDS, [keys, v_head_dim], in the layout of `pv_mma`'s right operand."""
     return async_copy.load_shared_relaxed(values, gl.DotOperandLayout(1, q.type.layout.parent, 4))
 
 
 @gluon.jit
 def qk_mma(q, k):
-    """q @ keys^T, float32. Single bytes are widened to q's dtype."""
+    """q @ keys^T, float32. fp8 keys are converted to q's dtype."""
     return cdna4.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], k.shape[1]], gl.float32, q.type.layout.parent))
 
 
 @gluon.jit
 def pv_mma(weights, v, acc, dtype: gl.constexpr):
-    """acc + weights @ values, with weights rounded to a dtype."""
+    """acc + weights @ values. Weights are rounded to ``dtype``, and fp8 values are converted to it."""
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
     return cdna4.mfma(p, v.to(dtype), acc)
 
 
 @gluon.jit
-def cap_scores(products, scaling):
-    """With a cap, ``logit_cap * tanh(score / logit_cap)`` in units of log 2; without one the products, which are scaled later."""
+def cap_scores(dot_products, scaling):
+    """With a cap, ``logit_cap * tanh(score / logit_cap) * log2(e)``; without one the unscaled dot products, which are scaled
+    later."""
     if scaling.capped:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)), where exp may overflow to infinity and underflow to 0.
-        # The division is v_rcp_f32, whose error is one unit in the last place; an IEEE division would be ten instructions.
-        products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(products * scaling.scale))
-    return products
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)). This form is correct even if exp overflows to infinity or underflows to 0.
+        # The division is v_rcp_f32, with an error of 1 ulp; an IEEE division would be ten instructions.
+        dot_products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(dot_products * scaling.scale))
+    return dot_products
 
 
 @gluon.jit
 def softmax_step(scores, state, scaling):
-    """The weights of a block of scores (see `cap_scores`), and the state that includes them but not yet their values."""
+    """The weights of a block of scores (see `cap_scores`), and the rescaled state. Its row sum includes these weights; its acc does
+    not include their values yet."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(state.row_max, highest)
@@ -166,7 +168,7 @@ def softmax_step(scores, state, scaling):
 
 @gluon.jit
 def weigh(scores, state, scaling):
-    """As `softmax_step`, but the maximum stays: weights may be larger than 1. See `largest_sum`."""
+    """As `softmax_step`, but the row max is kept, so weights may exceed 1. See `largest_sum`."""
     if scaling.capped:
         weights = gl.exp2(scores - state.row_max[:, None])
     else:
@@ -176,7 +178,7 @@ def weigh(scores, state, scaling):
 
 @gluon.jit
 def first_step(scores, v_head_dim: gl.constexpr, scaling):
-    """The weights of the first block of scores, and the state that includes them but not yet their values."""
+    """The weights of the first block of scores, and the state. Its row sum includes these weights; its acc is 0."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(highest, LOWEST)
@@ -190,35 +192,35 @@ def first_step(scores, v_head_dim: gl.constexpr, scaling):
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """How large a row's sum may be where weights were rounded to a dtype, so that none of them became infinite. Sums of products
-    stay finite with values of up to 2**87."""
+    """The largest row sum at which no weight became infinite when it was rounded to ``dtype``. The PV accumulators also stay
+    finite, with values of up to 2**87."""
     return 2.0**15 if dtype == gl.float16 else 2.0**40
 
 
 @gluon.jit
 def in_some_row(found):
     """Whether ``found``, int32 [rows], is not 0 in some row of the workgroup."""
-    # Every lane reads the maximum from LDS. That it is the same in all of them LLVM has to be told.
+    # Every lane reads the same maximum from LDS; v_readfirstlane tells LLVM that the value is uniform.
     most = gl.max(found, 0)
     return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [most], dtype=gl.int32, is_pure=True, pack=1) != 0
 
 
 @gluon.jit
 def summed(state):
-    """The state with one sum a row, [rows]."""
+    """The state with the row sums reduced across lanes, [rows]."""
     row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout)
     return SoftmaxState(state.acc, state.row_max, row_sum)
 
 
 @gluon.jit
 def normalise(state, sink):
-    """The output, and the log-sum-exp in units of log 2; both of a `summed` state.
+    """The output and the base-2 LSE of a `summed` state.
 
-    A row that saw nothing has an output of 0, and without a sink a log-sum-exp of -inf.
+    A row without visible keys has output 0 and, without a sink, LSE -inf.
 
     Args:
-        state: of all keys.
-        sink: in units of log 2, [rows] or one for all of them; or None.
+        state: the state after all keys.
+        sink: the sink logits times log2(e), [rows] or one value for all rows; or None.
     """
     row_max = state.row_max
     row_sum = state.row_sum

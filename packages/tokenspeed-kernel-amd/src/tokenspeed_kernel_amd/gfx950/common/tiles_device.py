@@ -1,7 +1,7 @@
 """Tiles of query rows of one sequence.
 
-A row is one query head of one token. All rows of a tile use the same key head, so that a key is fetched once for all of them: row
-``r`` belongs to the new token ``r // gqa_ratio`` and to the query head ``r % gqa_ratio`` of the key head.
+A row is one query head of one token. All rows of a tile use the same KV head, so that a key is loaded once for all of them. Row
+``r`` is the new token ``r // gqa_ratio`` and the query head ``r % gqa_ratio`` of the KV head's group.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tokenspeed_kernel_amd.gfx950.common.mask_device import Visible
 
 @gluon.aggregate
 class QueryTile:
-    """Which rows a workgroup computes.
+    """The query rows that a workgroup computes.
 
     Attributes:
         first_query: the index in q of the sequence's first new token.
         q_len: new tokens of the sequence.
         first_row: the index of the tile's first row in the sequence.
-        kv_head: the key head.
-        gqa_ratio: query heads of a key head.
-        m: rows of the tile. Those of tokens from ``q_len`` on do not exist.
+        kv_head: the KV head.
+        gqa_ratio: query heads per KV head.
+        m: rows of the tile. Rows of tokens at or after ``q_len`` are padding.
     """
 
     first_query: gl.tensor
@@ -36,7 +36,7 @@ class QueryTile:
 
 @gluon.jit
 def new_tokens(cu_seqlens_q, sequence, q_len):
-    """The index in q of a sequence's first new token, and how many it has: q_len, where cu_seqlens_q is None."""
+    """The index in q of a sequence's first new token, and its number of new tokens: q_len if cu_seqlens_q is None."""
     first = sequence * q_len
     new = q_len
     if cu_seqlens_q is not None:
@@ -53,7 +53,7 @@ def rows_of(tile, layout: gl.constexpr):
 
 @gluon.jit
 def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.constexpr, layout: gl.constexpr):
-    """Which positions each row sees in a sequence of ``length`` tokens, the new ones included."""
+    """The positions that each row sees in a sequence of ``length`` tokens, the new ones included."""
     end = length - tile.q_len + rows_of(tile, layout) // tile.gqa_ratio + 1
     all_end = length - tile.q_len + 1 + tile.first_row // tile.gqa_ratio
     return Visible(end - 1 - window_left, end, all_end, ends_differ, window_left >= 0)
@@ -61,11 +61,11 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """The tile's rows of q, [m, head_dim]. The last row is read again in place of those that do not exist, without a mask: nothing
-    waits for q before it is multiplied."""
+    """Loads the tile's rows of q, [m, head_dim]. The last valid row is loaded in place of padding rows. The load has no mask, so
+    nothing waits for q before the first MFMA."""
     row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
-    first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they begin with the tile
+    first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they are relative to the tile
     q += (tile.first_query + first_token).to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
     offsets = (row // tile.gqa_ratio - first_token) * strides.q_token + row % tile.gqa_ratio * strides.q_head
     return cdna4.buffer_load(q, offsets[:, None] + at[None, :])
@@ -76,16 +76,16 @@ def store_rows(out, rows, tile, first, token_stride, head_stride):
     """Writes a tile's rows, [m] or [m, v_head_dim], to a tensor [tokens, query heads] or [tokens, query heads, v_head_dim].
 
     Args:
-        out: points to the tensor.
-        rows: what is written.
-        tile: which rows they are.
+        out: pointer to the tensor.
+        rows: the rows to write.
+        tile: the rows' `QueryTile`.
         first: the index in the tensor of the sequence's first new token.
         token_stride, head_stride: the tensor's strides, in elements.
     """
     row_layout: gl.constexpr = rows.type.layout if len(rows.shape) == 1 else gl.SliceLayout(1, rows.type.layout)
     row = tile.first_row + gl.arange(0, tile.m, row_layout)
     inside = row < tile.q_len * tile.gqa_ratio
-    first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they begin with the tile
+    first_token = tile.first_row // tile.gqa_ratio  # buffer offsets have 32 bits, so they are relative to the tile
     offsets = (row // tile.gqa_ratio - first_token) * token_stride + row % tile.gqa_ratio * head_stride
     out += gl.to_tensor(first + first_token).to(gl.int64) * token_stride + tile.kv_head * tile.gqa_ratio * head_stride
     if len(rows.shape) == 1:
