@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tokenspeed_kernel_amd.aiter.package import UNTRIED
 from tokenspeed_kernel_amd.aiter.paged import SIGNATURES, WIDTHS, traits
 from tokenspeed_kernel_amd.capability import AITER
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.spec import Priority
 
 for _width in WIDTHS:
     register_kernel(
@@ -16,5 +16,5 @@ for _width in WIDTHS:
         capability=AITER,
         signatures=SIGNATURES,
         traits=traits(_width),
-        priority=Priority.PERFORMANT,
+        priority=UNTRIED,
     )(f"{__name__}_device:mha_decode_with_kvcache")

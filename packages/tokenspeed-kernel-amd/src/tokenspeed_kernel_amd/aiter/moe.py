@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed_kernel_amd.aiter.package import UNTRIED
 from tokenspeed_kernel_amd.capability import AITER
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
-from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import multiple_of
 
 _DEVICE = f"{__name__}_device"
@@ -34,6 +34,6 @@ register_kernel(
         "hidden_size": multiple_of(128),
         "intermediate_size": multiple_of(128),
     },
-    priority=Priority.PERFORMANT,
+    priority=UNTRIED,
     weight_preprocessor=f"{_DEVICE}:prepare_dense",
 )(f"{_DEVICE}:moe_apply")

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel_amd.aiter.package import aiter_gap
+from tokenspeed_kernel_amd.aiter.package import UNTRIED, aiter_gap
 from tokenspeed_kernel_amd.capability import cdna4
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
-from tokenspeed_kernel_base.spec import Priority
 
 _DEVICE = f"{__name__}_device"
 
@@ -36,7 +35,7 @@ def _register(form: str, only_by_name: str, **traits: Any) -> None:
             "w13_interleaved": any,
             **traits,
         },
-        priority=Priority.PERFORMANT,
+        priority=UNTRIED,
         only_by_name=only_by_name,
         weight_preprocessor=f"{_DEVICE}:prepare_{form}",
     )(f"{_DEVICE}:moe_apply")

@@ -9,7 +9,11 @@ import re
 from importlib import metadata
 from types import ModuleType
 
+from tokenspeed_kernel_base.spec import Priority
+
 DISTRIBUTION = "amd-aiter"
+# AITER's kernels rank below every kernel that has run: the adapters have not been run on hardware.
+UNTRIED = Priority.PORTABLE - 1
 # The version whose source the adapters were written from. Before 0.1.19, AITER did not pass sinks to the prefill kernel.
 NEEDED = (0, 1, 20)
 

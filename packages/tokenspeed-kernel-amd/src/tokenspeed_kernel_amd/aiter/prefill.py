@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed_kernel_amd.aiter.package import UNTRIED
 from tokenspeed_kernel_amd.capability import AITER
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
-from tokenspeed_kernel_base.spec import Priority
 
 _ADAPTER = f"{__name__}_device:mha_prefill"
 _SIGNATURES = format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16})
@@ -29,7 +29,7 @@ register_kernel(
     capability=AITER,
     signatures=_SIGNATURES,
     traits={"head_dim": 64, "v_head_dim": 64, "sliding_window": any, "return_lse": any},
-    priority=Priority.PERFORMANT,
+    priority=UNTRIED,
 )(_ADAPTER)
 
 register_kernel(
@@ -40,7 +40,7 @@ register_kernel(
     capability=AITER,
     signatures=_SIGNATURES,
     traits={"head_dim": 64, "v_head_dim": 64, "sliding_window": any, "sinks": {True}},
-    priority=Priority.PERFORMANT,
+    priority=UNTRIED,
 )(_ADAPTER)
 
 register_kernel(
@@ -51,5 +51,5 @@ register_kernel(
     capability=AITER,
     signatures=_SIGNATURES,
     traits={"head_dim": 128, "v_head_dim": 128, "return_lse": any},
-    priority=Priority.PERFORMANT,
+    priority=UNTRIED,
 )(_ADAPTER)
