@@ -35,7 +35,7 @@ from gpt_oss.model import GptOss
 from gpt_oss.parallel import MODELS
 from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
-from gpt_oss.shares import SharedGptOss
+from gpt_oss.shards import ShardedGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
@@ -199,7 +199,7 @@ def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, dev
     }
 
 
-def _prefill(model: SharedGptOss, batch: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+def _prefill(model: ShardedGptOss, batch: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures a pass over whole prompts, from the requests to the first token of each."""
     cache = PagedKVCache(model.config, batch * -(-tokens // _PAGE), _PAGE, torch.bfloat16, model.device)
     engine = Engine(model, cache, batch * tokens, batch, "eager")
@@ -215,7 +215,7 @@ def _prefill(model: SharedGptOss, batch: int, tokens: int, options: argparse.Nam
     return {"batch": batch, "tokens": tokens, "seconds": median, "tokens_per_second": batch * tokens / median}
 
 
-def _decode(model: SharedGptOss, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def _decode(model: ShardedGptOss, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures an engine's steps in which a whole batch decodes."""
     cuda, length = model.device.type == "cuda", _length(options)
     cache = PagedKVCache(model.config, batch * -(-length // _PAGE), _PAGE, torch.bfloat16, model.device)

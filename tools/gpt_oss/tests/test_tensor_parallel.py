@@ -17,7 +17,7 @@ from gpt_oss.expert_parallel import ExpertParallelGptOss
 from gpt_oss.loader import Checkpoint, TensorSource, expected_tensors, save_checkpoint
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Request
-from gpt_oss.shares import SharedGptOss, SharedSource, filled, share_of, slices_of
+from gpt_oss.shards import ShardedGptOss, ShardedSource, filled, shard_of, slices_of
 from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.worlds import run_world
@@ -60,7 +60,7 @@ def on_each_rank(tensor_parallel: bool) -> dict[str, tuple[list[list[int]], floa
     return found
 
 
-def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_parallel: bool) -> dict[str, SharedGptOss]:
+def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_parallel: bool) -> dict[str, ShardedGptOss]:
     if tensor_parallel:
         return {"parts": TensorParallelGptOss(config, source, group, torch.float32)}
     made = {}
@@ -85,9 +85,9 @@ def test_shares_put_together_are_the_whole(changes: dict[str, Any], whole_expert
     config = make_config(**changes)
     whole = tensors_of(config)
     checkpoint = Checkpoint(save_checkpoint(tmp_path, config, whole))
-    parts = [SharedSource(config, whole, rank, 2, whole_experts) for rank in range(2)]
-    from_files = [SharedSource(config, checkpoint, rank, 2, whole_experts) for rank in range(2)]
-    expected = expected_tensors(share_of(config, 2, whole_experts))
+    parts = [ShardedSource(config, whole, rank, 2, whole_experts) for rank in range(2)]
+    from_files = [ShardedSource(config, checkpoint, rank, 2, whole_experts) for rank in range(2)]
+    expected = expected_tensors(shard_of(config, 2, whole_experts))
     for name, shape in parts[0].shapes().items():
         tensor, left, right = whole.get(name), parts[0].get(name), parts[1].get(name)
         assert left.shape == right.shape == shape, name
@@ -110,7 +110,7 @@ def test_only_the_share_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     config = make_config()
     checkpoint = Checkpoint(save_checkpoint(tmp_path, config, tensors_of(config)))
     monkeypatch.setattr(checkpoint, "get", lambda name: pytest.fail(f"{name} is read whole"))
-    part = SharedSource(config, checkpoint, 1, 2).get("model.layers.0.mlp.experts.down_proj")
+    part = ShardedSource(config, checkpoint, 1, 2).get("model.layers.0.mlp.experts.down_proj")
     assert part.shape == (4, 12, 32)
 
 
@@ -124,13 +124,13 @@ def test_slices_beyond_the_end() -> None:
 
 def test_heads_that_cannot_be_shared() -> None:
     with pytest.raises(ValueError, match="num_key_value_heads must be a multiple of 4, the number of ranks, got 2"):
-        share_of(make_config(), 4)
+        shard_of(make_config(), 4)
     with pytest.raises(ValueError, match="num_attention_heads must be a multiple of 3, the number of ranks, got 4"):
-        share_of(make_config(), 3)
+        shard_of(make_config(), 3)
 
 
 def test_experts_that_cannot_be_shared() -> None:
     with pytest.raises(ValueError, match="num_local_experts must be a multiple of 2, the number of ranks, got 5"):
-        share_of(make_config(num_local_experts=5), 2, whole_experts=True)
+        shard_of(make_config(num_local_experts=5), 2, whole_experts=True)
     with pytest.raises(ValueError, match=r"num_local_experts must be at least 2 x num_experts_per_tok, .* got 4 and 3"):
-        share_of(make_config(num_experts_per_tok=3), 2, whole_experts=True)
+        shard_of(make_config(num_experts_per_tok=3), 2, whole_experts=True)

@@ -16,12 +16,12 @@ from torch import Tensor
 from gpt_oss.batch import Batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import Caches, Layer
-from gpt_oss.shares import SharedGptOss, filled, slices_of
+from gpt_oss.shards import ShardedGptOss, filled, slices_of
 
 
-class ExpertParallelGptOss(SharedGptOss):
+class ExpertParallelGptOss(ShardedGptOss):
     """One rank's heads and experts. It runs like the whole model; every rank must run the same batches in the same order. See
-    `SharedGptOss`.
+    `ShardedGptOss`.
 
     Attributes:
         dispatched_tokens: batches of at least this many tokens are dispatched to the ranks of their experts.
@@ -38,14 +38,14 @@ class ExpertParallelGptOss(SharedGptOss):
         self._own = torch.where((numbers >= 0) & (numbers < count), numbers, -1).int().to(self.device)
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
-        run = self._share_tokens if len(hidden) >= self.dispatched_tokens else self._share_sums
+        run = self._run_dispatched if len(hidden) >= self.dispatched_tokens else self._run_replicated
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
             hidden, residual = run(layer, hidden, residual, batch, caches)
         return hidden, residual
 
-    def _share_sums(
+    def _run_replicated(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a layer on tokens that every rank has."""
@@ -56,7 +56,7 @@ class ExpertParallelGptOss(SharedGptOss):
         product = ops.moe_apply(normed, layer.experts, weights, own, layer.plan)
         return ops.all_reduce(product, group, product), residual
 
-    def _share_tokens(
+    def _run_dispatched(
         self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
     ) -> tuple[Tensor, Tensor | None]:
         """Runs a layer on tokens that every rank has; router and experts run on each rank's slice of the tokens."""

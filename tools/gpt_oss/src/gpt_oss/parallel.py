@@ -22,11 +22,11 @@ from gpt_oss.engine import Engine
 from gpt_oss.expert_parallel import ExpertParallelGptOss
 from gpt_oss.loader import Checkpoint, RandomTensors, TensorSource
 from gpt_oss.request import Request
-from gpt_oss.shares import SharedGptOss
+from gpt_oss.shards import ShardedGptOss
 from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 
-MODELS: Mapping[str, type[SharedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
+MODELS: Mapping[str, type[ShardedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
 """By what of the experts a rank has."""
 
 

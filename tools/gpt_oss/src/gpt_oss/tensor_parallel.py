@@ -16,12 +16,12 @@ from torch import Tensor
 from gpt_oss.batch import Batch
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.model import Caches, Layer
-from gpt_oss.shares import SharedGptOss
+from gpt_oss.shards import ShardedGptOss
 
 
-class TensorParallelGptOss(SharedGptOss):
+class TensorParallelGptOss(ShardedGptOss):
     """One rank's heads, and its slice of each expert. It runs like the whole model; every rank must run the same batches in the
-    same order. See `SharedGptOss`.
+    same order. See `ShardedGptOss`.
 
     Attributes:
         few_tokens: batches of up to this many tokens use a sum followed by the fused kernels; larger ones use a fused sum and norm.

@@ -24,7 +24,7 @@ from tokenspeed_kernel import ProcessGroup
 _UNIT_SCALE = 127
 
 
-def share_of(config: Config, size: int, whole_experts: bool = False) -> Config:
+def shard_of(config: Config, size: int, whole_experts: bool = False) -> Config:
     """The configuration of one rank's shard: its heads, and its experts or its intermediate features. Features that are not
     divisible are padded.
 
@@ -58,7 +58,7 @@ def _features(config: Config, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _ShardSlices:
     """A rank's slices of a tensor: the axis, the count, and the padding value."""
 
     axis: int
@@ -66,8 +66,8 @@ class _Cut:
     filling: int = 0
 
 
-class SharedSource:
-    """One rank's shard of the tensors of a source, as described by `share_of`, and its rows of the output matrix, padded if they
+class ShardedSource:
+    """One rank's shard of the tensors of a source, as described by `shard_of`, and its rows of the output matrix, padded if they
     are not divisible. Router and embedding are whole. Only the shard is read from files.
 
     Biases of outputs that are summed over ranks are on the first rank only; the others have zeros.
@@ -77,7 +77,7 @@ class SharedSource:
         source: the whole model's tensors.
         rank: the rank.
         size: the number of ranks.
-        whole_experts: as for `share_of`.
+        whole_experts: as for `shard_of`.
 
     Raises:
         CheckpointError: the tensors do not match the configuration.
@@ -86,22 +86,22 @@ class SharedSource:
     def __init__(self, config: Config, source: TensorSource, rank: int, size: int, whole_experts: bool = False) -> None:
         check_source(config, source)
         self._source, self._rank, self._size, self._whole_experts = source, rank, size, whole_experts
-        share = share_of(config, size, whole_experts)
-        self._experts, self._features = share.num_local_experts, share.intermediate_size
-        self._cuts = {name: self._cut_of(name, shape) for name, shape in source.shapes().items()}
+        shard = shard_of(config, size, whole_experts)
+        self._experts, self._features = shard.num_local_experts, shard.intermediate_size
+        self._shard_slices = {name: self._shard_slices_of(name, shape) for name, shape in source.shapes().items()}
         self.from_files = from_files(source)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._shape(shape, self._cuts[name]) for name, shape in self._source.shapes().items()}
+        return {name: self._shape(shape, self._shard_slices[name]) for name, shape in self._source.shapes().items()}
 
     def dtypes(self) -> Mapping[str, str]:
         return self._source.dtypes()
 
     def get(self, name: str) -> Tensor:
-        cut = self._cuts[name]
-        if cut is not None:
-            start, stop = slices_of(self._source.shapes()[name][cut.axis], cut.count, self._rank)
-            return filled(self._slices(name, cut.axis, start, stop), cut.axis, cut.count, cut.filling).contiguous()
+        slices = self._shard_slices[name]
+        if slices is not None:
+            start, stop = slices_of(self._source.shapes()[name][slices.axis], slices.count, self._rank)
+            return filled(self._slices(name, slices.axis, start, stop), slices.axis, slices.count, slices.filling).contiguous()
         tensor = self._source.get(name)
         summed = name.endswith(("o_proj.bias", "down_proj_bias"))
         return torch.zeros_like(tensor) if summed and self._rank else tensor.contiguous()
@@ -113,38 +113,38 @@ class SharedSource:
         return self._source.get(name).narrow(axis, start, stop - start).clone()
 
     @staticmethod
-    def _shape(shape: tuple[int, ...], cut: _Cut | None) -> tuple[int, ...]:
-        return shape if cut is None else (*shape[: cut.axis], cut.count, *shape[cut.axis + 1 :])
+    def _shape(shape: tuple[int, ...], slices: _ShardSlices | None) -> tuple[int, ...]:
+        return shape if slices is None else (*shape[: slices.axis], slices.count, *shape[slices.axis + 1 :])
 
-    def _cut_of(self, name: str, shape: tuple[int, ...]) -> _Cut | None:
+    def _shard_slices_of(self, name: str, shape: tuple[int, ...]) -> _ShardSlices | None:
         """This rank's slices of a tensor; None for the whole tensor."""
         if name == "lm_head.weight":
-            return _Cut(0, -(-shape[0] // self._size))
+            return _ShardSlices(0, -(-shape[0] // self._size))
         if "experts." in name:
-            return _Cut(0, self._experts) if self._whole_experts else self._features_of(name.rpartition("experts.")[2])
+            return _ShardSlices(0, self._experts) if self._whole_experts else self._features_of(name.rpartition("experts.")[2])
         match name.rpartition("self_attn.")[2]:
             case "q_proj.weight" | "k_proj.weight" | "v_proj.weight" | "q_proj.bias" | "k_proj.bias" | "v_proj.bias" | "sinks":
-                return _Cut(0, shape[0] // self._size)
+                return _ShardSlices(0, shape[0] // self._size)
             case "o_proj.weight":
-                return _Cut(1, shape[1] // self._size)
+                return _ShardSlices(1, shape[1] // self._size)
         return None
 
-    def _features_of(self, kind: str) -> _Cut | None:
+    def _features_of(self, kind: str) -> _ShardSlices | None:
         # Gate and up are interleaved along the outputs of gate_up_proj; the inputs of packed weights are in blocks of 32.
         outputs, inputs = 2 * self._features, self._features
         match kind:
             case "gate_up_proj":
-                return _Cut(2, outputs)
+                return _ShardSlices(2, outputs)
             case "gate_up_proj_blocks" | "gate_up_proj_bias":
-                return _Cut(1, outputs)
+                return _ShardSlices(1, outputs)
             case "gate_up_proj_scales":
-                return _Cut(1, outputs, _UNIT_SCALE)
+                return _ShardSlices(1, outputs, _UNIT_SCALE)
             case "down_proj":
-                return _Cut(1, inputs)
+                return _ShardSlices(1, inputs)
             case "down_proj_blocks":
-                return _Cut(2, inputs // 32)
+                return _ShardSlices(2, inputs // 32)
             case "down_proj_scales":
-                return _Cut(2, inputs // 32, _UNIT_SCALE)
+                return _ShardSlices(2, inputs // 32, _UNIT_SCALE)
         return None
 
 
@@ -177,7 +177,7 @@ class GatheredLinear(Linear):
         return joined.contiguous() if out is None else out.copy_(joined)
 
 
-class SharedGptOss(GptOss):
+class ShardedGptOss(GptOss):
     """One rank's shard of a model: its tensors, with the logits gathered from all ranks.
 
     Args:
@@ -209,9 +209,9 @@ class SharedGptOss(GptOss):
         instance(Config).check("config", config)
         FLOAT_DTYPE.check("dtype", dtype)
         rank, size = group.rank, group.world_size
-        share = SharedSource(config, source, rank, size, self.whole_experts)
+        shard = ShardedSource(config, source, rank, size, self.whole_experts)
         self.group = group
-        super().__init__(share_of(config, size, self.whole_experts), share, dtype, device, max_positions, **options)
+        super().__init__(shard_of(config, size, self.whole_experts), shard, dtype, device, max_positions, **options)
         weight = self.unembedding.weight
         if config.tie_word_embeddings:
             rows = -(-config.vocab_size // size)
