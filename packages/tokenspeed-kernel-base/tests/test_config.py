@@ -178,7 +178,9 @@ def test_an_unknown_variable_warns_with_the_nearest_name(name: str, near: str) -
 def test_known_variables_and_those_of_others_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        read_settings({"TOKENSPEED_KERNEL_VERBOSE": "0", "TOKENSPEED_OTHER": "x", "TOKENSPEED_KERNEL_OVERRIDE_A_B": "k"})
+        read = read_settings({"TOKENSPEED_KERNEL_VERBOSE": "0", "TOKENSPEED_OTHER": "x", "TOKENSPEED_KERNEL_OVERRIDE_A_B": "k"})
+    assert read.verbose is False
+    assert read.override_for("a", "b") is not None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,11 @@ def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
     assert config.stages % config.parts == 0
 
 
+def _instructions(program: Any, config: Any, folder: Path) -> str:
+    """The PTX of a configuration."""
+    return str(program.compile(config, f"--keep-cubin --keep-ptx --dump-dir {folder}").__ptx__)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
 @pytest.mark.parametrize(
     "config",
@@ -119,13 +125,15 @@ def test_a_ring_has_a_tile_for_each_warp(head_dim: int, rows: int) -> None:
     ],
     ids=str,
 )
-def test_prefill_compiles_without_a_gpu(config: Config) -> None:
-    prefill.prefill_program.compile(config)
+def test_prefill_compiles_without_a_gpu(config: Config, tmp_path: Path) -> None:
+    ptx = _instructions(prefill.prefill_program, config, tmp_path)
+    assert "wgmma.mma_async" in ptx
+    assert "e4m3" in ptx
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-def test_decode_compiles_without_a_gpu() -> None:
-    decode.decode_program.compile(config_of("bfloat16", (64, 64), 64, 8, "much", fp8=True))
+def test_decode_compiles_without_a_gpu(tmp_path: Path) -> None:
+    assert "e4m3" in _instructions(decode.decode_program, config_of("bfloat16", (64, 64), 64, 8, "much", fp8=True), tmp_path)
 
 
 # -- decode --------------------------------------------------------------------------------------------------------------------
