@@ -120,10 +120,11 @@ def vllm(session: nox.Session, release: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, ruff format, and mypy (strict on the core and the NVIDIA wheel)."""
+    """ruff, ruff format, the words of prose, and mypy (strict on the core and the NVIDIA wheel)."""
     _install(session, "lint", runtime=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", "ci/check_words.py")
     session.run("mypy")
 
 

@@ -30,11 +30,13 @@ class Rule(NamedTuple):
         avoid: where it is used.
         say: what to say instead.
         right: uses of it that are right.
+        outside: folders and files in which the word has another meaning.
     """
 
     avoid: re.Pattern[str]
     say: str
     right: tuple[re.Pattern[str], ...]
+    outside: tuple[str, ...]
 
     def uses(self, text: str) -> Iterator[str]:
         """Uses of the word in a line that no pattern of ``right`` covers."""
@@ -46,11 +48,19 @@ class Rule(NamedTuple):
 
 def read_rules(path: Path) -> list[Rule]:
     def pattern(text: str) -> re.Pattern[str]:
-        # Identifiers in backticks and with underscores are names, not prose.
-        return re.compile(rf"(?<![\w`./-]){text}(?![\w`/-]|\.\w)", re.IGNORECASE)
+        # Identifiers in backticks and with underscores, and entries of a list of parameters, are names, not prose.
+        return re.compile(rf"(?<![\w`./-]){text}(?![\w`/:-]|\.\w|, \w+:)", re.IGNORECASE)
 
     listed = tomllib.loads(path.read_text(encoding="utf-8"))["rule"]
-    return [Rule(pattern(r["avoid"]), r["say"], tuple(pattern(text) for text, _ in r.get("right", ()))) for r in listed]
+    return [
+        Rule(
+            pattern(rule["avoid"]),
+            rule["say"],
+            tuple(pattern(text) for text, _ in rule.get("right", ())),
+            tuple(path for path, _ in rule.get("outside", ())),
+        )
+        for rule in listed
+    ]
 
 
 def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
@@ -88,8 +98,9 @@ def main(paths: list[str]) -> int:
     for name in listed.stdout.splitlines():
         if not name.endswith((".py", ".md")) or not (ROOT / name).exists():
             continue
+        applied = [rule for rule in rules if not name.startswith(rule.outside)]
         for number, text in sorted(prose_of(ROOT / name)):
-            for rule in rules:
+            for rule in applied:
                 for use in rule.uses(text):
                     found += 1
                     print(f"{name}:{number}: {use!r}: say {rule.say}\n    {text}")

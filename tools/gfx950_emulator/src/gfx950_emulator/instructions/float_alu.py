@@ -59,8 +59,10 @@ def _safe_to_round(product: Array, c: Array, total: Array) -> Array:
 
 
 def round_to_odd(a: Array, b: Array, total: Array) -> Array:
-    """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest. Of the two float64 values around an inexact sum,
-    the one with an odd last bit is returned, so that rounding to fewer bits afterwards equals rounding once. For finite sums."""
+    """a + b in float64, rounded to odd; ``total`` is the sum rounded to nearest.
+
+    The result is the one with an odd last bit of the two float64 values around an inexact sum, so that rounding it to fewer bits
+    equals rounding once. For finite sums."""
     _, error = two_sum(a, np.asarray(b, np.float64))
     bits = np.asarray(total).view(np.int64)
     towards = np.where((error > 0) == (total > 0), 1, -1)

@@ -94,8 +94,8 @@ class Formats:
 
     # -- activations, in shared memory ---------------------------------------------------------------------------------------------
     #
-    # A 16-byte load of weights is one unit. A plane holds 16 bytes of operands for each unit, so that lanes that read consecutive
-    # units have no bank conflicts.
+    # A vector is one 16-byte load of weights. A plane holds 16 bytes of operands per vector, so that lanes that read consecutive
+    # vectors have no bank conflicts.
 
     def activation_pitch(self, call: Call):
         """Returns the row pitch of a plane in bytes."""
@@ -183,17 +183,17 @@ class Formats:
                 store_words_shared(to, [Uint32(0)] * 4)
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
-    def source_of(self, call: Call, index: Int32, units: Int32, done: Int32) -> Any:
-        """Returns the address of the index-th unit's activations, and whether they exist."""
-        token, unit = self.place_of(call, index, units)
-        live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
-        k = (call.begin + done) // LOAD_BYTES + unit
+    def source_of(self, call: Call, index: Int32, vectors: Int32, done: Int32) -> Any:
+        """Returns the address of the activations of the index-th vector, and whether they exist."""
+        token, vector = self.place_of(call, index, vectors)
+        live = (token < call.m) & (done + vector * LOAD_BYTES < call.row_bytes)
+        k = (call.begin + done) // LOAD_BYTES + vector
         return call.a.row(token) + k * (self.config.elements * self.config.activation_bytes), live
 
-    def place_of(self, call: Call, index: Int32, units: Int32):
-        """Returns row and unit of the index-th unit over all rows. Float arithmetic is exact: a row has fewer than 2^17 units."""
+    def place_of(self, call: Call, index: Int32, vectors: Int32):
+        """Returns row and vector of the index-th vector over all rows. A row has fewer than 2^17 vectors, so float is exact."""
         token = Int32((Float32(index) + Float32(0.5)) * call.units_inverse)
-        return token, index - token * units
+        return token, index - token * vectors
 
     def ordered(self, raw: list[Any]) -> list[Any]:
         """Converts activations to MMA operands."""
