@@ -22,6 +22,7 @@ from tokenspeed_kernel_base.ops.gemm.linear_process import linear_plan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.moe.process import moe_plan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.traits import as_constraint
@@ -33,6 +34,11 @@ BF16, F32, F64, I32, I64, U8, FP8 = (
 
 def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.ones(shape, dtype=F32).to(dtype)
+
+
+def like(value: Any, **changes: Any) -> Any:
+    """An object with the attributes of another, some of them changed."""
+    return SimpleNamespace(**{**vars(value), **changes})
 
 
 def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
@@ -128,6 +134,7 @@ def _valid() -> dict[str, dict[str, Any]]:
                 "fp8": {}, "mxfp8": {}, "fp8_with_scale": {"scale": ones(1, dtype=F32)}, "nvfp4": {"global_scale": ones(1, dtype=F32)},
             }.items()
         },
+        "quantize": {"x": ones(3, 64), "quantization": Quantization.fp8()},
         "quantize_fp8": {"x": ones(3, 256)},
         "quantize_fp8_with_scale": {"x": ones(3, 256), "scale": ones(1, dtype=F32)},
         "dequantize_fp8": {"q": ones(3, 256, dtype=FP8), "scale": ones(1, dtype=F32)},
@@ -477,6 +484,21 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("swiglu_quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be .* where d is a multiple of 16, got \[3, 24\]"),
     ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
     ("quantize_fp8", {"block_size": 0}, V, r"block_size must be at least 1, got 0"),
+    ("quantize", {"quantization": "fp8"}, T, r"quantization must be an object with granularity, .*, got str 'fp8'"),
+    ("quantize", {"quantization": like(Quantization.fp8(), format="fp4")}, V, r"quantization.format must be one of .*, got 'fp4'"),
+    ("quantize", {"quantization": like(Quantization.fp8(), block_size=0)}, V, r"quantization.block_size must be at least 1, got 0"),
+    ("quantize", {"quantization": like(Quantization.mxfp8(), granularity="token")}, V, r"quantization.granularity must be .*, got 'token'"),
+    ("quantize", {"quantization": like(Quantization.mxfp8(), scale=1.0)}, T, r"quantization.scale must be a tensor or None, got float 1.0"),
+    ("quantize", {"quantization": Quantization.fp8_with_scale(ones(2, dtype=F32))}, V, r"quantization.scale must be of shape \[\] \(tensor\) or .*, got "),
+    ("quantize", {"quantization": Quantization.nvfp4(ones(1))}, T, r"quantization.scale must be a tensor of float32, got bfloat16"),
+    ("quantize", {"quantization": Quantization.mxfp8(), "x": ones(3, 33)}, V, r"x must be of shape .* a multiple of 32, got "),
+    ("quantize", {"quantization": Quantization.mxfp8(scale_layout="128x4"), "x": ones(32)}, V, r"x must be of at least two axes with .*, got "),
+    (
+        "quantize",
+        {"quantization": Quantization.fp8_with_scale(ones(1, dtype=F32)), "scale_out": ones(3, 1, dtype=F32)},
+        V,
+        r"scale_out must be None, because this call has no such output, got ",
+    ),
     ("quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),
     ("quantize_fp8_with_scale", {"scale": ones(2, dtype=F32)}, V, r"scale must be of shape \[\] \(tensor\) or .*, got a float32 tensor of shape \[2\]"),
     ("quantize_fp8_with_scale", {"scale": 1.0}, T, r"scale must be a tensor, got float 1.0"),

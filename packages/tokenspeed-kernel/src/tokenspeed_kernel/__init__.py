@@ -26,6 +26,7 @@ from tokenspeed_kernel_base.ops.kvcache.latent_groups import MlaCacheViews, mla_
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.platform import (
     ArchVersion,
     CapabilityRequirement,
@@ -138,6 +139,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
     from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
     from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+    from tokenspeed_kernel_base.ops.quantization.quantize import quantize
     from tokenspeed_kernel_base.ops.quantization.swizzle import swizzle_scales, unswizzle_scales
     from tokenspeed_kernel_base.ops.sampling.adjust_logits import adjust_logits
     from tokenspeed_kernel_base.ops.sampling.argmax import argmax
@@ -171,6 +173,7 @@ __all__ = [
     "PlatformInfo",
     "Priority",
     "ProcessGroup",
+    "Quantization",
     "RegistrationError",
     "ScaleFormat",
     "SelectionObjective",
