@@ -137,35 +137,33 @@ def vary_quantization(variation: Variation, quantization: Quantization) -> dict[
 
 quantize.vary(vary_quantization)
 
-# Cases give these beside the operator's own options, one by one, so that a recipe can vary each.
-_OPTIONS = ("granularity", "block_size", "scale_dtype", "scale_rounding", "scale_layout")
-
 
 def draw_quantization(
     draw: Draw,
     kind: str,
-    options: dict[str, Any],
     scale_shape: tuple[int, ...] = (1,),
+    high: float = 0.05,
     global_scale: float = 0.002,
     to: torch.dtype | None = None,
-    high: float = 0.05,
+    **options: Any,
 ) -> Quantization:
     """A quantisation for a case.
 
     Args:
         draw: random numbers.
         kind: one of `KINDS`.
-        options: those of its constructor are taken out.
-        scale_shape, high: of given scales, from 0.005 on.
+        scale_shape, high: of given scales, whose values are from 0.005 on.
         global_scale: of nvfp4.
         to: the dtype that is quantised to, if not float8_e4m3fn.
+        options: further ones of the kind's constructor.
     """
-    own = {name: options.pop(name) for name in _OPTIONS if name in options} | ({} if to is None else {"dtype": to})
+    if to is not None:
+        options["dtype"] = to
     if kind == WITH_SCALE:
-        own["scale"] = draw.uniform(*scale_shape, low=0.005, high=high)
+        options["scale"] = draw.uniform(*scale_shape, low=0.005, high=high)
     if kind == "nvfp4":
-        own["global_scale"] = draw.tensor([global_scale], torch.float32)
-    made: Quantization = getattr(Quantization, kind)(**own)
+        options["global_scale"] = draw.tensor([global_scale], torch.float32)
+    made: Quantization = getattr(Quantization, kind)(**options)
     return made
 
 
@@ -173,7 +171,7 @@ def draw_quantization(
 def _inputs(kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         x = draw.normal(*shape, dtype=dtype, scale=4.0)
-        return {"x": x, "quantization": draw_quantization(draw, kind, {**options}, high=0.1)}
+        return {"x": x, "quantization": draw_quantization(draw, kind, high=0.1, **options)}
 
     return make
 
