@@ -75,14 +75,9 @@ def all_reduce_rmsnorm_quantize(
 
     Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside of a graph.
     """
-    normed: Any
-    total: Any
-    if residual is None:
-        normed, total = all_reduce_rmsnorm(x, weight, group, eps), None
-    else:
-        normed, total = all_reduce_rmsnorm(x, weight, group, eps, residual=residual, residual_out=residual_out)
-    quantised: Any = quantize(normed, quantization, out=out, scale_out=scale_out)
-    return quantised if total is None else (*lowering.as_list(quantised), total)
+    normed, *total = lowering.as_list(all_reduce_rmsnorm(x, weight, group, eps, residual=residual, residual_out=residual_out))
+    quantised = quantize(normed, quantization, out=out, scale_out=scale_out)
+    return lowering.from_list([*lowering.as_list(quantised), *total])  # type: ignore[no-any-return]
 
 
 for _hook in Quantised.hooks:

@@ -71,14 +71,9 @@ def rmsnorm_quantize(
 
     Safe in CUDA graphs.
     """
-    normed: Any
-    total: Any
-    if residual is None:
-        normed, total = rmsnorm(x, weight, eps), None
-    else:
-        normed, total = rmsnorm(x, weight, eps, residual=residual, residual_out=residual_out)
-    quantised: Any = quantize(normed, quantization, out=out, scale_out=scale_out)
-    return quantised if total is None else (*lowering.as_list(quantised), total)
+    normed, *total = lowering.as_list(rmsnorm(x, weight, eps, residual=residual, residual_out=residual_out))
+    quantised = quantize(normed, quantization, out=out, scale_out=scale_out)
+    return lowering.from_list([*lowering.as_list(quantised), *total])  # type: ignore[no-any-return]
 
 
 for _hook in Quantised.hooks:
