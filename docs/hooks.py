@@ -27,6 +27,7 @@ from coverage_table import coverage_table
 import tokenspeed_kernel
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
 from tokenspeed_kernel_base.spec import TAGS
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Raises PluginError for a public name without a description, and for a page that loads resources from another host."""
-    missing = sorted(set(tokenspeed_kernel.__all__) - _described - {"__version__"})
+    missing = sorted(set(tokenspeed_kernel.__all__) - _described - {"__version__"} - ALIASES.keys())
     if missing:
         raise PluginError(f"no page of the API reference describes {', '.join(missing)} of tokenspeed_kernel")
     for page in Path(config.site_dir).rglob("*.html"):
@@ -117,7 +118,7 @@ def _reference(argument: str, page: str) -> str:
         module = getattr(getattr(tokenspeed_kernel, name), "__module__", "")
         if (
             module
-            and name not in _described | operator_names
+            and name not in _described | operator_names | ALIASES.keys()
             and (modules == "*" or module.rpartition(".")[2] in modules.split(", "))
         ):
             chosen.append(f"::: {module}.{name}\n")

@@ -22,6 +22,7 @@ from tokenspeed_kernel_base.ops.gemm.linear_process import linear_plan
 from tokenspeed_kernel_base.ops.gemm.linear_weights import LinearWeights
 from tokenspeed_kernel_base.ops.moe.process import moe_plan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.traits import as_constraint
@@ -33,6 +34,11 @@ BF16, F32, F64, I32, I64, U8, FP8 = (
 
 def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.ones(shape, dtype=F32).to(dtype)
+
+
+def like(value: Any, **changes: Any) -> Any:
+    """An object with the attributes of another, some of them changed."""
+    return SimpleNamespace(**{**vars(value), **changes})
 
 
 def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
@@ -108,7 +114,9 @@ def _valid() -> dict[str, dict[str, Any]]:
         "all_gather": {"x": ones(3, 8), "group": ProcessGroup.of()},
         "reduce_scatter": {"x": ones(3, 8), "group": ProcessGroup.of()},
         "all_reduce_rmsnorm": {"x": ones(3, 8), "weight": ones(8), "group": ProcessGroup.of(), "residual": ones(3, 8)},
-        "all_reduce_rmsnorm_quantize_fp8": {"x": ones(3, 8), "weight": ones(8), "group": ProcessGroup.of(), "residual": ones(3, 8)},
+        "all_reduce_rmsnorm_quantize": {
+            "x": ones(3, 8), "weight": ones(8), "group": ProcessGroup.of(), "quantization": Quantization.fp8(), "residual": ones(3, 8),
+        },
         "moe_dispatch": {
             "x": ones(3, 8), "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, -1]), "num_experts": 4,
             "group": ProcessGroup.of(),
@@ -117,17 +125,9 @@ def _valid() -> dict[str, dict[str, Any]]:
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
         "rmsnorm_gated": {"x": ones(3, 8), "gate": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
-        "rmsnorm_quantize_fp8": {"x": ones(3, 64), "weight": ones(64), "residual": ones(3, 64)},
-        "rmsnorm_quantize_fp8_with_scale": {"x": ones(3, 64), "weight": ones(64), "scale": ones(1, dtype=F32)},
-        "rmsnorm_quantize_mxfp8": {"x": ones(3, 64), "weight": ones(64)},
-        "rmsnorm_quantize_nvfp4": {"x": ones(3, 64), "weight": ones(64), "global_scale": ones(1, dtype=F32)},
-        **{
-            f"{gate}_quantize_{name}": {"x": ones(3, 128), **scale}
-            for gate in ("silu_and_mul", "swiglu")
-            for name, scale in {
-                "fp8": {}, "mxfp8": {}, "fp8_with_scale": {"scale": ones(1, dtype=F32)}, "nvfp4": {"global_scale": ones(1, dtype=F32)},
-            }.items()
-        },
+        "rmsnorm_quantize": {"x": ones(3, 64), "weight": ones(64), "quantization": Quantization.fp8(), "residual": ones(3, 64)},
+        "swiglu_quantize": {"x": ones(3, 128), "quantization": Quantization.fp8()},
+        "quantize": {"x": ones(3, 64), "quantization": Quantization.fp8()},
         "quantize_fp8": {"x": ones(3, 256)},
         "quantize_fp8_with_scale": {"x": ones(3, 256), "scale": ones(1, dtype=F32)},
         "dequantize_fp8": {"q": ones(3, 256, dtype=FP8), "scale": ones(1, dtype=F32)},
@@ -219,7 +219,9 @@ def _valid() -> dict[str, dict[str, Any]]:
 VALID = _valid()
 T, V = TypeError, ValueError
 
-# operator, changes to its valid call, error, and its message
+FP8_GIVEN = Quantization.fp8_with_scale(ones(2, dtype=F32))
+
+# operator, what is changed in its valid call, error, what the message says
 MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # comm
     ("all_reduce", {"group": None}, T, r"group must be ProcessGroup, got NoneType None"),
@@ -233,10 +235,9 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("all_reduce_rmsnorm", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[4\]"),
     ("all_reduce_rmsnorm", {"residual": ones(3, 4)}, V, r"residual must be of shape \[3, 8\] like x, got \[3, 4\]"),
     ("all_reduce_rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
-    ("all_reduce_rmsnorm_quantize_fp8", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[4\]"),
-    ("all_reduce_rmsnorm_quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
-    ("all_reduce_rmsnorm_quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*, got bfloat16"),
-    ("all_reduce_rmsnorm_quantize_fp8", {"x": ones(3, 8, dtype=F64)}, T, r"x must be a tensor of .*, got float64"),
+    ("all_reduce_rmsnorm_quantize", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[4\]"),
+    ("all_reduce_rmsnorm_quantize", {"quantization": like(Quantization.fp8(), dtype=BF16)}, V, r"quantization.dtype must be one of .*, got bfloat16"),
+    ("all_reduce_rmsnorm_quantize", {"x": ones(3, 8, dtype=F64)}, T, r"x must be a tensor of .*, got float64"),
     ("moe_dispatch", {"topk_ids": ints([0, 1], [2, 3])}, V, r"topk_ids must be of shape \[tokens, top_k\] where tokens is 3 in x, got \[2, 2\]"),
     ("moe_dispatch", {"topk_weights": ones(3, 2)}, T, r"topk_weights must be a tensor of float32, got bfloat16"),
     ("moe_dispatch", {"num_experts": 0}, V, r"num_experts must be a positive multiple of 1, the number of ranks, below 2\^31, got 0"),
@@ -461,22 +462,28 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),
     ("qk_rmsnorm", {"q_weight": ones(4)}, V, r"q_weight must be of shape \[head_dim\] where head_dim is 8 in q, got \[4\]"),
     # quantisation
-    ("rmsnorm_quantize_fp8", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 64 in x, got \[4\]"),
-    ("rmsnorm_quantize_fp8", {"x": ones(3, 64, dtype=F64)}, T, r"x must be a tensor of bfloat16 or float16 or float32, got float64"),
-    ("rmsnorm_quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
-    ("rmsnorm_quantize_fp8_with_scale", {"scale": ones(2, dtype=F32)}, V, r"scale must be of shape \[\] \(tensor\) or .*, got a float32 tensor of shape \[2\]"),
-    ("rmsnorm_quantize_mxfp8", {"x": ones(3, 33), "weight": ones(33)}, V, r"x must be of shape .* a multiple of 32, got a bfloat16 tensor of shape \[3, 33\]"),
-    ("rmsnorm_quantize_nvfp4", {"global_scale": ones(2, dtype=F32)}, V, r"global_scale must be .*, got "),
-    ("silu_and_mul_quantize_fp8", {"x": ones(3, 7)}, V, r"x must be of shape \[..., 2 \* d\], even in the last axis, got \[3, 7\]"),
-    ("silu_and_mul_quantize_fp8_with_scale", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),
-    ("silu_and_mul_quantize_mxfp8", {"x": ones(3, 32)}, V, r"x must be of shape \[..., 2 \* d\] where d is a multiple of 32, got \[3, 32\]"),
-    ("silu_and_mul_quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be .* where d is a multiple of 16, got \[3, 24\]"),
-    ("swiglu_quantize_fp8", {"limit": 0.0}, V, r"limit must be positive or None, got 0.0"),
-    ("swiglu_quantize_fp8_with_scale", {"scale": 1.0}, T, r"scale must be a tensor, got float 1.0"),
-    ("swiglu_quantize_mxfp8", {"scale_rounding": "nearest"}, V, r"scale_rounding must be .*down.*up.*, got 'nearest'"),
-    ("swiglu_quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be .* where d is a multiple of 16, got \[3, 24\]"),
+    ("rmsnorm_quantize", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 64 in x, got \[4\]"),
+    ("rmsnorm_quantize", {"x": ones(3, 64, dtype=F64)}, T, r"x must be a tensor of bfloat16 or float16 or float32, got float64"),
+    ("rmsnorm_quantize", {"quantization": None}, T, r"quantization must be Quantization, got NoneType None"),
+    ("rmsnorm_quantize", {"quantization": FP8_GIVEN, "residual": None}, V, r"quantization.scale must be of shape \[\] .*, got a float32 tensor of shape \[2\]"),
+    ("rmsnorm_quantize", {"quantization": Quantization.mxfp8(), "x": ones(3, 33), "weight": ones(33), "residual": None}, V, r"x must be of shape .* a multiple of 32, got a bfloat16 tensor of shape \[3, 33\]"),
+    ("rmsnorm_quantize", {"quantization": Quantization.nvfp4(ones(2, dtype=F32))}, V, r"quantization.scale must be of shape \[\] or \[1\], got "),
+    ("swiglu_quantize", {"x": ones(3, 7)}, V, r"x must be of shape \[..., 2 \* d\], even in the last axis, got \[3, 7\]"),
+    ("swiglu_quantize", {"x": ones(3, 32), "quantization": Quantization.mxfp8()}, V, r"x must be of shape \[..., 2 \* d\] where d is a multiple of 32, got \[3, 32\]"),
+    ("swiglu_quantize", {"x": ones(3, 24), "quantization": Quantization.nvfp4(ones(1, dtype=F32))}, V, r"x must be .* where d is a multiple of 16, got \[3, 24\]"),
+    ("swiglu_quantize", {"limit": 0.0}, V, r"limit must be positive or None, got 0.0"),
+    ("swiglu_quantize", {"quantization": like(Quantization.mxfp8(), scale_rounding="nearest")}, V, r"quantization.scale_rounding must be .*down.*up.*, got 'nearest'"),
     ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
     ("quantize_fp8", {"block_size": 0}, V, r"block_size must be at least 1, got 0"),
+    ("quantize", {"quantization": "fp8"}, T, r"quantization must be an object with granularity, .*, got str 'fp8'"),
+    ("quantize", {"quantization": like(Quantization.fp8(), format="fp4")}, V, r"quantization.format must be one of .*, got 'fp4'"),
+    ("quantize", {"quantization": like(Quantization.fp8(), block_size=0)}, V, r"quantization.block_size must be at least 1, got 0"),
+    ("quantize", {"quantization": like(Quantization.mxfp8(), granularity="token")}, V, r"quantization.granularity must be .*, got 'token'"),
+    ("quantize", {"quantization": like(Quantization.mxfp8(), scale=1.0)}, T, r"quantization.scale must be a tensor or None, got float 1.0"),
+    ("quantize", {"quantization": Quantization.fp8_with_scale(ones(2, dtype=F32))}, V, r"quantization.scale must be of shape \[\] \(tensor\) or .*, got "),
+    ("quantize", {"quantization": Quantization.nvfp4(ones(1))}, T, r"quantization.scale must be a tensor of float32, got bfloat16"),
+    ("quantize", {"quantization": Quantization.mxfp8(scale_layout="128x4"), "x": ones(32)}, V, r"x must be of at least two axes with .*, got "),
+    ("quantize", {"quantization": Quantization.fp8_with_scale(ones(1, dtype=F32)), "scale_out": ones(3, 1, dtype=F32)}, V, r"scale_out must be None, because this call has no such output, got "),
     ("quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),
     ("quantize_fp8_with_scale", {"scale": ones(2, dtype=F32)}, V, r"scale must be of shape \[\] \(tensor\) or .*, got a float32 tensor of shape \[2\]"),
     ("quantize_fp8_with_scale", {"scale": 1.0}, T, r"scale must be a tensor, got float 1.0"),

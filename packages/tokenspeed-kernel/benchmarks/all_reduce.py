@@ -42,7 +42,8 @@ EPS = 1e-5
 # Replays of a graph; the second value applies if a call moves at least _LARGE bytes.
 _REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
 
-SUM, NORM, FP8 = "all_reduce", "all_reduce_rmsnorm", "all_reduce_rmsnorm_quantize_fp8"
+QUANTIZATION = tk.Quantization.fp8()
+SUM, NORM, FP8 = "all_reduce", "all_reduce_rmsnorm", "all_reduce_rmsnorm_quantize"
 
 # Returns an operator's outputs; a single tensor is wrapped in a tuple.
 Call = Callable[[], tuple[Tensor, ...]]
@@ -218,7 +219,7 @@ def implementations(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callab
         yield "all_reduce_rmsnorm, quantize_fp8", lambda: lambda: inputs.encode(*_ours_of(NORM, inputs))
     yield "chosen", functools.partial(_ours, operator, inputs, None)
     for kind in ("one_shot", "two_shot"):
-        yield kind, functools.partial(_ours, operator, inputs, f"triton_{kind}_{operator}")
+        yield kind, functools.partial(_ours, operator, inputs, f"triton_{kind}_{operator}{'_fp8' if operator == FP8 else ''}")
 
 
 def _followed(make: Callable[[Inputs], Callable[[], Tensor] | str], operator: str, inputs: Inputs) -> Call | str:
@@ -272,7 +273,9 @@ def _trtllm(operator: str, inputs: Inputs) -> Call | str:
 
 def _ours(operator: str, inputs: Inputs, kernel: str | None) -> Call | str:
     i = inputs
-    arguments = (i.x, i.group) if operator == SUM else (i.x, i.weight, i.group, EPS, i.residual)
+    arguments = (
+        (i.x, i.group) if operator == SUM else (i.x, i.weight, i.group, *[QUANTIZATION] * (operator == FP8), EPS, i.residual)
+    )
     asked = getattr(tk, operator).explain(*arguments, override=kernel)
     if asked.chosen is None or (kernel is not None and i.group.peers is None):
         return asked.problem or i.group.peer_gap
@@ -285,7 +288,9 @@ def _ours_of(operator: str, inputs: Inputs, kernel: str | None = None) -> tuple[
         return (tk.all_reduce(i.x, i.group, i.out, override=kernel),)
     if operator == NORM:
         return tk.all_reduce_rmsnorm(i.x, i.weight, i.group, EPS, i.residual, i.out, i.residual_out, override=kernel)
-    return tk.all_reduce_rmsnorm_quantize_fp8(i.x, i.weight, i.group, EPS, i.residual, residual_out=i.residual_out, override=kernel)
+    return tk.all_reduce_rmsnorm_quantize(
+        i.x, i.weight, i.group, QUANTIZATION, EPS, i.residual, residual_out=i.residual_out, override=kernel
+    )
 
 
 def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, calls: int) -> dict[str, Any]:

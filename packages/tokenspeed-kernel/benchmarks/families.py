@@ -96,24 +96,22 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             "qwen3-32b prefill 16384", "qwen3-8b decode 64", "llama-3-70b decode 256, fp8 cache",
             "qwen3-vl-8b prefill 16384", "llama-3-8b decode 64",
         ),
-        "rmsnorm_quantize_fp8": (
-            "llama-3-8b prefill 8192, per token", "deepseek-v3 decode 128, blocks of 128", "llama-3-70b decode 64, per token",
-            "deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0",
+        "rmsnorm_quantize": (
+            "fp8: llama-3-8b prefill 8192, per token", "mxfp8: qwen3-32b prefill 8192, scales in tiles",
+            "nvfp4: qwen3-235b prefill 8192, scales in tiles", "fp8_with_scale: llama-3-70b prefill 8192",
+            "fp8: deepseek-v3 decode 128, blocks of 128", "mxfp8: qwen3-32b decode 64, scales in tiles",
+            "nvfp4: qwen3-235b decode 64, scales in tiles", "fp8: llama-3-70b decode 64, per token",
+            "fp8: deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0", "mxfp8: qwen3-32b prefill 8192",
+            "nvfp4: qwen3-235b prefill 8192",
         ),
-        "rmsnorm_quantize_fp8_with_scale": ("llama-3-70b prefill 8192",),
-        "rmsnorm_quantize_mxfp8": (
-            "qwen3-32b prefill 8192, scales in tiles", "qwen3-32b decode 64, scales in tiles", "qwen3-32b prefill 8192",
+        "swiglu_quantize": (
+            "silu_and_mul, fp8: llama-3-8b prefill 8192, per token", "mxfp8: gpt-oss-120b prefill 4096, top-4, scales in tiles",
+            "silu_and_mul, mxfp8: qwen3-32b prefill 8192, scales in tiles",
+            "silu_and_mul, nvfp4: qwen3-32b prefill 8192, scales in tiles",
+            "silu_and_mul, fp8_with_scale: llama-3-8b prefill 8192", "silu_and_mul, fp8: qwen3-32b decode 64, per token",
+            "silu_and_mul, fp8: deepseek-v3 prefill 4096, blocks of 128", "silu_and_mul, mxfp8: qwen3-32b prefill 8192",
+            "silu_and_mul, nvfp4: qwen3-32b prefill 8192",
         ),
-        "rmsnorm_quantize_nvfp4": (
-            "qwen3-235b prefill 8192, scales in tiles", "qwen3-235b decode 64, scales in tiles", "qwen3-235b prefill 8192",
-        ),
-        "silu_and_mul_quantize_fp8": (
-            "llama-3-8b prefill 8192, per token", "qwen3-32b decode 64, per token", "deepseek-v3 prefill 4096, blocks of 128",
-        ),
-        "silu_and_mul_quantize_fp8_with_scale": ("llama-3-8b prefill 8192",),
-        "silu_and_mul_quantize_mxfp8": ("qwen3-32b prefill 8192, scales in tiles", "qwen3-32b prefill 8192"),
-        "silu_and_mul_quantize_nvfp4": ("qwen3-32b prefill 8192, scales in tiles", "qwen3-32b prefill 8192"),
-        "swiglu_quantize_mxfp8": ("gpt-oss-120b prefill 4096, top-4, scales in tiles",),
     },
     "products": {
         "mm": (

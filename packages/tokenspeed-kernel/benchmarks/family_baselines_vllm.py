@@ -24,6 +24,7 @@ from family_baselines import Call, InForm, chosen_as_defined, refuse_unless
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import peer
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.ops.state_space._recurrence import step_sizes
 
 _MAMBA = "vllm.model_executor.layers.mamba.ops"
@@ -411,36 +412,38 @@ def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor |
     return InForm(functools.partial(module.fp8_gemm_nt, left, right, out, disable_ue8m0_cast=True), lambda found: out)
 
 
-def _quantised(x: Tensor, width: int, granularity: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Output tensors for fp8 elements of rows of this width, and for their scales."""
+def _quantised(x: Tensor, width: int, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """Where fp8 elements of rows of this width and their scales go."""
+    granularity, block_size = quantization.granularity, quantization.block_size
+    refuse_unless(quantization.format == "fp8" and quantization.scale_dtype == torch.float32, "fp8 with float32 scales")
     refuse_unless(granularity == "token" or (granularity == "block" and block_size in (64, 128)), "a scale a token, or a block")
     rows, scales = x.numel() // x.shape[-1], 1 if granularity == "token" else width // block_size
     return torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device), torch.empty(rows, scales, device=x.device)
 
 
-@peer("norm.rmsnorm_quantize_fp8", name="vLLM", setup=True, package="vllm")
-def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, granularity: str, block_size: int) -> Call:
-    """It writes the sum into the residual, so it gets a copy."""
-    out, scale = _quantised(x, x.shape[-1], granularity, block_size)
+@peer("norm.rmsnorm_quantize", name="vLLM", setup=True, package="vllm")
+def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantization: Quantization) -> Call:
+    """It writes the sum over the residual, which is a copy here."""
+    out, scale = _quantised(x, x.shape[-1], quantization)
     total = None if residual is None else residual.clone()
     given, operators = (out, x, weight, scale, eps, None, total), _operators()
-    if granularity == "token":
+    if quantization.granularity == "token":
         call = functools.partial(operators.rms_norm_dynamic_per_token_quant, *given)
     else:
-        call = functools.partial(operators.rms_norm_per_block_quant, *given, block_size, False)
+        call = functools.partial(operators.rms_norm_per_block_quant, *given, quantization.block_size, False)
     return InForm(call, lambda found: (out, scale) if total is None else (out, scale, total))
 
 
-@peer("activation.silu_and_mul_quantize_fp8", name="vLLM", setup=True, package="vllm")
-def silu_quantised_in_blocks(x: Tensor, granularity: str, block_size: int) -> Call:
-    refuse_unless(granularity == "block", "a scale a block")
-    out, scale = _quantised(x, x.shape[-1] // 2, granularity, block_size)
-    call = functools.partial(_operators().silu_and_mul_per_block_quant, out, x, scale, block_size)
+@peer("activation.swiglu_quantize", name="vLLM", setup=True, package="vllm")
+def silu_quantised(
+    x: Tensor, quantization: Quantization, alpha: float, limit: float | None, beta: float, interleaved: bool
+) -> Call:
+    refuse_unless(alpha == 1.0 and beta == 0.0 and limit is None and not interleaved, "silu_and_mul")
+    if quantization.format == "fp8" and quantization.scale is not None:
+        refuse_unless(quantization.scale.numel() == 1, "one scale")
+        given = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.float8_e4m3fn, device=x.device)
+        return InForm(functools.partial(_operators().silu_and_mul_quant, given, x, quantization.scale), lambda found: given)
+    refuse_unless(quantization.granularity == "block", "a scale a block")
+    out, scale = _quantised(x, x.shape[-1] // 2, quantization)
+    call = functools.partial(_operators().silu_and_mul_per_block_quant, out, x, scale, quantization.block_size)
     return InForm(call, lambda found: (out, scale))
-
-
-@peer("activation.silu_and_mul_quantize_fp8_with_scale", name="vLLM", setup=True, package="vllm")
-def silu_quantised(x: Tensor, scale: Tensor) -> Call:
-    refuse_unless(scale.numel() == 1, "one scale")
-    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.float8_e4m3fn, device=x.device)
-    return InForm(functools.partial(_operators().silu_and_mul_quant, out, x, scale), lambda found: out)

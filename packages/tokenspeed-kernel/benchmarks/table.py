@@ -14,6 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES
+
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "figures.md"
 END = "<!-- end -->"
@@ -115,10 +117,20 @@ class Figures(NamedTuple):
         return ", ".join(f"{name} {_three_digits(us)}" for name, us in self.others.items())
 
 
+def renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose operator and case have the names that they have now."""
+    family, _, old = row["operator"].partition(".")
+    if old not in ALIASES:
+        return row
+    operator, kind = ALIASES[old]
+    gate = "silu_and_mul, " if old.startswith("silu_and_mul") else ""
+    return {**row, "operator": f"{family}.{operator}", "case": f"{gate}{kind}: {row['case']}"}
+
+
 def _figures(report: dict[str, Any]) -> Iterator[Figures]:
     """One for each measured call, in the order of families."""
     order = list(dict.fromkeys(row["family"] for row in report["rows"]))
-    rows = sorted(report["rows"], key=lambda row: (order.index(row["family"]), row["operator"], row["case"]))
+    rows = sorted(map(renamed, report["rows"]), key=lambda row: (order.index(row["family"]), row["operator"], row["case"]))
     for (family, operator, case), found in groupby(rows, lambda row: (row["family"], row["operator"], row["case"])):
         timed = sorted((row for row in found if row["timing"]), key=lambda row: float(row["timing"]["median_us"]))
         kernels = [row for row in timed if not row["peer"]]

@@ -63,7 +63,7 @@ def _check(op: Operator[Any, Any], case: Case, options: dict[str, Any], opcheck:
     arguments = op.complete(case.build(default_device()))
     eager = _copied(op, arguments)
     wanted = lowering.as_list(op.function(**eager))
-    provided = {**arguments, **{name: torch.zeros_like(output) for name, output in zip(op.outs, wanted, strict=False)}}
+    provided = {**arguments, **{name: torch.zeros_like(t) for name, t in op.named(arguments, wanted).items()}}
     same = _same(op, arguments)
     if options.get("dynamic") and not ON_GPU:
         opcheck(op.function, arguments)
@@ -81,7 +81,7 @@ def _check(op: Operator[Any, Any], case: Case, options: dict[str, Any], opcheck:
             for name in op.mutates:
                 if arguments[name] is not None:
                     same(given[name], eager[name])
-        for name, output in zip(op.outs, wanted, strict=False):
+        for name, output in op.named(arguments, wanted).items():
             same(traced[1][name], output)
 
 

@@ -313,7 +313,7 @@ def _outputs_can_be_provided(op: Operator[Any, Any], case: Case) -> None:
     if op.mutates and any(arguments[name] is not None for name in op.mutates):
         return  # the operator writes to its arguments, so a second run has other inputs
     wanted = lowering.as_list(op.function(**arguments))
-    outputs = {name: torch.empty_like(result) for name, result in zip(op.outs, wanted, strict=False)}
+    outputs = {name: torch.empty_like(result) for name, result in op.named(arguments, wanted).items()}
     results = lowering.as_list(op.function(**{**arguments, **outputs}))
     for (name, output), result, expected in zip(outputs.items(), results, wanted, strict=False):
         assert result is output, f"{name} is not returned"

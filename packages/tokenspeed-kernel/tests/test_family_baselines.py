@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import gated_inputs
+from tokenspeed_kernel_base.ops.activation.swiglu_quantize import _silu as silu_case
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores import _inputs as prefill_inputs
 from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import index_inputs
@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import _inputs
 from tokenspeed_kernel_base.ops.attention.top_k_indices import _inputs as top_k_inputs
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import mla_cache_views
-from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import _inputs as rmsnorm_rows
+from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import _case as rmsnorm_case
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
@@ -341,10 +341,10 @@ SERVED: list[tuple[str, str, str | Case]] = [
     ("FlashAttention-3", "mla_prefill", Case("bfloat16", ragged([40, 3], 2, 2, 192, 128, softmax_scale=0.1))),
     ("FlashAttention-3", "mla_prefill", Case("lse, not causal", ragged([9, 3], 2, 2, 192, 128, return_lse=True, is_causal=False))),
     ("FlashAttention-3", "mla_prefill", Case("fp8", ragged([40, 3], 2, 2, 192, 128, **EACH))),
-    ("vLLM", "rmsnorm_quantize_fp8", Case("per token", rmsnorm_rows(9, 256))),
-    ("vLLM", "rmsnorm_quantize_fp8", Case("blocks of 128", rmsnorm_rows(9, 256, granularity="block", residual=False))),
-    ("vLLM", "silu_and_mul_quantize_fp8", Case("blocks of 128", gated_inputs(9, 2 * 256, granularity="block"))),
-    ("vLLM", "silu_and_mul_quantize_fp8_with_scale", "scale [], float32"),
+    ("vLLM", "rmsnorm_quantize", rmsnorm_case("fp8", "per token", 9, 256)),
+    ("vLLM", "rmsnorm_quantize", rmsnorm_case("fp8", "blocks of 128", 9, 256, granularity="block", residual=False)),
+    ("vLLM", "swiglu_quantize", silu_case("fp8", "blocks of 128", 9, 2 * 256, granularity="block")),
+    ("vLLM", "swiglu_quantize", "silu_and_mul, fp8_with_scale: scale [], float32"),
 ]
 
 

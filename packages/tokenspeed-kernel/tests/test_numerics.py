@@ -33,6 +33,7 @@ from tokenspeed_kernel.workbench.numerics.places import describe_places
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_mxfp8
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request
@@ -398,9 +399,9 @@ def test_quantised_results_are_compared_after_dequantisation() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator).bfloat16()
     nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
-    for mode, scales in (("mxfp8", {}), ("nvfp4", {"global_scale": torch.tensor(0.001)})):
-        op = get_operator(f"rmsnorm_quantize_{mode}")
-        arguments = op.complete({"x": x, "weight": torch.ones(256), **scales})
+    op = get_operator("rmsnorm_quantize")
+    for quantization in (Quantization.mxfp8(), Quantization.nvfp4(torch.tensor(0.001))):
+        arguments = op.complete({"x": x, "weight": torch.ones(256), "quantization": quantization})
         expected = op.reference(*arguments.values())
         codes, scale = op.reference(*{**arguments, "x": nearly}.values())
         assert not torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
@@ -412,10 +413,9 @@ def test_quantised_results_are_compared_after_dequantisation() -> None:
         assert not compared((codes, scale.roll(1, 0)))[0].passed
         assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
     # The block's amax saturates in one of the two, and has the next larger scale in the other.
-    op = get_operator("rmsnorm_quantize_mxfp8")
     below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
     assert not torch.equal(below[1], at[1])
-    arguments = op.complete({"x": torch.zeros(1, 32), "weight": torch.ones(32)})
+    arguments = op.complete({"x": torch.zeros(1, 32), "weight": torch.ones(32), "quantization": Quantization.mxfp8()})
     for got, wanted in ((below, at), (at, below)):
         assert compare_results(op, arguments, got, wanted, tolerance_for)[0].passed
 

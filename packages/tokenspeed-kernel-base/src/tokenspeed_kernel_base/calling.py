@@ -46,7 +46,15 @@ class Caller:
         self._value_guards: dict[tuple[str, ...], Callable[..., Any]] = {}
         outputs = lowering.count_outputs(op.body)
         self.lowering = lowering.define(
-            package or lowering.NAMESPACE, op.mode, op.parameters, op.outs, op.mutates, outputs, self._call, op.fake_outputs
+            package or lowering.NAMESPACE,
+            op.mode,
+            op.parameters,
+            op.outs,
+            op.mutates,
+            outputs,
+            self._call,
+            op.fake_outputs,
+            op.named,
         )
         self.function = self._make_function()
 
@@ -176,7 +184,7 @@ class Caller:
         outputs = op.outputs_on_meta(arguments)
         if not outputs or any(t.numel() for t in outputs):
             return None
-        positions = [op.names.index(out) for out in op.outs]
+        positions = op.output_positions(tuple(arguments.values()))
 
         def empty(*args: Any) -> Any:
             made = lowering.as_list(op.fake_outputs(dict(zip(op.names, args, strict=True))))

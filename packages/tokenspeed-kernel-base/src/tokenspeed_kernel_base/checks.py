@@ -12,9 +12,10 @@ Wrong shapes and values raise ValueError, wrong types and dtypes TypeError. Both
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -70,6 +71,7 @@ class Checker:
         self._sizes: dict[str, tuple[int, str]] = {}
         self._rows: int | None = None
         self.ranges: dict[str, tuple[int, int]] = {}
+        self._names: Mapping[str, str] = {}
 
     def __getitem__(self, size: str) -> int:
         return self._sizes[size][0]
@@ -85,8 +87,18 @@ class Checker:
         """Binds a size to a value that no tensor's shape gives. Messages name ``source`` as the value's origin."""
         self._sizes[size] = (value, source)
 
+    @contextlib.contextmanager
+    def naming(self, names: Mapping[str, str]) -> Iterator[None]:
+        """Inside the block errors name arguments by these names: an option as the attribute of an object, say."""
+        before, self._names = self._names, names
+        try:
+            yield
+        finally:
+            self._names = before
+
     def fail(self, argument: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
         """Raises ``error``: ``operator: argument must be expected, got got``."""
+        argument = self._names.get(argument, argument)
         raise error(f"{self.operator}: {argument} must be {expected}, got {got if isinstance(got, str) else describe(got)}")
 
     def require(self, holds: bool, argument: str, expected: str, got: Any) -> None:

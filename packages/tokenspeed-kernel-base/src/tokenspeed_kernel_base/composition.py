@@ -30,7 +30,7 @@ import inspect
 import linecache
 import textwrap
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenspeed_kernel_base import lowering
@@ -162,10 +162,10 @@ class Composed:
 
     Args:
         read: gives the body.
-        positions: where the outputs are among the parameters, in their order.
+        positions: gives, for a call's arguments, where the parameters of its outputs stand, in the outputs' order.
     """
 
-    def __init__(self, read: Callable[[], Composition], positions: tuple[int, ...]) -> None:
+    def __init__(self, read: Callable[[], Composition], positions: Callable[[tuple[Any, ...]], Sequence[int]]) -> None:
         self._read, self._positions = read, positions
 
     def __call__(self, *args: Any) -> Any:
@@ -175,7 +175,7 @@ class Composed:
     def decided(self, decide: Decide, args: tuple[Any, ...]) -> Callable[..., Any]:
         """A function that runs calls of this description; see `Composition.decided`."""
         call = self._read().decided(decide)
-        given = [(index, position) for index, position in enumerate(self._positions) if args[position] is not None]
+        given = [(index, position) for index, position in enumerate(self._positions(args)) if args[position] is not None]
         if not given:
             return call
 

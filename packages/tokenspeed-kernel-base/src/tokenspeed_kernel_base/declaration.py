@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from tokenspeed_kernel_base import lowering, memory, planning
+from tokenspeed_kernel_base import lowering, planning, provided
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients
 from tokenspeed_kernel_base.composition import COMPOSED, Composed, Composition
@@ -49,8 +49,8 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 REFERENCE = "reference"
 
 HOOKS = (
-    "traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "decoded", "plan",
-    "prepare",
+    "traits", "check", "check_values", "formats", "fake", "outputs", "cases", "cost", "work", "vary", "intermediates", "decoded",
+    "plan", "prepare",
 )  # fmt: skip
 
 # Hooks whose attribute of the function, a decorator at first, becomes the step itself once the hook is declared.
@@ -60,7 +60,7 @@ STEPS = ("plan", "prepare")
 _PLANNED_HOOKS = frozenset({"traits", "formats"})
 
 # What these say must hold for a whole range of a bound, so they cannot ask for one.
-_UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake"})
+_UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake", "outputs"})
 
 
 class Operator(Generic[P, R]):
@@ -70,7 +70,7 @@ class Operator(Generic[P, R]):
         family, mode: its name.
         body: the PyTorch function that says what it computes; ignores provided outputs.
         parameters: parsed from the body's signature.
-        outs: parameters that receive output 0, 1, ... when given.
+        outs: parameters that receive outputs when given; a call makes all of them or, by the ``outputs`` hook, some of them.
         mutates: further parameters that it writes to.
         in_place: outputs that may be an input, by name: the inputs that each may be.
         exact: every kernel must match the reference bit for bit.
@@ -253,8 +253,7 @@ class Operator(Generic[P, R]):
             (self._body_spec(REFERENCE, Priority.REFERENCE, frozenset({"determinism"})), self.reference)
         ]
         if self.composed:
-            positions = tuple(map(self.names.index, self.outs))
-            composed = Composed(lambda: self.composition, positions)
+            composed = Composed(lambda: self.composition, self.output_positions)
             bodies.append((self._body_spec(COMPOSED, Priority.COMPOSED, frozenset()), composed))
         return bodies
 
@@ -305,12 +304,12 @@ class Operator(Generic[P, R]):
         """The body, with provided outputs written to. This is what solution ``reference`` runs."""
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
-        provided = [arguments[out] for out in self.outs]
+        given = [arguments[out] for out in self.outputs_of(arguments)]
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
         body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
         results = [result.contiguous() for result in lowering.as_list(body(*args))]
         rows = slice(self.counted_rows(arguments))
-        for index, output in enumerate(provided):
+        for index, output in enumerate(given):
             if output is not None and index < len(results):
                 output[rows].copy_(results[index][rows])
                 results[index] = output
@@ -359,6 +358,18 @@ class Operator(Generic[P, R]):
         """Empty outputs of the right shapes and dtypes, for arguments that may be fake."""
         unfound = {n: arguments[n].find() for n in self._wanted.get("fake", ()) if isinstance(arguments[n], lowering.Unfound)}
         return self.run_hook("fake", {**arguments, **unfound} if unfound else arguments)
+
+    def outputs_of(self, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the outputs that a call makes, in their order; more than it makes where there is no ``outputs`` hook."""
+        return tuple(self.run_hook("outputs", arguments)) if "outputs" in self._hooks else self.outs
+
+    def named(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs of a call with these arguments, by the names of the parameters that receive them."""
+        return provided.named(self.outputs_of(arguments), outputs)
+
+    def output_positions(self, args: Sequence[Any]) -> list[int]:
+        """Where the parameters that receive a call's outputs stand among all parameters, in the outputs' order."""
+        return [self.names.index(name) for name in self.outputs_of(dict(zip(self.names, args, strict=True)))]
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """The outputs of a call as meta tensors, without allocating memory."""
@@ -530,7 +541,7 @@ class Operator(Generic[P, R]):
         check = Checker(self.mode)
         self.run_hook("check", arguments, check)
         if any(arguments[out] is not None for out in self.outs):
-            self._check_outputs(arguments)
+            provided.check_provided(self.mode, self.outs, arguments, self.named(arguments, self.outputs_on_meta(arguments)))
         self.check_overlaps(arguments)
         if values and self.host_values:
             self.check_values(arguments)
@@ -548,50 +559,19 @@ class Operator(Generic[P, R]):
             except TypeError:
                 raise TypeError(f"{self.mode}: the key of {name} must be hashable, got {kind_of(resource.key)}") from None
 
-    def _check_outputs(self, arguments: dict[str, Any]) -> None:
-        expected = self.outputs_on_meta(arguments)
-        for index, name in enumerate(self.outs):
-            given = arguments[name]
-            if given is None:
-                continue
-            if index >= len(expected):
-                raise ValueError(f"{self.mode}: {name} must be None, because this call has no such output, got {describe(given)}")
-            wanted = expected[index]
-            if given.dtype != wanted.dtype:
-                raise TypeError(f"{self.mode}: {name} must be {describe(wanted.dtype)}, got {describe(given)}")
-            if given.shape != wanted.shape:
-                raise ValueError(f"{self.mode}: {name} must have shape {list(wanted.shape)}, got {describe(given)}")
-
     def written(self, arguments: Mapping[str, Any]) -> list[str]:
         """Parameters whose memory a call writes to."""
         return [name for name in (*self.outs, *self.mutates) if arguments[name] is not None]
 
     def overlap_pairs(self, arguments: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
         """What a call writes to, and each other tensor, which must not overlap it; then whether the two may be one."""
-        written = self.written(arguments)
-        others = [name for name, _ in tensor_arguments(self.parameters, arguments)]
-        return [
-            (name, other, other in self.in_place.get(name, ()))
-            for index, name in enumerate(written)
-            for other in others
-            if other != name and other not in written[:index]
-        ]
+        tensors = (name for name, _ in tensor_arguments(self.parameters, arguments))
+        return provided.overlap_pairs(self.written(arguments), tensors, self.in_place)
 
     def check_overlaps(self, arguments: dict[str, Any]) -> None:
         """Raises ValueError if a tensor that a call writes to overlaps another argument, or has several elements at one address."""
         tensors = dict(tensor_arguments(self.parameters, arguments))
-        for name in self.written(arguments):
-            if name in tensors and memory.repeats_itself(tensors[name]):
-                strides = f"strides {list(tensors[name].stride())}"
-                raise ValueError(f"{self.mode}: {name} must have an element of its own in every place, got {strides}")
-        for name, other, may_be_one in self.overlap_pairs(arguments):
-            one, two = tensors.get(name), tensors[other]
-            if one is None or one.is_meta or not memory.overlap(one, two):
-                continue
-            if may_be_one and one.data_ptr() == two.data_ptr() and memory.lies_like(one, two):
-                continue
-            allowed = f"; it may only be {other} itself" if may_be_one else ""
-            raise ValueError(f"{self.mode}: {name} must not overlap {other}, got tensors that share memory{allowed}")
+        provided.check_overlaps(self.mode, self.written(arguments), self.overlap_pairs(arguments), tensors)
 
     def check_values(self, arguments: dict[str, Any]) -> None:
         """Raises ValueError for invalid values of tensors in host memory, and of hints."""

@@ -227,6 +227,7 @@ def define(
     outputs: int,
     call: Callable[..., Any],
     fake: Callable[[dict[str, Any]], Any],
+    named: Callable[[dict[str, Any], list[torch.Tensor]], dict[str, torch.Tensor]],
 ) -> Lowering:
     """Registers the custom operator.
 
@@ -234,11 +235,12 @@ def define(
         namespace: its namespace: ``torch.ops.<namespace>.<name>``.
         name: ``mode`` of the operator.
         parameters: those of the operator.
-        outs: parameters that receive outputs 0, 1, ...
+        outs: parameters that receive outputs. The custom operator's outputs have their order, which is every call's.
         mutates: further parameters that are written to.
         outputs: the largest number of outputs of a call.
         call: the public function.
         fake: outputs of the right shapes and dtypes, from arguments by name.
+        named: the outputs of a call by the names of ``outs``, from its arguments and the outputs that it makes.
 
     Returns:
         The conversion of calls to calls of the custom operator.
@@ -257,14 +259,11 @@ def define(
 
         def returned(arguments: dict[str, Any], results: list[torch.Tensor]) -> Any:
             device = next(a.device for a in arguments.values() if isinstance(a, torch.Tensor))
-            provided = [arguments[out] is not None for out in outs]
-            values = [
-                torch.empty(_STAND_IN_SHAPE, dtype=torch.bool, device=device)
-                if i >= len(results) or (i < len(provided) and provided[i])
-                else results[i]
-                for i in range(outputs)
-            ]
-            return from_list(values)
+            made = named(arguments, results)
+            new = [made.get(out) if arguments[out] is None else None for out in outs]
+            new += results[len(outs) :]
+            new += [None] * (outputs - len(new))
+            return from_list([torch.empty(_STAND_IN_SHAPE, dtype=torch.bool, device=device) if n is None else n for n in new])
 
         def run(*values: Any) -> Any:
             *flat, override, solution = values

@@ -19,6 +19,9 @@
     @rmsnorm.fake                    # every output, empty: shapes and dtypes, for torch.compile and for checking ``out``
     def _(x): return torch.empty_like(x)
 
+    @rmsnorm.outputs                 # rarely: which of ``outs`` this call makes, in order, where that is not the first ones
+    def _(residual): return ("out",) if residual is None else ("out", "residual_out")
+
     @rmsnorm.cases                   # named inputs, small and large
     def _(): return [Case("gpt-oss-120b prefill 4096", lambda draw: ...)]
 
@@ -96,6 +99,7 @@ class OperatorFunction(Protocol[P, R_co]):
     def check_values(self, *, host: Iterable[str]) -> Callable[[Hook], Hook]: ...
     def formats(self, hook: Hook) -> Hook: ...
     def fake(self, hook: Hook) -> Hook: ...
+    def outputs(self, hook: Hook) -> Hook: ...
     def cases(self, hook: Hook) -> Hook: ...
     def cost(self, hook: Hook) -> Hook: ...
     def work(self, hook: Hook) -> Hook: ...
@@ -156,7 +160,8 @@ def operator(
             these are its operands with the names of the formats that each may have: ``{"a": ("dense", "fp8")}``.
         traits: what the ``traits`` hook may give, with the values of each: ``{"hidden": int, "residual": bool}``. A kernel that
             constrains any other trait is refused when it is registered, and so is one that asks for a value of another kind.
-        outs: parameters into which outputs are written when given, in the order of the outputs.
+        outs: parameters into which outputs are written when given, in the order of the outputs. A call may make the first of them
+            alone; where it makes others, the ``outputs`` hook names them.
         mutates: other parameters that it writes to.
         in_place: inputs that may be the same tensor as an output, by the output's name: ``{"out": ("x",)}``. Otherwise written
             memory must not overlap any other argument.

@@ -26,6 +26,8 @@ from tokenspeed_kernel_base.ops.kvcache.latent_groups import MlaCacheViews, mla_
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.aliases import ALIASES, alias
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.platform import (
     ArchVersion,
     CapabilityRequirement,
@@ -70,19 +72,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
         stop_shape_capture,
     )
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
-    from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import (
-        silu_and_mul_quantize_fp8,
-        silu_and_mul_quantize_fp8_with_scale,
-        silu_and_mul_quantize_mxfp8,
-        silu_and_mul_quantize_nvfp4,
-    )
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-    from tokenspeed_kernel_base.ops.activation.swiglu_quantize import (
-        swiglu_quantize_fp8,
-        swiglu_quantize_fp8_with_scale,
-        swiglu_quantize_mxfp8,
-        swiglu_quantize_nvfp4,
-    )
+    from tokenspeed_kernel_base.ops.activation.swiglu_quantize import swiglu_quantize
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
     from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores import dsa_indexer_scores
     from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache
@@ -101,7 +92,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.comm.all_gather import all_gather
     from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
     from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm
-    from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm_quantize_fp8 import all_reduce_rmsnorm_quantize_fp8
+    from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm_quantize import all_reduce_rmsnorm_quantize
     from tokenspeed_kernel_base.ops.comm.moe_combine import moe_combine
     from tokenspeed_kernel_base.ops.comm.moe_dispatch import moe_dispatch
     from tokenspeed_kernel_base.ops.comm.reduce_scatter import reduce_scatter
@@ -129,15 +120,11 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm_gated import rmsnorm_gated
-    from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import (
-        rmsnorm_quantize_fp8,
-        rmsnorm_quantize_fp8_with_scale,
-        rmsnorm_quantize_mxfp8,
-        rmsnorm_quantize_nvfp4,
-    )
+    from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import rmsnorm_quantize
     from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
     from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
     from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+    from tokenspeed_kernel_base.ops.quantization.quantize import quantize
     from tokenspeed_kernel_base.ops.quantization.swizzle import swizzle_scales, unswizzle_scales
     from tokenspeed_kernel_base.ops.sampling.adjust_logits import adjust_logits
     from tokenspeed_kernel_base.ops.sampling.argmax import argmax
@@ -171,6 +158,7 @@ __all__ = [
     "PlatformInfo",
     "Priority",
     "ProcessGroup",
+    "Quantization",
     "RegistrationError",
     "ScaleFormat",
     "SelectionObjective",
@@ -232,6 +220,9 @@ _WORKBENCH = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in ALIASES:
+        value = globals()[name] = alias(name)
+        return value
     if name not in _WORKBENCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.workbench.{_WORKBENCH[name]}"), name)
@@ -244,6 +235,7 @@ if settings().verbose:
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
 __all__ += [operator.mode for operator in operators()]
+__all__ += ALIASES  # old names, for one release
 measured.use("tokenspeed_kernel.workbench.tuned.tables")
 set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()

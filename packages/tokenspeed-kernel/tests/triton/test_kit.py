@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
+import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.numerics import default_device
 from tokenspeed_kernel.workbench.numerics.conformance import Finding, Options, conform
 from tokenspeed_kernel.workbench.numerics.conformance.runner import CHECKS
@@ -82,7 +82,8 @@ def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
 def test_batch_invariance_with_scales_in_tiles() -> None:
     """A tile of scales belongs to many rows, so dequantised values are compared."""
     spec = KernelRegistry.get().get_by_name("triton_rmsnorm_quantize_mxfp8")
-    case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "scale_layout": "128x4"})
+    tiles = tk.Quantization.mxfp8(scale_layout="128x4")
+    case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "quantization": tiles})
     batches = "batch invariance"
     findings = conform(spec, default_device(), Options(shrink_seconds=0, leave_out=frozenset(CHECKS) - {batches}), [case])
     assert wrong(findings) == []

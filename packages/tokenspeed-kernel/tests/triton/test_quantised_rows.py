@@ -14,16 +14,17 @@ from tokenspeed_kernel.workbench.numerics.compare import same_bits
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
+PLAIN: dict[str, Any] = {"alpha": 1.0, "beta": 0.0}
 FP8: dict[str, Any] = {"granularity": "token", "dtype": torch.float8_e5m2}
 QUANTIZERS: dict[str, list[dict[str, Any]]] = {
-    "quantize_fp8": [
+    "fp8": [
         FP8,
         {"granularity": "block", "block_size": 64},
         {"granularity": "block", "block_size": 32, "scale_dtype": torch.int32},
     ],
-    "quantize_fp8_with_scale": [{"scale": torch.tensor([0.01], device=DEVICE)}],
-    "quantize_mxfp8": [{}, {"scale_rounding": "up"}],
-    "quantize_nvfp4": [{"global_scale": torch.tensor(0.002, device=DEVICE)}],
+    "fp8_with_scale": [{"scale": torch.tensor([0.01], device=DEVICE)}],
+    "mxfp8": [{}, {"scale_rounding": "up"}],
+    "nvfp4": [{"global_scale": torch.tensor(0.002, device=DEVICE)}],
 }
 EACH = [(name, options) for name, listed in QUANTIZERS.items() for options in listed]
 each_quantizer = pytest.mark.parametrize(
@@ -45,21 +46,26 @@ def _strided(results: list[Tensor]) -> list[Tensor]:
     return [torch.empty((*t.shape[:-1], t.shape[-1] * 2), dtype=t.dtype, device=DEVICE)[..., ::2] for t in results]
 
 
-@pytest.mark.parametrize("gate", [{}, {"limit": 2.0, "interleaved": True}], ids=["silu_and_mul", "swiglu"])
+def _quantization(name: str, options: dict[str, Any], **further: Any) -> tk.Quantization:
+    made: tk.Quantization = getattr(tk.Quantization, name)(**options, **further)
+    return made
+
+
+@pytest.mark.parametrize("gate", [PLAIN, {"limit": 2.0, "interleaved": True}], ids=["silu_and_mul", "swiglu"])
 @each_quantizer
 def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict[str, Any], gate: dict[str, Any]) -> None:
-    first = "swiglu" if gate else "silu_and_mul"
-    fused, quantise = getattr(tk, f"{first}_{name}"), getattr(tk, name)
-    # Two tiles a row, the last one short.
+    quantise, quantization = getattr(tk, f"quantize_{name}"), _quantization(name, options)
+    # Two tiles a row, the last of them short.
     wide = _draw(3, 2, 2 * 1120 + 3).bfloat16()
     wide[0, 0, :8] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 6e4, -6e4, 90.0, -90.0], device=DEVICE)
     wide[1, :, :] = 0
-    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # strided rows, and several leading axes
-        made = getattr(tk, first)(x, **gate, override=f"triton_{first}")
-        wanted = quantise(made, **options, override=f"triton_{name}")
+    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # rows apart, and several axes
+        plain = gate is PLAIN
+        made = tk.silu_and_mul(x, override="triton_silu_and_mul") if plain else tk.swiglu(x, **gate, override="triton_swiglu")
+        wanted = quantise(made, **options, override=f"triton_quantize_{name}")
         places = _strided([*wanted] if isinstance(wanted, tuple) else [wanted])
-        outs = dict(zip(fused.operator.outs, places, strict=True)) if given else {}
-        got = fused(x, **gate, **options, **outs, override=f"triton_{first}_{name}")
+        outs = dict(zip(("out", "scale_out"), places, strict=False)) if given else {}
+        got = tk.swiglu_quantize(x, quantization, **gate, **outs, override=f"triton_swiglu_quantize_{name}")
         assert not given or (got[0] if isinstance(got, tuple) else got) is outs["out"]
         _same(got, wanted)
 
@@ -67,37 +73,35 @@ def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict
 def test_rows_that_are_computed_twice_have_the_bits_of_their_parts() -> None:
     x = _draw(2, 2 * 16500).half()
     wanted = tk.quantize_fp8(tk.silu_and_mul(x, override="triton_silu_and_mul"), override="triton_quantize_fp8")
-    _same(tk.silu_and_mul_quantize_fp8(x, override="triton_silu_and_mul_quantize_fp8"), wanted)
+    _same(tk.swiglu_quantize(x, tk.Quantization.fp8(), **PLAIN, override="triton_swiglu_quantize_fp8"), wanted)
 
 
-@pytest.mark.parametrize("name", ["quantize_mxfp8", "quantize_nvfp4"])
-@pytest.mark.parametrize("first", ["rmsnorm", "silu_and_mul"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("first", ["rmsnorm", "swiglu"])
 def test_scales_in_tiles_are_those_in_rows(first: str, name: str) -> None:
-    fused, options = getattr(tk, f"{first}_{name}"), QUANTIZERS[name][0]
-    # Several matrices, one with a non-finite row beside columns that pad a tile; and a row that several programs share.
-    several = _draw(2, 20, 2 * 80 if name == "quantize_nvfp4" else 2 * 96).bfloat16()
+    fused, options = getattr(tk, f"{first}_quantize"), QUANTIZERS[name][0]
+    rows, tiles = _quantization(name, options), _quantization(name, options, scale_layout="128x4")
+    # Several matrices, one of whose rows is not finite beside columns that complete a tile; and a row that several programs share.
+    several = _draw(2, 20, 2 * 80 if name == "nvfp4" else 2 * 96).bfloat16()
     several[1, 7, 5] = math.nan
     for x in (several,) if first == "rmsnorm" else (several, _draw(1, 2 * 1120).bfloat16()):
-        given = {"weight": _draw(x.shape[-1])} if first == "rmsnorm" else {}
-        codes, scale = fused(x, **given, **options, override=f"triton_{first}_{name}")
+        given = {"weight": _draw(x.shape[-1])} if first == "rmsnorm" else PLAIN
+        codes, scale = fused(x, **given, quantization=rows, override=f"triton_{first}_quantize_{name}")
         wanted = codes, tk.swizzle_scales(scale, override="reference_swizzle_scales")
         place = torch.full(wanted[1].shape, 0x55, dtype=torch.uint8, device=DEVICE).view(scale.dtype)
-        got = fused(x, **given, **options, scale_layout="128x4", scale_out=place, override=f"triton_{first}_{name}")
+        got = fused(x, **given, quantization=tiles, scale_out=place, override=f"triton_{first}_quantize_{name}")
         assert got[1] is place
         _same(got, wanted)
 
 
 @each_quantizer
-def test_the_sum_may_overwrite_its_operands(name: str, options: dict[str, Any]) -> None:
-    """The sum equals that of `rmsnorm` bit for bit, wherever it is written; quantised values and scales are the same each time."""
-    fused = getattr(tk, f"rmsnorm_{name}")
-    weight = _draw(96, 2)[:, 1]
+def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
+    """The sum has the bits of `rmsnorm`'s, wherever it goes; codes and scales are the same each time."""
+    weight, quantization = _draw(96, 2)[:, 1], _quantization(name, options)
 
     def run(x: Tensor, residual: Tensor, **outs: Tensor) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = fused(
-            x, weight, eps=0.1, residual=residual, **options, **outs, override=f"triton_rmsnorm_{name}"
-        )
-        return made
+        made: Any = tk.rmsnorm_quantize(x, weight, quantization, 0.1, residual, **outs, override=f"triton_rmsnorm_quantize_{name}")
+        return tuple(made)
 
     x, residual = _draw(7, 96).bfloat16(), _draw(7, 96, seed=1).bfloat16()
     _, total = tk.rmsnorm(x, weight, residual=residual, override="triton_rmsnorm")
@@ -109,5 +113,6 @@ def test_the_sum_may_overwrite_its_operands(name: str, options: dict[str, Any]) 
         assert got[-1] is given[target]
         _same(got, wanted)
     across = {"x": x.t().contiguous().t(), "residual": torch.cat((residual, x), 1)[:, :96]}
-    outs = dict(zip(fused.operator.outs, _strided([*wanted]), strict=True))
+    op = tk.get_operator("rmsnorm_quantize")
+    outs = op.named(op.complete({**across, "weight": weight, "quantization": quantization}), _strided([*wanted]))
     _same(run(**across, **outs), wanted)

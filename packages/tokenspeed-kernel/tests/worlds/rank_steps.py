@@ -48,7 +48,7 @@ class Step:
         total = tk.all_reduce(x, group, override=f"triton_{kind}_all_reduce")
         yield from self.pause()
         fp8 = f"triton_{kind}_all_reduce_rmsnorm_quantize_fp8"
-        q, scale, again = tk.all_reduce_rmsnorm_quantize_fp8(x, self.weight, group, 1e-5, residual, override=fp8)
+        q, scale, again = tk.all_reduce_rmsnorm_quantize(x, self.weight, group, tk.Quantization.fp8(), 1e-5, residual, override=fp8)
         yield from self.pause()
         # Exact, because the same bits are quantised separately.
         q_wanted, scale_wanted = tk.quantize_fp8(normed)

@@ -1,306 +1,182 @@
-"""The gated activation of GPT-OSS and quantisation of its result, in front of the second product."""
+"""A gated activation and quantisation of its result, in front of the down projection."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import PACKED, TILES, gated_inputs
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.quantization.composed import Quantised, kinds_of_both
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
-from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8, quantize_fp8_with_scale
-from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp8
-from tokenspeed_kernel_base.ops.quantization.nvfp4 import quantize_nvfp4
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised, traits_with_quantize
+from tokenspeed_kernel_base.ops.quantization.quantize import draw_quantization, quantize
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 
 
 @operator(
     "activation",
-    "swiglu_quantize_fp8",
+    "swiglu_quantize",
     formats=("x",),
-    traits=kinds_of_both(swiglu, quantize_fp8),
+    traits=traits_with_quantize(swiglu),
     outs=("out", "scale_out"),
     varying=("rows",),
     composed=True,
 )
-def swiglu_quantize_fp8(
+def swiglu_quantize(
     x: Tensor,
+    quantization: Quantization,
     alpha: float = 1.702,
     limit: float | None = None,
     beta: float = 1.0,
     interleaved: bool = False,
-    granularity: str = "token",
-    block_size: int = 128,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`quantize_fp8` of `swiglu`: 8-bit floats with scales made from the largest magnitudes.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`quantize` of `swiglu`: a gated activation in the format that ``quantization`` names.
 
-    The activation's result is rounded to x's dtype first, and that is what is quantised.
+    The activation's result is rounded to x's dtype first, and that is what is quantised. With ``alpha=1``, ``beta=0``, no limit
+    and gate and up in halves the activation is `silu_and_mul`.
 
     Args:
-        x: float16, bfloat16 or float32 ``[..., 2 * d]``: gate and up, see ``interleaved``.
+        x: float16, bfloat16 or float32 ``[..., 2 * d]``: gate and up, see ``interleaved``; d a multiple of 32 for mxfp8, of 16 for
+            nvfp4.
+        quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings. A given fp8 scale has
+            one of the shapes ``[]``, ``[1]``, ``[..., 1]`` and ``[d]``.
         alpha: slope of the sigmoid, finite.
         limit: bound of the clamp, > 0; None clamps nothing.
         beta: added to the clamped up, finite.
         interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
-        granularity: what shares a scale, as in `quantize_fp8`: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``.
-        block_size: elements of a block along an axis, >= 1; without meaning for the first two.
-        dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
-        scale_dtype: float32; or for blocks uint8 (e8m0) or int32 (four e8m0 in a number), as in `quantize_fp8`.
         out: receives q; must not overlap x.
-        scale_out: receives the scales.
+        scale_out: receives the scales; None where an fp8 scale is given.
 
     Returns:
-        q and scale as `quantize_fp8` gives them for ``[..., d]``.
+        q and scale as `quantize` gives them for ``[..., d]``; q alone where an fp8 scale is given.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
 
     Example:
         >>> import torch
-        >>> from tokenspeed_kernel import swiglu_quantize_fp8
-        >>> q, scale = swiglu_quantize_fp8(torch.tensor([[0.0, 2.0, 5.0, 3.0]]))
-        >>> q.float()
-        tensor([[  0., 448.]])
-
-    Safe in CUDA graphs.
-    """
-    activated = swiglu(x, alpha, limit, beta, interleaved)
-    return quantize_fp8(activated, granularity, block_size, dtype, scale_dtype, out=out, scale_out=scale_out)
-
-
-@operator(
-    "activation",
-    "swiglu_quantize_fp8_with_scale",
-    formats=("x",),
-    traits=kinds_of_both(swiglu, quantize_fp8_with_scale),
-    varying=("rows",),
-    scales=("scale",),
-    composed=True,
-)
-def swiglu_quantize_fp8_with_scale(
-    x: Tensor,
-    scale: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`quantize_fp8_with_scale` of `swiglu`: 8-bit floats with scales that are known beforehand.
-
-    The activation's result is rounded to x's dtype first, and that is what is quantised.
-
-    Args:
-        x: float16, bfloat16 or float32 ``[..., 2 * d]``: gate and up, see ``interleaved``.
-        scale: float32; for all of the result ``[]`` or ``[1]``, per token ``[..., 1]``, per channel ``[d]``. Values should be
-            positive; that is not checked.
-        alpha: slope of the sigmoid, finite.
-        limit: bound of the clamp, > 0; None clamps nothing.
-        beta: added to the clamped up, finite.
-        interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
-        dtype: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz.
-        out: receives q; must not overlap x.
-
-    Returns:
-        ``dtype [..., d]``.
-
-    Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
-
-    Example:
-        >>> import torch
-        >>> from tokenspeed_kernel import swiglu_quantize_fp8_with_scale
-        >>> swiglu_quantize_fp8_with_scale(torch.tensor([[0.0, 2.0, 5.0, 3.0]]), torch.tensor(0.1)).float()
-        tensor([[ 0., 80.]])
-
-    Safe in CUDA graphs.
-    """
-    return quantize_fp8_with_scale(swiglu(x, alpha, limit, beta, interleaved), scale, dtype, out=out)
-
-
-@operator(
-    "activation",
-    "swiglu_quantize_mxfp8",
-    formats=("x",),
-    traits=kinds_of_both(swiglu, quantize_mxfp8),
-    outs=("out", "scale_out"),
-    varying=("rows",),
-    composed=True,
-)
-def swiglu_quantize_mxfp8(
-    x: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    scale_rounding: str = "down",
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`quantize_mxfp8` of `swiglu`: e4m3 elements, 32 of which share a power of two.
-
-    The activation's result is rounded to x's dtype first, and that is what is quantised.
-
-    Args:
-        x: float16, bfloat16 or float32 ``[..., 2 * d]``, d a multiple of 32: gate and up, see ``interleaved``.
-        alpha: slope of the sigmoid, finite.
-        limit: bound of the clamp, > 0; None clamps nothing.
-        beta: added to the clamped up, finite.
-        interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
-        scale_rounding: ``"down"``, as the OCP says, or ``"up"``; see `quantize_mxfp8`.
-        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
-        out: receives q; must not overlap x.
-        scale_out: receives the scales.
-
-    Returns:
-        q: float8_e4m3fn ``[..., d]``; scale: uint8 (e8m0) ``[..., d/32]``, or in tiles, as `quantize_mxfp8` gives them.
-
-    Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
-
-    Example:
-        >>> import torch
-        >>> from tokenspeed_kernel import swiglu_quantize_mxfp8
-        >>> q, scale = swiglu_quantize_mxfp8(torch.full((1, 64), 8.0))
+        >>> from tokenspeed_kernel import Quantization, swiglu_quantize
+        >>> q, scale = swiglu_quantize(torch.full((1, 64), 8.0), Quantization.mxfp8())
         >>> q[0, 0].item(), scale.item()  # 288 * 2^(125 - 127)
         (288.0, 125)
+        >>> gate_and_up, scale = torch.tensor([[0.0, 2.0, 5.0, 3.0]]), torch.tensor(0.1)
+        >>> swiglu_quantize(gate_and_up, Quantization.fp8_with_scale(scale), alpha=1.0, beta=0.0).float()  # silu_and_mul
+        tensor([[ 0., 52.]])
 
     Safe in CUDA graphs.
     """
-    return quantize_mxfp8(swiglu(x, alpha, limit, beta, interleaved), scale_rounding, scale_layout, out=out, scale_out=scale_out)
+    return quantize(swiglu(x, alpha, limit, beta, interleaved), quantization, out=out, scale_out=scale_out)
 
 
-@operator(
-    "activation",
-    "swiglu_quantize_nvfp4",
-    formats=("x",),
-    traits=kinds_of_both(swiglu, quantize_nvfp4),
-    outs=("out", "scale_out"),
-    varying=("rows",),
-    scales=("global_scale",),
-    composed=True,
-)
-def swiglu_quantize_nvfp4(
-    x: Tensor,
-    global_scale: Tensor,
-    alpha: float = 1.702,
-    limit: float | None = None,
-    beta: float = 1.0,
-    interleaved: bool = False,
-    scale_layout: str = "linear",
-    out: Tensor | None = None,
-    scale_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`quantize_nvfp4` of `swiglu`: e2m1 elements, 16 of which share an e4m3 scale.
-
-    The activation's result is rounded to x's dtype first, and that is what is quantised.
-
-    Args:
-        x: float16, bfloat16 or float32 ``[..., 2 * d]``, d a multiple of 16: gate and up, see ``interleaved``.
-        global_scale: float32 ``[]`` or ``[1]``, a factor of the decoded value. Should be positive and finite; that is not checked.
-        alpha: slope of the sigmoid, finite.
-        limit: bound of the clamp, > 0; None clamps nothing.
-        beta: added to the clamped up, finite.
-        interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
-        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
-        out: receives q; must not overlap x.
-        scale_out: receives the scales.
-
-    Returns:
-        q: uint8 ``[..., d/2]``; scale: float8_e4m3fn ``[..., d/16]``, as `quantize_nvfp4` gives them.
-
-    Raises:
-        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
-
-    Example:
-        >>> import torch
-        >>> from tokenspeed_kernel import swiglu_quantize_nvfp4
-        >>> q, scale = swiglu_quantize_nvfp4(torch.full((1, 32), 8.0), torch.tensor(0.1))
-        >>> q[0, 0].item(), scale.item()  # two codes of 6, and 72 / 6 / 0.1
-        (119, 120.0)
-
-    Safe in CUDA graphs.
-    """
-    return quantize_nvfp4(swiglu(x, alpha, limit, beta, interleaved), global_scale, scale_layout, out=out, scale_out=scale_out)
+for _hook in Quantised.hooks:
+    getattr(swiglu_quantize, _hook)(getattr(Quantised(swiglu, gated=True), _hook))
 
 
-for _function, _hooks in (
-    (swiglu_quantize_fp8, Quantised(swiglu, quantize_fp8)),
-    (swiglu_quantize_fp8_with_scale, Quantised(swiglu, quantize_fp8_with_scale)),
-    (swiglu_quantize_mxfp8, Quantised(swiglu, quantize_mxfp8, BLOCK_MX)),
-    (swiglu_quantize_nvfp4, Quantised(swiglu, quantize_nvfp4, BLOCK_NVFP4)),
-):
-    _function.traits(_hooks.traits)
-    _function.intermediates(_hooks.intermediates)
-    _function.check(_hooks.check)
-    _function.fake(_hooks.fake)
-    _function.cost(_hooks.cost)
-    if _hooks.coded:
-        _function.decoded(_hooks.decoded)
+@recipe
+def _inputs(kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
+    """``options``: those of the activation, and see `draw_quantization`."""
+    own: dict[str, Any] = {name: options.pop(name) for name in ("alpha", "limit", "beta", "interleaved") if name in options}
+
+    def make(draw: Draw) -> dict[str, Any]:
+        x = draw.normal(*shape, dtype=dtype, scale=4.0)  # so that a clamp at 7 matters
+        return {"x": x, "quantization": draw_quantization(draw, kind, **options), **own}
+
+    return make
 
 
+def _case(kind: str, name: str, *shape: int, large: bool = False, **options: Any) -> Case:
+    return Case(f"{kind}: {name}", _inputs(kind, *shape, **options), large)
+
+
+def _silu(kind: str, name: str, *shape: int, large: bool = False, **options: Any) -> Case:
+    """A case of `silu_and_mul`."""
+    return Case(f"silu_and_mul, {kind}: {name}", _inputs(kind, *shape, alpha=1.0, beta=0.0, **options), large)
+
+
+_PACKED: dict[str, Any] = {"granularity": "block", "scale_dtype": torch.int32}
+_TILES: dict[str, Any] = {"scale_layout": "128x4"}
 # As in GPT-OSS.
 _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "interleaved": True}
 
 
-@swiglu_quantize_fp8.cases
+@swiglu_quantize.cases
 def _() -> list[Case]:
     return [
-        Case("per token, float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0)),
-        Case("gpt-oss, narrow, blocks of 128", gated_inputs(3, 2 * 180, granularity="block", **_GPT_OSS)),
-        Case("no rows", gated_inputs(0, 2 * 64)),
-        Case("gpt-oss, narrow, blocks of 32, packed e8m0", gated_inputs(5, 2 * 180, block_size=32, **PACKED, **_GPT_OSS)),
-        Case("interleaved, longer rows than are held", gated_inputs(1, 2 * 17000, interleaved=True)),
-        Case("gpt-oss-120b decode 64, top-4, per token", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
-        Case("gpt-oss-120b prefill 4096, top-4, per token", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
-    ]
-
-
-@swiglu_quantize_fp8_with_scale.cases
-def _() -> list[Case]:
-    return [
-        Case("scale [], float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0, scale_shape=())),
-        Case("gpt-oss, narrow, scale [1]", gated_inputs(3, 2 * 180, scale_shape=(1,), **_GPT_OSS)),
-        Case("no rows", gated_inputs(0, 2 * 64, scale_shape=(1,))),
-        Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, scale_shape=(1,), **_GPT_OSS), large=True),
-    ]
-
-
-@swiglu_quantize_mxfp8.cases
-def _() -> list[Case]:
-    return [
-        Case("one block, float32", gated_inputs(1, 2 * 32, dtype=torch.float32, limit=7.0)),
-        Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, **_GPT_OSS)),
-        Case("scales in tiles", gated_inputs(130, 2 * 96, scale_layout="128x4", **_GPT_OSS)),
-        Case("gpt-oss-120b decode 64, top-4, scales in tiles", gated_inputs(256, 2 * 2880, **TILES, **_GPT_OSS), large=True),
-        Case("gpt-oss-120b prefill 4096, top-4, scales in tiles", gated_inputs(16384, 2 * 2880, **TILES, **_GPT_OSS), large=True),
-        Case("no rows", gated_inputs(0, 2 * 64)),
-        Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
-        Case("gpt-oss-120b prefill 4096, top-4", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
-    ]
-
-
-@swiglu_quantize_nvfp4.cases
-def _() -> list[Case]:
-    return [
-        Case("one block, float32", gated_inputs(1, 2 * 16, dtype=torch.float32, limit=7.0, global_scale=0.002)),
-        Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, global_scale=0.002, **_GPT_OSS)),
-        Case("two matrices, scales in tiles", gated_inputs(2, 20, 2 * 80, global_scale=0.002, **TILES, **_GPT_OSS)),
-        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
-        Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, global_scale=0.002, **_GPT_OSS), large=True),
-        Case(
+        _case("fp8", "per token, float32", 3, 2 * 33, dtype=torch.float32, limit=7.0),
+        _case("fp8", "gpt-oss, narrow, blocks of 128", 3, 2 * 180, granularity="block", **_GPT_OSS),
+        _case("fp8", "no rows", 0, 2 * 64),
+        _case("fp8", "gpt-oss, narrow, blocks of 32, packed e8m0", 5, 2 * 180, block_size=32, **_PACKED, **_GPT_OSS),
+        _case("fp8", "interleaved, longer rows than are held", 1, 2 * 17000, interleaved=True),
+        _case("fp8", "gpt-oss-120b decode 64, top-4, per token", 64 * 4, 2 * 2880, **_GPT_OSS, large=True),
+        _case("fp8", "gpt-oss-120b prefill 4096, top-4, per token", 4096 * 4, 2 * 2880, **_GPT_OSS, large=True),
+        _case("fp8_with_scale", "scale [], float32", 3, 2 * 33, dtype=torch.float32, limit=7.0, scale_shape=()),
+        _case("fp8_with_scale", "gpt-oss, narrow, scale [1]", 3, 2 * 180, scale_shape=(1,), **_GPT_OSS),
+        _case("fp8_with_scale", "no rows", 0, 2 * 64, scale_shape=(1,)),
+        _case("fp8_with_scale", "gpt-oss-120b decode 64, top-4", 64 * 4, 2 * 2880, scale_shape=(1,), **_GPT_OSS, large=True),
+        _case("mxfp8", "one block, float32", 1, 2 * 32, dtype=torch.float32, limit=7.0),
+        _case("mxfp8", "gpt-oss, narrow", 3, 2 * 160, **_GPT_OSS),
+        _case("mxfp8", "scales in tiles", 130, 2 * 96, scale_layout="128x4", **_GPT_OSS),
+        _case("mxfp8", "gpt-oss-120b decode 64, top-4, scales in tiles", 256, 2 * 2880, **_TILES, **_GPT_OSS, large=True),
+        _case("mxfp8", "gpt-oss-120b prefill 4096, top-4, scales in tiles", 16384, 2 * 2880, **_TILES, **_GPT_OSS, large=True),
+        _case("mxfp8", "no rows", 0, 2 * 64),
+        _case("mxfp8", "gpt-oss-120b decode 64, top-4", 64 * 4, 2 * 2880, **_GPT_OSS, large=True),
+        _case("mxfp8", "gpt-oss-120b prefill 4096, top-4", 4096 * 4, 2 * 2880, **_GPT_OSS, large=True),
+        _case("nvfp4", "one block, float32", 1, 2 * 16, dtype=torch.float32, limit=7.0, global_scale=0.002),
+        _case("nvfp4", "gpt-oss, narrow", 3, 2 * 160, global_scale=0.002, **_GPT_OSS),
+        _case("nvfp4", "two matrices, scales in tiles", 2, 20, 2 * 80, global_scale=0.002, **_TILES, **_GPT_OSS),
+        _case("nvfp4", "no rows", 0, 2 * 64, global_scale=0.002),
+        _case("nvfp4", "gpt-oss-120b decode 64, top-4", 64 * 4, 2 * 2880, global_scale=0.002, **_GPT_OSS, large=True),
+        _case(
+            "nvfp4",
             "gpt-oss-120b decode 64, top-4, scales in tiles",
-            gated_inputs(64 * 4, 2 * 2880, global_scale=0.002, **TILES, **_GPT_OSS),
+            64 * 4,
+            2 * 2880,
+            global_scale=0.002,
+            **_TILES,
+            **_GPT_OSS,
             large=True,
         ),
+        _silu("fp8", "per token, float32", 3, 2 * 33, dtype=torch.float32),
+        _silu("fp8", "blocks of 128, short last block", 3, 2 * 300, granularity="block"),
+        _silu("fp8", "per tensor, e5m2", 2, 3, 2 * 40, granularity="tensor", dtype=torch.float16, to=torch.float8_e5m2),
+        _silu("fp8", "blocks of 32, float16", 5, 2 * 96, dtype=torch.float16, granularity="block", block_size=32),
+        _silu("fp8", "longer rows than are held", 1, 2 * 17000),
+        _silu("fp8", "blocks of 128, e8m0", 3, 2 * 300, granularity="block", scale_dtype=torch.uint8),
+        _silu("fp8", "blocks of 128, packed e8m0", 2, 3, 2 * 1300, **_PACKED),
+        _silu("fp8", "tiles of 32 x 32, e8m0", 40, 2 * 80, granularity="block2d", block_size=32, scale_dtype=torch.uint8),
+        _silu("fp8", "deepseek-v3.1 expert, 512 rows, blocks of 128, packed e8m0", 512, 2 * 2048, **_PACKED, large=True),
+        _silu("fp8", "deepseek-v3.1 prefill 4096, blocks of 128, packed e8m0", 4096, 2 * 18432, **_PACKED, large=True),
+        _silu("fp8", "qwen3-8b decode 64, per token", 64, 2 * 12288, large=True),
+        _silu("fp8", "qwen3-32b decode 64, per token", 64, 2 * 25600, large=True),
+        _silu("fp8", "llama-3-8b prefill 8192, per token", 8192, 2 * 14336, large=True),
+        _silu("fp8", "llama-3-70b decode 64, one of 8 ranks, per token", 64, 2 * 3584, large=True),
+        _silu("fp8", "deepseek-v3 expert, 512 rows, blocks of 128", 512, 2 * 2048, granularity="block", large=True),
+        _silu("fp8", "deepseek-v3 prefill 4096, blocks of 128", 4096, 2 * 18432, granularity="block", large=True),
+        _silu("fp8_with_scale", "scale [], float32", 3, 2 * 33, dtype=torch.float32, scale_shape=()),
+        _silu("fp8_with_scale", "scale per token", 2, 3, 2 * 40, scale_shape=(2, 3, 1)),
+        _silu(
+            "fp8_with_scale", "scale [1], e5m2, float16", 5, 2 * 1100, dtype=torch.float16, scale_shape=(1,), to=torch.float8_e5m2
+        ),
+        _silu("fp8_with_scale", "llama-3-70b decode 64, one of 8 ranks", 64, 2 * 3584, scale_shape=(1,), large=True),
+        _silu("fp8_with_scale", "llama-3-8b prefill 8192", 8192, 2 * 14336, scale_shape=(1,), large=True),
+        _silu("mxfp8", "scales rounded up", 3, 2 * 96, scale_rounding="up"),
+        _silu("mxfp8", "three axes, float16", 2, 3, 2 * 160, dtype=torch.float16),
+        _silu("mxfp8", "scales in tiles, two matrices", 2, 20, 2 * 32, **_TILES),
+        _silu("mxfp8", "scales in tiles, rounded up, wide", 3, 2 * 1184, scale_rounding="up", **_TILES),
+        _silu("mxfp8", "qwen3-32b decode 64, scales in tiles", 64, 2 * 25600, **_TILES, large=True),
+        _silu("mxfp8", "qwen3-32b prefill 8192, scales in tiles", 8192, 2 * 25600, **_TILES, large=True),
+        _silu("mxfp8", "qwen3-32b decode 64", 64, 2 * 25600, large=True),
+        _silu("mxfp8", "qwen3-32b prefill 8192", 8192, 2 * 25600, large=True),
+        _silu("nvfp4", "one block, float32", 1, 2 * 16, dtype=torch.float32, global_scale=0.002),
+        _silu("nvfp4", "three axes, float16", 2, 3, 2 * 160, dtype=torch.float16, global_scale=0.002),
+        _silu("nvfp4", "scales in tiles", 130, 2 * 48, global_scale=0.002, **_TILES),
+        _silu("nvfp4", "qwen3-235b expert, 512 rows, scales in tiles", 512, 2 * 1536, global_scale=0.002, **_TILES, large=True),
+        _silu("nvfp4", "qwen3-32b prefill 8192, scales in tiles", 8192, 2 * 25600, global_scale=0.002, **_TILES, large=True),
+        _silu("nvfp4", "qwen3-235b expert, 512 rows", 512, 2 * 1536, global_scale=0.002, large=True),
+        _silu("nvfp4", "qwen3-32b prefill 8192", 8192, 2 * 25600, global_scale=0.002, large=True),
     ]

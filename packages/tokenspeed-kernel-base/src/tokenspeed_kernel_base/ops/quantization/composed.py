@@ -1,4 +1,4 @@
-"""Hooks of operators that quantise the result of another operator, composed of the hooks of both operators."""
+"""Hooks of operators that quantise what another operator makes, composed of its own and of those of `quantize`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base import lowering
-from tokenspeed_kernel_base.cases import Cost, Draw, nbytes
+from tokenspeed_kernel_base.cases import Cost, nbytes
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     BLOCK_MX,
@@ -20,104 +20,96 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 )
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.ops.quantization.fp8 import decode_quantised
+from tokenspeed_kernel_base.ops.quantization.quantize import quantize, vary_quantization
+from tokenspeed_kernel_base.ops.quantization.value import Quantization, kind_of
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.traits import TraitKind
+from tokenspeed_kernel_base.variation import Variation
+
+_BLOCKS = {"mxfp8": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 
-def draw_given(
-    draw: Draw, scale_shape: tuple[int, ...] | None, global_scale: float | None, to: torch.dtype | None, high: float
-) -> dict[str, Any]:
-    """Draws the requested arguments of a quantising operator: scales up to ``high``, a global scale, the target dtype."""
-    arguments: dict[str, Any] = {} if to is None else {"dtype": to}
-    if scale_shape is not None:
-        arguments["scale"] = draw.uniform(*scale_shape, low=0.005, high=high)
-    if global_scale is not None:
-        arguments["global_scale"] = draw.tensor([global_scale], torch.float32)
-    return arguments
-
-
-def kinds_of_both(first: Any, second: Any) -> dict[str, TraitKind]:
-    """The traits of an operator that uses the hooks of `Quantised` for these two operators."""
-    return {**second.operator.trait_kinds, **first.operator.trait_kinds}
+def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
+    """The traits of an operator that has the hooks `Quantised` of this one."""
+    return {**quantize.operator.trait_kinds, **first.operator.trait_kinds}
 
 
 class Quantised:
-    """The hooks of an operator that quantises the first output of another operator.
-
-    Its first outputs are those of ``second``. The further outputs of ``first`` follow.
+    """The hooks of an operator that quantises another operator's first output. That one's sum with a residual follows the scales.
 
     Args:
-        first: the operator whose first output is quantised; its input is x.
-        second: the operator that quantises its own x.
-        block: elements that share a scale, if ``first`` is a gated activation, whose result must consist of complete blocks.
-
-    Attributes:
-        coded: whether a difference in the last bit of the intermediate result may change all quantised values of a block. This is
-            so if scales are rounded; the operator then has the hook `decoded`.
+        first: the operator whose first output is quantised. Its input is x.
+        gated: whether x is twice as wide as that output.
     """
 
-    def __init__(self, first: Any, second: Any, block: int = 1) -> None:
-        self._first, self._second, self._block = first.operator, second.operator, block
-        # Defaults for options of ``second`` that the operator does not have.
-        self._defaults = {parameter.name: parameter.default for parameter in self._second.parameters if not parameter.required}
-        self.coded = self._second.mode in ("quantize_fp8", "quantize_mxfp8", "quantize_nvfp4")
+    hooks = ("traits", "check", "fake", "outputs", "intermediates", "decoded", "cost", "vary")
+
+    def __init__(self, first: Any, gated: bool = False) -> None:
+        self._first, self._gated = first.operator, gated
 
     def traits(self, **arguments: Any) -> dict[str, object]:
-        """The traits of both operators."""
-        made = self._on_meta(arguments)
-        return {
-            **self._second.run_hook("traits", self._for_second(arguments, made)),
-            **self._first.run_hook("traits", arguments),
-        }
+        """Those of both."""
+        return {**self._of_quantize("traits", arguments), **self._first.run_hook("traits", arguments)}
 
     def check(self, check: Checker, **arguments: Any) -> None:
-        """Checks the arguments of ``first``, then those of ``second``."""
-        check.dtype("x", arguments["x"], SOURCE_DTYPES)
+        """Checks what ``first`` is given, then what `quantize` is."""
+        x = arguments["x"]
+        check.dtype("x", x, SOURCE_DTYPES)
         self._first.run_hook("check", arguments, check)
-        x, made = arguments["x"], self._on_meta(arguments)
-        wanted = f"of shape [..., 2 * d] where d is a multiple of {self._block}"
-        check.require(made.shape[-1] % self._block == 0, "x", wanted, str(list(x.shape)))
-        self._second.run_hook("check", self._for_second(arguments, made), check)
+        if self._gated:
+            block = _BLOCKS.get(kind_of(arguments["quantization"]), 1)
+            wanted = f"of shape [..., 2 * d] where d is a multiple of {block}"
+            check.require(x.shape[-1] // 2 % block == 0, "x", wanted, str(list(x.shape)))
+        self._of_quantize("check", arguments, check)
 
     def fake(self, **arguments: Any) -> Any:
-        """The outputs of ``second``, then the further outputs of ``first``."""
+        """What `quantize` makes, then what else ``first`` does."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
-        quantised = self._second.run_hook("fake", self._for_second(arguments, made))
+        quantised = quantize.operator.run_hook("fake", {"x": made, "quantization": arguments["quantization"]})
         return lowering.from_list([*lowering.as_list(quantised), *others])
+
+    def outputs(self, **arguments: Any) -> list[str]:
+        """The names of these."""
+        return [*quantize.operator.outputs_of(arguments), *["residual_out"] * (arguments.get("residual") is not None)]
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
         """The intermediate result is rounded to x's dtype before it is quantised."""
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
-        """The dequantised outputs of ``second``, then the further outputs of ``first``.
-
-        With float32 scales the quantised values and scales are returned unchanged: a last-bit difference of the intermediate
-        result changes a scale equally little, and few quantised values."""
+        """What codes and scales stand for, then what else ``first`` makes. Codes of given and of float32 scales are left as they
+        are: a last bit of the input changes a float32 scale by as much, and few of the codes."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
-        codes, scale = arguments["out"], arguments["scale_out"]
-        if "granularity" in arguments:
-            if scale.dtype == torch.float32:
-                return codes, scale, *others
-            return Decoded(*decode_quantised(codes, scale, arguments["granularity"], arguments["block_size"])), *others
-        k, block = (2 * codes.shape[-1], BLOCK_NVFP4) if "global_scale" in arguments else (codes.shape[-1], BLOCK_MX)
-        if arguments["scale_layout"] == "128x4":
-            scale = unswizzle(scale, codes.shape[-2], k // block)
-        if "global_scale" in arguments:
-            return Decoded(decode_nvfp4(codes, scale, arguments["global_scale"]), nvfp4_format()), *others
-        return Decoded(decode_mxfp8(codes, scale), mxfp8_format()), *others
+        quantization: Quantization = arguments["quantization"]
+        codes, scale, kind = arguments["out"], arguments["scale_out"], kind_of(quantization)
+        if kind not in _BLOCKS:
+            if scale is None or scale.dtype == torch.float32:
+                return (codes, *others) if scale is None else (codes, scale, *others)
+            return Decoded(*decode_quantised(codes, scale, quantization.granularity, quantization.block_size)), *others
+        k = 2 * codes.shape[-1] if kind == "nvfp4" else codes.shape[-1]
+        if quantization.scale_layout == "128x4":
+            scale = unswizzle(scale, codes.shape[-2], k // _BLOCKS[kind])
+        if kind == "mxfp8":
+            return Decoded(decode_mxfp8(codes, scale), mxfp8_format()), *others
+        assert quantization.scale is not None
+        return Decoded(decode_nvfp4(codes, scale, quantization.scale), nvfp4_format()), *others
 
     def cost(self, **arguments: Any) -> Cost:
-        """The cost of both operators, minus writing and reading the intermediate result."""
-        made = self._on_meta(arguments)
-        one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", self._for_second(arguments, made))
-        return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(made))
+        """The work of both, without the write of what is quantised, and without reading it again."""
+        one, other = self._first.run_hook("cost", arguments), self._of_quantize("cost", arguments)
+        return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(self._between(arguments)))
 
-    def _for_second(self, arguments: Mapping[str, Any], made: torch.Tensor) -> dict[str, Any]:
-        """The arguments of ``second``."""
-        return {**self._defaults, **arguments, "x": made}
+    def vary(self, variation: Variation, **arguments: Any) -> dict[str, Any]:
+        """Other values as both want them."""
+        changed = self._first.varied(arguments, variation)
+        return {**changed, **vary_quantization(variation, arguments["quantization"])}
 
-    def _on_meta(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """The intermediate result as a meta tensor."""
+    def _of_quantize(self, hook: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
+        """A hook of `quantize`, for what ``first`` makes."""
+        given = {"x": self._between(arguments), "quantization": arguments["quantization"]}
+        return quantize.operator.run_hook(hook, given, *leading)
+
+    def _between(self, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """What is quantised, described without being allocated."""
         described = {**arguments, "x": arguments["x"].to("meta")}
         return lowering.as_list(self._first.run_hook("fake", described))[0]

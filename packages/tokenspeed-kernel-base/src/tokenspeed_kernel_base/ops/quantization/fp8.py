@@ -193,10 +193,9 @@ def _(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dt
     return traits
 
 
-@quantize_fp8.check
-def _(check: Checker, x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+def check_scaling(check: Checker, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    """Raises ValueError unless these options go together."""
     check.one_of("granularity", granularity, GRANULARITIES)
-    check.tensor("x", x, "... m k" if granularity == "block2d" else "... k", SOURCE_DTYPES)
     check.require(block_size >= 1, "block_size", "at least 1", block_size)
     check.one_of("dtype", dtype, sorted(FP8, key=str))
     check.one_of("scale_dtype", scale_dtype, SCALE_DTYPES)
@@ -204,6 +203,12 @@ def _(check: Checker, x: Tensor, granularity: str, block_size: int, dtype: torch
         blocked = bool(_block_shape(granularity, block_size))
         check.require(blocked, "granularity", f"'block' or 'block2d' with scale_dtype={scale_dtype}", granularity)
         check.require(dtype in E8M0_DTYPES, "dtype", f"float8_e4m3fn or float8_e5m2 with scale_dtype={scale_dtype}", dtype)
+
+
+@quantize_fp8.check
+def _(check: Checker, x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    check_scaling(check, granularity, block_size, dtype, scale_dtype)
+    check.tensor("x", x, "... m k" if granularity == "block2d" else "... k", SOURCE_DTYPES)
 
 
 @quantize_fp8.fake

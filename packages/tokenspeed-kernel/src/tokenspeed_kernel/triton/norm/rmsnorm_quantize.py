@@ -5,56 +5,43 @@ A program normalises `rmsnorm`'s tile of whole rows, rounds the result to x's dt
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import as_rows, has_rows, launch_options, may_overlap
 from tokenspeed_kernel.triton.norm.rmsnorm import LONGEST_ROW, tile_for
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
     DECLARED,
-    FP8_TRAITS,
-    Form,
+    KINDS,
     as_bytes,
-    fp8_form,
-    fp8_with_scale_form,
+    form_of,
     least_columns,
-    mxfp8_form,
     nothing_to,
-    nvfp4_form,
     rows_for,
     stored_for,
 )
 from tokenspeed_kernel.triton.quantization._rows import finish
 from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.lowering import from_list
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-_DECLARED = {**DECLARED, "tags": {"determinism", "batch_invariant"}}
-_TRAITS: dict[str, Any] = {"hidden": at_most(LONGEST_ROW), "residual": any, "wide_residual": any}
 
-
-def _launch(
+def rmsnorm_quantize(
     x: Tensor,
     weight: Tensor,
+    quantization: Quantization,
     eps: float,
     residual: Tensor | None,
-    form: Form,
-    dtype: torch.dtype,
-    given: Tensor | None,
     out: Tensor | None,
     scale_out: Tensor | None,
     residual_out: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Returns the quantised values, the scales if they are computed, and the sum with the residual if there is one.
-
-    ``dtype``: dtype of the quantised values.
-    """
-    hidden = x.shape[-1]
-    stored = stored_for(x, x.shape, form, dtype, out, scale_out)
+) -> Tensor | tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.rmsnorm_quantize`."""
+    hidden, form = x.shape[-1], form_of(x, quantization)
+    stored = stored_for(x, x.shape, form, quantization.dtype, out, scale_out)
     total = None
     if residual is not None:
         total = residual_out if residual_out is not None and has_rows(residual_out) else residual.new_empty(x.shape)
@@ -72,7 +59,7 @@ def _launch(
             sums,
             as_bytes(stored.codes),
             as_bytes(stored.scales),
-            given,
+            quantization.scale,
             rows.per_matrix,
             rows.programs,
             hidden,
@@ -92,80 +79,15 @@ def _launch(
     else:
         nothing_to(stored.scales)
     made = stored.finish(out, scale_out)
-    return made if total is None else (*made, finish(total, residual_out))
+    return from_list(made if total is None else (*made, finish(total, residual_out)))  # type: ignore[no-any-return]
 
 
-@register_kernel(
-    "norm",
-    "rmsnorm_quantize_fp8",
-    traits={**_TRAITS, **FP8_TRAITS},
-    **_DECLARED,
-)
-def rmsnorm_quantize_fp8(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    granularity: str,
-    block_size: int,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    out: Tensor | None,
-    scale_out: Tensor | None,
-    residual_out: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.rmsnorm_quantize_fp8`."""
-    form = fp8_form(x, granularity, block_size, dtype, scale_dtype)
-    return _launch(x, weight, eps, residual, form, dtype, None, out, scale_out, residual_out)
-
-
-@register_kernel("norm", "rmsnorm_quantize_fp8_with_scale", traits={**_TRAITS, "granularity": "tensor"}, **_DECLARED)
-def rmsnorm_quantize_fp8_with_scale(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    out: Tensor | None,
-    residual_out: Tensor | None,
-) -> Tensor | tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.rmsnorm_quantize_fp8_with_scale`."""
-    made = _launch(x, weight, eps, residual, fp8_with_scale_form(x, dtype), dtype, scale, out, None, residual_out)
-    return made[0] if residual is None else made
-
-
-@register_kernel(
-    "norm", "rmsnorm_quantize_mxfp8", traits={**_TRAITS, "scales_rounded_up": any, "scales_in_tiles": any}, **_DECLARED
-)
-def rmsnorm_quantize_mxfp8(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    scale_rounding: str,
-    scale_layout: str,
-    out: Tensor | None,
-    scale_out: Tensor | None,
-    residual_out: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.rmsnorm_quantize_mxfp8`."""
-    form = mxfp8_form(x, scale_rounding, scale_layout)
-    return _launch(x, weight, eps, residual, form, torch.float8_e4m3fn, None, out, scale_out, residual_out)
-
-
-@register_kernel("norm", "rmsnorm_quantize_nvfp4", traits={**_TRAITS, "scales_in_tiles": any}, **_DECLARED)
-def rmsnorm_quantize_nvfp4(
-    x: Tensor,
-    weight: Tensor,
-    global_scale: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    scale_layout: str,
-    out: Tensor | None,
-    scale_out: Tensor | None,
-    residual_out: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """See `tokenspeed_kernel.rmsnorm_quantize_nvfp4`."""
-    form = nvfp4_form(x, scale_layout)
-    return _launch(x, weight, eps, residual, form, torch.uint8, global_scale, out, scale_out, residual_out)
+for _kind, _traits in KINDS.items():
+    register_kernel(
+        "norm",
+        "rmsnorm_quantize",
+        name=f"triton_rmsnorm_quantize_{_kind}",
+        traits={"quantization": _kind, **_traits, "hidden": at_most(LONGEST_ROW), "residual": any, "wide_residual": any},
+        tags={"determinism", "batch_invariant"},
+        **DECLARED,
+    )(rmsnorm_quantize)

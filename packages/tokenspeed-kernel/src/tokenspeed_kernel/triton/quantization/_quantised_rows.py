@@ -11,8 +11,9 @@ from torch import Tensor
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
 from tokenspeed_kernel.triton.quantization._rows import finish
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, FP8_MAX, SMALLEST_NORMAL
+from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, SMALLEST_NORMAL
 from tokenspeed_kernel_base.ops.quantization.formats import swizzled_shape
+from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
 
@@ -33,13 +34,13 @@ DECLARED: dict[str, Any] = {
 """Arguments of `register_kernel` common to these kernels."""
 
 
-FP8_TRAITS: dict[str, Any] = {
-    "granularity": {"token", "block"},
-    "block_size": GROUPS,
-    "scales_e8m0": any,
-    "scales_packed": any,
+KINDS: dict[str, dict[str, Any]] = {
+    "fp8": {"granularity": {"token", "block"}, "block_size": GROUPS, "scales_e8m0": any, "scales_packed": any},
+    "fp8_with_scale": {"granularity": "tensor"},
+    "mxfp8": {"scales_rounded_up": any, "scales_in_tiles": any},
+    "nvfp4": {"scales_in_tiles": any},
 }
-"""Traits of kernels that compute fp8 scales."""
+"""What these kernels quantise to, with the traits of each. One launcher is registered once for each."""
 
 
 class Form(NamedTuple):
@@ -69,36 +70,23 @@ class Form(NamedTuple):
     steps: int
 
 
-def form_of(
-    x: Tensor,
-    name: str,
-    group: int,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    up: bool = False,
-    scales: str = "rows",
-    e8m0: bool = False,
-) -> Form:
-    """Returns the form for results that are computed from x, and rounded to x's dtype before they are quantised."""
-    able, steps = abilities(x.device), division_steps(x.dtype)
-    return Form(name, scales, e8m0, FP8_NAMES[dtype], FP8_MAX[dtype], group, up, able.native, able.interpreted, steps)
-
-
-def fp8_form(x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Form:
-    """Returns the form for granularity ``"token"`` or ``"block"``."""
-    group, scales = ROW if granularity == "token" else block_size, "packed" if scale_dtype == torch.int32 else "rows"
-    return form_of(x, "fp8", group, dtype, scales=scales, e8m0=scale_dtype != torch.float32)
-
-
-def fp8_with_scale_form(x: Tensor, dtype: torch.dtype) -> Form:
-    return form_of(x, "fp8", GIVEN, dtype)
-
-
-def mxfp8_form(x: Tensor, scale_rounding: str, scale_layout: str) -> Form:
-    return form_of(x, "mxfp8", BLOCK_MX, up=scale_rounding == "up", scales=_STORED[scale_layout])
-
-
-def nvfp4_form(x: Tensor, scale_layout: str) -> Form:
-    return form_of(x, "nvfp4", BLOCK_NVFP4, scales=_STORED[scale_layout])
+def form_of(x: Tensor, quantization: Quantization) -> Form:
+    """The form of what is computed from x, and rounded to its dtype before it is quantised."""
+    fp8, granularity = quantization.format == "fp8", quantization.granularity
+    dtype = quantization.dtype if fp8 else torch.float8_e4m3fn
+    able = abilities(x.device)
+    return Form(
+        quantization.format,
+        "packed" if quantization.scale_dtype == torch.int32 else _STORED[quantization.scale_layout],
+        fp8 and quantization.scale_dtype != torch.float32,
+        FP8_NAMES[dtype],
+        FP8_MAX[dtype],
+        {"token": ROW, "given": GIVEN}.get(granularity, quantization.block_size),
+        not fp8 and quantization.scale_rounding == "up",
+        able.native,
+        able.interpreted,
+        division_steps(x.dtype),
+    )
 
 
 def least_columns(form: Form) -> int:

@@ -137,7 +137,7 @@ def without_padding(op: Operator[Any, Any], arguments: Mapping[str, Any], result
 
 def decoded_outputs(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:
     """Decodes the outputs of a call with these arguments by the operator's hook ``decoded``."""
-    made = {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}
+    made = {**arguments, **dict.fromkeys(op.outs), **op.named(arguments, outputs)}
     return tuple(op.run_hook("decoded", made))
 
 

@@ -389,7 +389,7 @@ class _Trial:
     def _check_out(self, arguments: dict[str, Any], before: list[Tensor] | None) -> None:
         """Runs again with every output provided by the caller."""
         wanted = lowering.as_list(self.expected)
-        provided = {name: _garbage(t) for name, t in zip(self.op.outs, wanted, strict=False)}
+        provided = {name: _garbage(t) for name, t in self.op.named(arguments, wanted).items()}
         if not provided:
             return
         result = self._call({**arguments, **provided})

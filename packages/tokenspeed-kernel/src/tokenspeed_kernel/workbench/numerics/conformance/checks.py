@@ -226,7 +226,7 @@ def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
         if parameter.kind is Kind.TENSOR and value is not None and value is complete[parameter.name]:
             placed.append(guards.guard(parameter.name, value))
     wanted = lowering.as_list(expected)
-    for name, tensor in zip(op.outs, wanted, strict=False):
+    for name, tensor in op.named(arguments, wanted).items():
         guarded = guards.guard(name, torch.empty_like(tensor))
         guarded.tensor.copy_(guards.filled(tensor.numel(), tensor).view(tensor.shape))
         placed.append(guarded)

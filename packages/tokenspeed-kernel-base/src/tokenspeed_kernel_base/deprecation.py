@@ -1,0 +1,70 @@
+"""Operators' old names, which stay for one release: functions that warn, and call the operator that took their place."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+def deprecated_operator(
+    name: str,
+    function: Any,
+    parameter: str,
+    make: Callable[..., Any],
+    *,
+    without: Collection[str] = (),
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+) -> Callable[..., Any]:
+    """A function that is called as an operator was that had one parameter's options as parameters of its own.
+
+    What ``make`` requires stands in the place of the parameter, and its options stand before the outputs.
+
+    Args:
+        name: the old one.
+        function: the operator that took its place.
+        parameter: the one of the operator that ``make`` makes.
+        make: a class or a constructor.
+        without: parameters of the operator, or options of ``make``, that the old operator did not have.
+        fixed: values of the operator's parameters that the old operator did not have.
+
+    Returns:
+        A plain function with the old signature and the keywords ``override`` and ``solution``. It warns DeprecationWarning once.
+    """
+    op = function.operator
+    missing = {*without, *fixed}
+    own = [p for p in inspect.signature(make, eval_str=True).parameters.values() if p.name not in missing]
+    options = [p for p in own if p.default is not p.empty]
+    signature, parameters = inspect.signature(function), list[inspect.Parameter]()
+    for each in signature.parameters.values():
+        if each.name == op.outs[0]:
+            parameters += options
+        if each.name == parameter:
+            parameters += [p for p in own if p.default is p.empty]
+        elif each.name not in missing:
+            parameters.append(each)
+    names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    made = {p.name for p in own}
+    instead = ", ".join([f"{make.__qualname__}(...)", *(f"{option}={value}" for option, value in fixed.items())])
+    said = f"use {op.mode}(..., {instead})"
+    warned = False
+
+    def alias(*args: Any, override: str | None = None, solution: str | None = None, **keywords: Any) -> Any:
+        nonlocal warned
+        if not torch.compiler.is_compiling() and not warned:
+            warned = True
+            warnings.warn(f"{name} is deprecated: {said}", DeprecationWarning, stacklevel=2)
+        given = {**dict(zip(names, args, strict=False)), **keywords}
+        if len(args) > len(names) or len(given) < len(args) + len(keywords) or any(each not in names for each in given):
+            raise TypeError(f"{name} takes {', '.join(names)}, each at most once; got {len(args)} and {', '.join(keywords)}")
+        value = make(**{each: given.pop(each) for each in made if each in given})
+        return function(**given, **fixed, **{parameter: value}, override=override, solution=solution)
+
+    alias.__name__ = alias.__qualname__ = name
+    alias.__doc__ = f"Deprecated: {said}."
+    alias.__signature__ = inspect.Signature(parameters, return_annotation=signature.return_annotation)  # type: ignore[attr-defined]
+    return alias
