@@ -37,7 +37,7 @@ def swiglu_quantize(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`quantize` of `swiglu`: a gated activation in the format that ``quantization`` names.
 
-    The activation's result is rounded to x's dtype first, and that is what is quantised. With ``alpha=1``, ``beta=0``, no limit
+    The activation's result is rounded to x's dtype, and then quantised. With ``alpha=1``, ``beta=0``, no limit
     and gate and up in halves the activation is `silu_and_mul`.
 
     Args:

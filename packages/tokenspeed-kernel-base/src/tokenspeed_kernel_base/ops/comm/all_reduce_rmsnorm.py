@@ -44,7 +44,7 @@ def all_reduce_rmsnorm(
     residual. On gloo, and with peer memory, shapes and dtypes are made sure of at the first call of each kind, within
     ``group.time_limit_s``.
 
-    The sum over ranks is rounded to x's dtype, then the sum with the residual, and that is what is normalised in float32. All ranks
+    The sum over ranks is rounded to x's dtype, then the sum with the residual, which is normalised in float32. All ranks
     get the same bits. Kernels that send over peer memory wait for other ranks no longer than ``group.peer_time_limit_s``, after
     which the launch fails.
 

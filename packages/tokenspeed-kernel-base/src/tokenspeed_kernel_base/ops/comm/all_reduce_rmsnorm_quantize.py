@@ -43,7 +43,7 @@ def all_reduce_rmsnorm_quantize(
     """`quantize` of `all_reduce_rmsnorm`: the sum over all ranks, with the residual added, normalised, in the format that
     ``quantization`` names.
 
-    The normalised sum is rounded to x's dtype first, and that is what is quantised. Ranks must agree as for `all_reduce_rmsnorm`,
+    The normalised sum is rounded to x's dtype, and then quantised. Ranks must agree as for `all_reduce_rmsnorm`,
     and get the same bits. A given scale must have the same values on all ranks.
 
     Args:

@@ -40,7 +40,7 @@ def rmsnorm_quantize(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """`quantize` of `rmsnorm`: a normalised row in the format that ``quantization`` names.
 
-    The normalised row is rounded to x's dtype first, and that is what is quantised.
+    The normalised row is rounded to x's dtype, and then quantised.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., hidden]``; hidden a multiple of 32 for mxfp8, of 16 for nvfp4.
