@@ -20,8 +20,8 @@ from tokenspeed_kernel_base.traits import TraitKind
 # The backend of a group of one process, which does not communicate.
 ALONE = "none"
 
-# The default size of the largest message, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up to whole
-# units. gloo: less, because kernels on CPUs are only interpreted.
+# The default size of the largest message, by backend. nccl: 8192 rows of 2880 bfloat16 elements, each row rounded up
+# to a multiple of `UNIT` bytes. gloo: less, because kernels on CPUs are only interpreted.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
 # Some operators have the one-shot protocol only; they can send at least this many bytes to each rank.
 _LEAST_BYTES = 4 << 20
