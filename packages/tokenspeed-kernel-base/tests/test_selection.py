@@ -229,7 +229,7 @@ def test_an_override_passes_by_traits_and_priority(three: None) -> None:
 def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any], three: None) -> None:
     add("half", priority=1, format_signatures=format_signatures("x", "dense", {torch.float16}))
     with pytest.raises(
-        NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs a device by nvidia"
+        NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs an NVIDIA device"
     ):
         chosen(override="gpu")
     with pytest.raises(
@@ -408,7 +408,7 @@ def test_the_error_lists_every_candidate(add: Callable[..., Any]) -> None:
         "objective latency",
         "formats  x: bfloat16",
         "traits   head_dim=128, sinks=True",
-        " x gpu     platform: needs a device by nvidia, this is cpu (cpu)",
+        " x gpu     platform: needs an NVIDIA device, this is a CPU",
         " x half    formats: x: bfloat16 wanted, float16 offered",
         " x small   traits: head_dim=128 is not one of 32, 64; says nothing of sinks, so it does not have it",
         " x silent  traits: says nothing of sinks, so it does not have it",

@@ -170,8 +170,8 @@ def test_a_missing_compiler_is_named_by_a_call(installed: Any) -> None:
     ("platform", "reason"),
     [
         ("sm_80", r"needs architecture 9.0 or later, this is 8.0 \(sm_80\)"),
-        ("gfx950", r"needs a device by nvidia, this is amd \(gfx950\)"),
-        ("cpu", r"needs a device by nvidia, this is cpu \(cpu\)"),
+        ("gfx950", r"needs an NVIDIA device, this is gfx950"),
+        ("cpu", r"needs an NVIDIA device, this is a CPU"),
     ],
 )
 def test_another_machine_is_named(name: str, platform: str, reason: str, installed: Any) -> None:

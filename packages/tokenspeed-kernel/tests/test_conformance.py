@@ -232,7 +232,7 @@ def test_what_cannot_run_here_is_skipped_with_the_reason() -> None:
     needy = KernelSpec("needy", "norm", "rmsnorm", solution="x", format_signatures=None, capability=wants)
     findings = conform(needy, CPU, Options())
     assert [(f.check, f.status) for f in findings] == [(check, Status.SKIPPED) for check in CHECKS]
-    assert findings[0].detail == "platform: needs a device by nvidia, this is cpu (cpu)"
+    assert findings[0].detail == "platform: needs an NVIDIA device, this is a CPU"
     with use_platform(named_platform("gfx950")):
         findings = conform(KernelRegistry.get().get_by_name("reference_rmsnorm"), CPU, Options())
     assert {f.detail for f in findings} == {"platform: gfx950 is pretended, nothing launches"}
