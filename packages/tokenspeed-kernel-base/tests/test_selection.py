@@ -424,6 +424,21 @@ def test_the_error_lists_every_candidate(add: Callable[..., Any]) -> None:
     ]
 
 
+def test_kernels_rejected_for_one_reason_are_listed_together(add: Callable[..., Any]) -> None:
+    names = [f"gpu_kernel_with_a_long_name_{index:02}" for index in range(12)]
+    for priority, name in enumerate(names):
+        add(name, capability=NVIDIA, priority=priority)
+    add("silent", priority=12)
+    with pytest.raises(NoKernelFoundError) as caught:
+        chosen(traits={"sinks": True})
+    lines = str(caught.value).splitlines()
+    at = lines.index(" x 12 kernels  platform: needs an NVIDIA device, this is a CPU") + 1
+    listed = re.findall(r"\w+", " ".join(line for line in lines[at:] if line.startswith("     ")))
+    assert sorted(listed) == names, "every candidate is there, in one piece"
+    assert " x silent  traits: says nothing of sinks, so it does not have it" in lines
+    assert max(map(len, lines)) <= 100
+
+
 def test_no_kernel_at_all(registry: KernelRegistry) -> None:
     with pytest.raises(NoKernelFoundError, match="no kernel is registered for this operator"):
         chosen()
