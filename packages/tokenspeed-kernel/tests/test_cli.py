@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -28,13 +29,15 @@ from typer.testing import CliRunner
 from tokenspeed_kernel import moe_plan, plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
 from tokenspeed_kernel.version import __version__
-from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD
 from tokenspeed_kernel.workbench.cli.output import print_table
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
-from tokenspeed_kernel_command import COMMANDS
+from tokenspeed_kernel_base.selection import SelectionObjective
+from tokenspeed_kernel_command import COMMANDS, options
+from tokenspeed_kernel_command.commands import DECLARED, app, implementation
 
 runner = CliRunner()
 
@@ -629,7 +632,7 @@ def _without_rows(file: str) -> str:
 
 
 def test_without_memory_for_a_roofline_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package's attribute is the command
+    from tokenspeed_kernel.workbench.cli import bench
 
     def full(device: torch.device, **options: Any) -> None:
         raise torch.OutOfMemoryError("4 GiB are not free")
@@ -706,6 +709,26 @@ def test_help_and_version_come_without_pytorch() -> None:
         *told, imported = process("-c", program, *words).stdout.splitlines()
         assert imported == "[]"
         assert told == [f"tokenspeed-kernel {__version__}"] or len(told) > len(COMMANDS)
+    program = f"""
+    import sys, tokenspeed_kernel_command as command
+    try:
+        command.main()
+    finally:
+        print({heavy})
+    """
+    for words in (
+        ("explain", "--help"),
+        ("verify", "-h"),
+        ("bench", "--help"),
+        ("capture", "show", "--help"),
+        ("plugins", "info", "-h"),
+    ):
+        *told, imported = process("-c", textwrap.dedent(program), *words).stdout.splitlines()
+        assert imported == "[]"
+        assert told[0].startswith(f"Usage: tokenspeed-kernel {words[0]} ")
+    done = process("-c", textwrap.dedent(program), "verify", "--devcie", "cpu")
+    assert "No such option: --devcie" in done.stderr
+    assert done.stdout.split() == ["[]"], "wrong options, too, are found at once"
     assert process("-m", "tokenspeed_kernel", "--version").stdout == f"tokenspeed-kernel {__version__}\n"
 
 
@@ -714,6 +737,17 @@ def test_the_help_names_every_command_and_says_what_its_docstring_says() -> None
     assert [*commands] == [*COMMANDS]
     for name, does in COMMANDS.items():
         assert commands[name].help.startswith(does), name
+
+
+def test_what_is_declared_is_what_runs() -> None:
+    for module, declared in DECLARED:
+        names = [*inspect.signature(declared).parameters]
+        assert [*inspect.signature(implementation(module, declared.__name__)).parameters] == names, declared.__name__
+    assert {each.value for each in options.Objectives} == {each.value for each in SelectionObjective}
+    assert (options.THRESHOLD, options.CONFIDENCE) == (THRESHOLD, CONFIDENCE)
+
+
+def test_the_command_is_a_module_too() -> None:
     assert re.search(r"^  bench    Time kernels, after", process("-m", "tokenspeed_kernel_command").stdout, re.MULTILINE)
 
 
@@ -818,7 +852,7 @@ def test_without_the_tools_one_line_says_what_to_install(missing: str) -> None:
                 raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
     sys.meta_path.insert(0, Blocker())
     sys.argv = ["tokenspeed-kernel", "doctor", "--json"]
-    from tokenspeed_kernel.__main__ import main
+    from tokenspeed_kernel_command import main
     main()
     """
     done = process("-c", textwrap.dedent(program))
@@ -833,7 +867,7 @@ def test_a_missing_module_of_our_own_is_not_taken_for_a_missing_extra() -> None:
     import sys
     sys.modules["tokenspeed_kernel.workbench.doctor"] = None
     sys.argv = ["tokenspeed-kernel", "doctor"]
-    from tokenspeed_kernel.__main__ import main
+    from tokenspeed_kernel_command import main
     main()
     """
     done = process("-c", textwrap.dedent(program))

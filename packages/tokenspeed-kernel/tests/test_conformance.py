@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from tokenspeed_kernel import plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
-from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status
 from tokenspeed_kernel.workbench.numerics.conformance import (
     CHECKS,
@@ -40,6 +39,7 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, PriorityClashWarning
 from tokenspeed_kernel_base.spec import KernelSpec
+from tokenspeed_kernel_command.commands import app
 
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")

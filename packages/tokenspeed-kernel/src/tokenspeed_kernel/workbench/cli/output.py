@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import rich.box
 import rich.console
@@ -16,8 +16,6 @@ import rich.text
 import typer
 
 from tokenspeed_kernel_base.names import did_you_mean
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _STYLES = {
     "passed": "green",

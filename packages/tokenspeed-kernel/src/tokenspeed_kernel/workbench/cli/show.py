@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Annotated, Any, Optional
+from typing import Any
 
 import torch
 import typer
 
 from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.workbench.cli.find import find_operator
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
 from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values, typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
@@ -27,8 +27,7 @@ from tokenspeed_kernel_base.traits import describe_kind, format_traits
 # -- doctor -------------------------------------------------------------------------------------------------------------------
 
 
-def doctor(as_json: AsJson = False) -> None:
-    """Show platform, versions, settings and plugins, and what to do about what is wrong. Exit code 1 if something is."""
+def doctor(as_json: bool) -> None:
     diagnosis = diagnose()
     if as_json:
         print_json(diagnosis.to_dict())
@@ -67,11 +66,8 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 # -- ops ----------------------------------------------------------------------------------------------------------------------
 
-OptionalName = Annotated[Optional[str], typer.Argument(metavar="[NAME]", help="Show this operator in full.")]  # noqa: UP045
 
-
-def ops(name: OptionalName = None, as_json: AsJson = False) -> None:
-    """List the operators, or show one: signature, contract, kernels and cases."""
+def ops(name: str | None, as_json: bool) -> None:
     if name is not None:
         _show_operator(find_operator(name), as_json)
         return
@@ -121,32 +117,17 @@ def _show_operator(op: Operator[Any, Any], as_json: bool) -> None:
 
 # -- explain ------------------------------------------------------------------------------------------------------------------
 
-OperatorName = Annotated[str, typer.Argument(metavar="OP")]
-Changes = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Argument(metavar="[TRAIT=VALUE|ROLE=DTYPE]...", help="What to change in the case's request: sinks=true q=float16."),
-]
-PlatformName = Annotated[Optional[str], typer.Option("--platform", help="As if on cpu, sm_90, gfx950...")]  # noqa: UP045
-Objective = Annotated[Optional[SelectionObjective], typer.Option("--objective")]  # noqa: UP045
-Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
-KernelName = Annotated[Optional[str], typer.Option("--override", help="Ask for this kernel by name.")]  # noqa: UP045
-CaseName = Annotated[Optional[str], typer.Option("--case", help="The call to start from; a typical one if left out.")]  # noqa: UP045
-
 
 def explain(
-    op: OperatorName,
-    changes: Changes = None,
-    platform: PlatformName = None,
-    objective: Objective = None,
-    solution: Solution = None,
-    override: KernelName = None,
-    case: CaseName = None,
-    as_json: AsJson = False,
+    op: str,
+    changes: list[str] | None,
+    platform: str | None,
+    objective: str | None,
+    solution: str | None,
+    override: str | None,
+    case: str | None,
+    as_json: bool,
 ) -> None:
-    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.
-
-    For an operator with prepared weights: which kernel they would be prepared for.
-    """
     found = find_operator(op)
     starts = _cases(found, case)
     chosen = _varied(found, starts, changes or ())
@@ -165,7 +146,8 @@ def explain(
         where = request.platform if platform is None else named_platform(platform)
     except ValueError as error:
         fail(error)
-    request = dataclasses.replace(request, platform=where, objective=objective or request.objective, solution=solution)
+    wanted_objective = request.objective if objective is None else SelectionObjective(objective)
+    request = dataclasses.replace(request, platform=where, objective=wanted_objective, solution=solution)
     explanation = found.consider_prepared(request, arguments, wanted)
     if as_json:
         changed = "" if chosen in starts else str(chosen.make)
@@ -301,8 +283,7 @@ def _print_explanation(explanation: Explanation, case: str) -> None:
 # -- plugins ------------------------------------------------------------------------------------------------------------------
 
 
-def plugin_list(as_json: AsJson = False) -> None:
-    """List the plugins: loaded, disabled and failed."""
+def plugin_list(as_json: bool) -> None:
     loaded, disabled, failed = list_plugins(), disabled_plugins(), plugin_failures()
     if as_json:
         print_json(
@@ -322,8 +303,7 @@ def plugin_list(as_json: AsJson = False) -> None:
         typer.echo("no plugins are installed")
 
 
-def plugin_info(name: Annotated[str, typer.Argument(metavar="NAME")], as_json: AsJson = False) -> None:
-    """Show one plugin: its kernels, or why it failed. Exit code 1 if it failed."""
+def plugin_info(name: str, as_json: bool) -> None:
     loaded = {info.name: info for info in list_plugins()}
     failed = {failure.name: failure for failure in plugin_failures()}
     if name in loaded:
