@@ -50,6 +50,11 @@ def call(*words: str, code: int = 0) -> str:
     return result.stdout
 
 
+def plain(text: str) -> str:
+    """Without what tells words apart only."""
+    return " ".join(text.replace("`", "").split())
+
+
 def call_json(*words: str, code: int = 0) -> Any:
     return json.loads(call(*words, "--json", code=code))
 
@@ -172,12 +177,25 @@ def test_doctor_shows_clashes(wrong: str) -> None:
 def test_ops_lists_every_operator() -> None:
     listed = call_json("ops")
     assert [o["operator"] for o in listed] == [str(op) for op in operators()]
-    lines = call("ops").splitlines()
-    assert lines[0].split() == ["operator", "parameters", "kernels", "solutions"]
-    assert len(lines) == 1 + len(listed)
-    for line, op in zip(lines[1:], listed, strict=True):
-        assert line.startswith(op["operator"])
-        assert ", ".join(op["parameters"]) in line, "no text is lost in a pipe"
+    assert all(o["parameters"] and o["kernels"] and o["solutions"] and o["purpose"] for o in listed)
+    text = call("ops")
+    assert max(map(len, text.splitlines())) <= 100
+    families = re.split(r"^(?=\w)", text, flags=re.MULTILINE)
+    for op in listed:
+        family, _, mode = op["operator"].partition(".")
+        (mine,) = (block for block in families if block.startswith(f"{family}\n"))
+        entry = re.split(r"\n  (?=\w)", mine)
+        (shown,) = (each for each in entry if each.split()[0] == mode)
+        assert plain(f"{mode} {op['purpose']}") == plain(shown), "the whole purpose, and nothing else"
+
+
+def test_a_wide_and_a_narrow_terminal_lose_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (60, 160):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = call("ops").splitlines()
+        assert max(map(len, lines)) <= columns
+        assert max(map(len, lines)) > columns - 30, "the width is used"
+        assert {op.mode for op in operators()} <= {word for line in lines for word in line.split()[:1]}
 
 
 def test_ops_shows_one_in_full() -> None:
@@ -198,10 +216,28 @@ def test_explain_gives_every_kernel_its_verdict() -> None:
     found = call_json("explain", "mm")
     assert found["chosen"] in {c["name"] for c in found["candidates"] if c["accepted"]}
     assert all(c["reason"] for c in found["candidates"])
-    text = call("explain", "mm")
-    assert re.search(rf"^{found['chosen']} +chosen ", text, re.MULTILINE)
+    text = call("explain", "mm", "--all")
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.splitlines()[-1].startswith(f"-> {found['chosen']} "), "the choice is the last line"
     for candidate in found["candidates"]:
-        assert candidate["reason"] in text
+        assert candidate["name"] in text.replace(",", " ").split(), "no name is broken"
+        assert plain(candidate["reason"]).removeprefix("needs ") in plain(text)
+
+
+def test_explain_groups_what_is_rejected_for_one_reason() -> None:
+    found = call_json("explain", "mm", "--platform", "cpu")
+    text = call("explain", "mm", "--platform", "cpu")
+    groups: dict[str, list[str]] = {}
+    for candidate in found["candidates"]:
+        if not candidate["accepted"]:
+            groups.setdefault(candidate["reason"], []).append(candidate["name"])
+    for reason, names in groups.items():
+        assert plain(text).count(plain(reason).removeprefix("needs ")) == 1, "each reason stands once"
+        for name in names:
+            assert (name in text.replace(",", " ").split()) == (len(names) <= 3)
+        if len(names) > 1 and reason.startswith("needs "):
+            assert f"{len(names)} kernels need {plain(reason)[6:]}" in plain(text)
+    assert ("--all names them" in text) == any(len(names) > 3 for names in groups.values())
 
 
 def test_explain_starts_from_a_case() -> None:
@@ -241,7 +277,7 @@ def test_explain_asks_for_calls_that_are_possible() -> None:
     assert set(found["formats"].values()) == {"bfloat16"}
     assert found["sizes"]["head_dim"] == found["sizes"]["v_head_dim"] == found["traits"]["head_dim"] == 128
     assert "head_dim=128" in found["changed_to"]
-    assert f"changed to {found['changed_to']}" in call(*words)
+    assert plain(f"changed to {found['changed_to']}") in plain(call(*words))
     cached = call_json("explain", "mha_decode_with_kvcache", "k_cache=float8_e4m3fn", "scaled=true")
     assert cached["formats"] == {"q": "bfloat16", "k_cache": "float8_e4m3fn", "v_cache": "float8_e4m3fn"}
     capped = call_json("explain", "mha_decode_with_kvcache", "logit_cap=true", "gqa_ratio=4")

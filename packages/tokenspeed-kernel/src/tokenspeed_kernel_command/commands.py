@@ -94,6 +94,7 @@ def explain(
     solution: o.Solution = None,
     override: o.KernelName = None,
     case: o.CaseName = None,
+    all_names: o.AllNames = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.

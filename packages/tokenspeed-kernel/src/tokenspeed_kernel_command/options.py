@@ -53,6 +53,7 @@ Changes = Annotated[
 PlatformName = Annotated[str | None, typer.Option("--platform", help="As if on cpu, sm_90, gfx950...")]
 Objective = Annotated[Objectives | None, typer.Option("--objective")]
 KernelName = Annotated[str | None, typer.Option("--override", help="Ask for this kernel by name.")]
+AllNames = Annotated[bool, typer.Option("--all", help="Name every kernel, also where many are rejected for one reason.")]
 CaseName = Annotated[str | None, typer.Option("--case", help="The call to start from; a typical one if left out.")]
 
 # -- verify -------------------------------------------------------------------------------------------------------------------
