@@ -136,8 +136,8 @@ def _arguments(tokens: int = 6, heads: int = 4, kv_heads: int = 2, head_dim: int
     ("platform", "reason"),
     [
         ("gfx942", r"gluon_mha_prefill +platform: needs architecture 9.5 or later, this is 9.4 \(gfx942\)"),
-        ("sm_90", r"gluon_mha_prefill +platform: needs a device by amd, this is nvidia \(sm_90\)"),
-        ("cpu", r"gluon_mha_prefill +platform: needs a device by amd, this is cpu \(cpu\)"),
+        ("sm_90", r"gluon_mha_prefill +platform: needs an AMD device, this is sm_90"),
+        ("cpu", r"gluon_mha_prefill +platform: needs an AMD device, this is a CPU"),
     ],
 )
 def test_another_machine_is_named(triton_of: Any, platform: str, reason: str) -> None:

@@ -31,12 +31,17 @@ from tokenspeed_kernel_base.platform import (
         ("sm90", "nvidia", (9, 0), "sm_90", "NVIDIA H100"),
         ("SM_90a", "nvidia", (9, 0), "sm_90", "NVIDIA H100"),
         ("sm_100", "nvidia", (10, 0), "sm_100", "NVIDIA B200"),
-        ("sm_103f", "nvidia", (10, 3), "sm_103", "sm_103"),
+        ("sm_103f", "nvidia", (10, 3), "sm_103", "NVIDIA B300"),
         ("sm_120", "nvidia", (12, 0), "sm_120", "sm_120"),
         ("gfx950", "amd", (9, 5), "gfx950", "AMD Instinct MI355X"),
         ("gfx942", "amd", (9, 4), "gfx942", "AMD Instinct MI300X"),
         ("gfx1201", "amd", (12, 0), "gfx1201", "gfx1201"),
         ("gfx90a", "amd", (9, 0), "gfx90a", "gfx90a"),
+        ("h100", "nvidia", (9, 0), "sm_90", "NVIDIA H100"),
+        ("H200", "nvidia", (9, 0), "sm_90", "NVIDIA H200"),
+        ("b200", "nvidia", (10, 0), "sm_100", "NVIDIA B200"),
+        ("mi300x", "amd", (9, 4), "gfx942", "AMD Instinct MI300X"),
+        ("MI355X", "amd", (9, 5), "gfx950", "AMD Instinct MI355X"),
     ],
 )
 def test_named_platforms(name: str, vendor: str, arch: tuple[int, int], label: str, device: str) -> None:
@@ -46,9 +51,9 @@ def test_named_platforms(name: str, vendor: str, arch: tuple[int, int], label: s
     assert str(made) == f"{device} [{label}] (pretended)"
 
 
-@pytest.mark.parametrize("name", ["", "h100", "sm_", "sm_9", "gfx", "gfx9", "sm_90 or so", "cpu0"])
+@pytest.mark.parametrize("name", ["", "h10", "sm_", "sm_9", "gfx", "gfx9", "sm_90 or so", "cpu0"])
 def test_unknown_names(name: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown platform .*; expected cpu, sm_<version>"):
+    with pytest.raises(ValueError, match=r"unknown platform .*; expected one of cpu, sm_<version> .*, h100, .*, mi355x"):
         named_platform(name)
 
 
@@ -78,9 +83,11 @@ def test_versions_are_ordered() -> None:
 GAPS: list[tuple[dict[str, Any], str, str | None]] = [
     ({}, "cpu", None),
     ({}, "sm_90", None),
-    ({"vendors": {"nvidia"}}, "gfx950", "needs a device by nvidia, this is amd (gfx950)"),
-    ({"vendors": {"nvidia", "amd"}}, "cpu", "needs a device by amd or nvidia, this is cpu (cpu)"),
+    ({"vendors": {"nvidia"}}, "gfx950", "needs an NVIDIA device, this is gfx950"),
+    ({"vendors": {"nvidia", "amd"}}, "cpu", "needs an AMD or NVIDIA device, this is a CPU"),
     ({"vendors": {"cpu"}}, "cpu", None),
+    ({"vendors": {"cpu"}}, "sm_90", "needs a CPU, this is sm_90"),
+    ({"vendors": {"cpu", "nvidia"}}, "gfx950", "needs a CPU or NVIDIA device, this is gfx950"),
     ({"min_arch_version": ArchVersion(9, 0)}, "sm_90", None),
     ({"min_arch_version": ArchVersion(9, 0)}, "sm_80", "needs architecture 9.0 or later, this is 8.0 (sm_80)"),
     ({"max_arch_version": ArchVersion(9, 0)}, "sm_90", None),
@@ -112,9 +119,7 @@ def test_only_missing_features_are_named(hopper: PlatformInfo) -> None:
 def test_why_triton_is_missing_is_true(monkeypatch: pytest.MonkeyPatch, cpu: PlatformInfo, cdna4: PlatformInfo) -> None:
     needs = CapabilityRequirement(required_features=frozenset({"triton"}))
     monkeypatch.setattr(platform, "_is_installed", lambda package: True)
-    assert needs.gap(cpu) == (
-        "needs triton, which compiles for GPUs only; TRITON_INTERPRET=1, set before Python starts, interprets it on this CPU"
-    )
+    assert needs.gap(cpu) == "needs triton, which a CPU can only interpret: set TRITON_INTERPRET=1 before Python starts"
     assert needs.gap(cdna4) is None
     bare = dataclasses.replace(cdna4, features=frozenset())
     assert needs.gap(bare) == "needs triton, which this platform lacks"

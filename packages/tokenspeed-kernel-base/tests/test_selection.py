@@ -229,7 +229,7 @@ def test_an_override_passes_by_traits_and_priority(three: None) -> None:
 def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any], three: None) -> None:
     add("half", priority=1, format_signatures=format_signatures("x", "dense", {torch.float16}))
     with pytest.raises(
-        NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs a device by nvidia"
+        NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs an NVIDIA device"
     ):
         chosen(override="gpu")
     with pytest.raises(
@@ -408,7 +408,7 @@ def test_the_error_lists_every_candidate(add: Callable[..., Any]) -> None:
         "objective latency",
         "formats  x: bfloat16",
         "traits   head_dim=128, sinks=True",
-        " x gpu     platform: needs a device by nvidia, this is cpu (cpu)",
+        " x gpu     platform: needs an NVIDIA device, this is a CPU",
         " x half    formats: x: bfloat16 wanted, float16 offered",
         " x small   traits: head_dim=128 is not one of 32, 64; says nothing of sinks, so it does not have it",
         " x silent  traits: says nothing of sinks, so it does not have it",
@@ -422,6 +422,21 @@ def test_the_error_lists_every_candidate(add: Callable[..., Any]) -> None:
         ("small", "traits", False),
         ("silent", "traits", False),
     ]
+
+
+def test_kernels_rejected_for_one_reason_are_listed_together(add: Callable[..., Any]) -> None:
+    names = [f"gpu_kernel_with_a_long_name_{index:02}" for index in range(12)]
+    for priority, name in enumerate(names):
+        add(name, capability=NVIDIA, priority=priority)
+    add("silent", priority=12)
+    with pytest.raises(NoKernelFoundError) as caught:
+        chosen(traits={"sinks": True})
+    lines = str(caught.value).splitlines()
+    at = lines.index(" x 12 kernels  platform: needs an NVIDIA device, this is a CPU") + 1
+    listed = re.findall(r"\w+", " ".join(line for line in lines[at:] if line.startswith("     ")))
+    assert sorted(listed) == names, "every candidate is there, in one piece"
+    assert " x silent  traits: says nothing of sinks, so it does not have it" in lines
+    assert max(map(len, lines)) <= 100
 
 
 def test_no_kernel_at_all(registry: KernelRegistry) -> None:

@@ -252,13 +252,16 @@ wishes = st.builds(
 # -- the oracle
 
 
+ARCHITECTURES = {"nvidia": "this is sm_", "amd": "this is gfx", "cpu": "this is a CPU"}
+
+
 def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, Any] | None:
     """The first gate that the kernel fails, and the facts that its reason must state."""
     device = wish.device
     if wish.solution is not None and kernel.solution != wish.solution:
         return "solution", (kernel.solution, wish.solution)
     if kernel.vendors is not None and device.vendor not in kernel.vendors:
-        return "platform", [*kernel.vendors, device.vendor]
+        return "platform", [*(vendor.upper() for vendor in kernel.vendors), ARCHITECTURES[device.vendor]]
     low, high = kernel.arch
     if device.vendor == "cpu" and (low is not None or high is not None):
         return "platform", ["architecture", f"{(low or high)[0]}.{(low or high)[1]}", "CPU"]  # type: ignore[index]
@@ -316,7 +319,7 @@ def check_reason(kernel: Kernel, wish: Wish, gate: str, facts: Any, reason: str)
     elif gate == "platform":
         for fact in facts:
             assert fact in reason, (fact, reason)
-        others = {"nvidia", "amd"} - {*facts, wish.device.vendor}
+        others = {"NVIDIA", "AMD"} - {*facts}
         assert not any(re.search(rf"\b{other}\b", reason) for other in others), reason
     elif gate == "formats":
         wanted = SIGNATURES[wish.formats]

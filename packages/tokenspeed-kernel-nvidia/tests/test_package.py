@@ -160,9 +160,10 @@ def test_which_compiler_does(installed: Any, versions: dict[str, str], reason: s
 
 def test_a_missing_compiler_is_named_by_a_call(installed: Any) -> None:
     installed()
-    reason = "cutedsl_mha_prefill_64 .*needs nvidia-cutlass-dsl >= 4.8, there is none"
-    with use_platform(named_platform("sm_90")), pytest.raises(RuntimeError, match=reason):
+    reason = "platform: needs nvidia-cutlass-dsl >= 4.8, there is none"
+    with use_platform(named_platform("sm_90")), pytest.raises(RuntimeError, match=reason) as caught:
         tokenspeed_kernel_nvidia.mha_prefill(**_arguments("mha_prefill"))
+    assert "cutedsl_mha_prefill_64" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -170,14 +171,15 @@ def test_a_missing_compiler_is_named_by_a_call(installed: Any) -> None:
     ("platform", "reason"),
     [
         ("sm_80", r"needs architecture 9.0 or later, this is 8.0 \(sm_80\)"),
-        ("gfx950", r"needs a device by nvidia, this is amd \(gfx950\)"),
-        ("cpu", r"needs a device by nvidia, this is cpu \(cpu\)"),
+        ("gfx950", r"needs an NVIDIA device, this is gfx950"),
+        ("cpu", r"needs an NVIDIA device, this is a CPU"),
     ],
 )
 def test_another_machine_is_named(name: str, platform: str, reason: str, installed: Any) -> None:
     installed(nvidia_cutlass_dsl="4.8.1", apache_tvm_ffi="0.1.15")
-    with use_platform(named_platform(platform)), pytest.raises(RuntimeError, match=f"cutedsl_{name}_64 +platform: {reason}"):
+    with use_platform(named_platform(platform)), pytest.raises(RuntimeError, match=f"platform: {reason}") as caught:
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name))
+    assert f"cutedsl_{name}_64" in str(caught.value)
 
 
 def test_requirements_with_one_probe_are_equal() -> None:

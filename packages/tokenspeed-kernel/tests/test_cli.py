@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -28,13 +29,15 @@ from typer.testing import CliRunner
 from tokenspeed_kernel import moe_plan, plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
 from tokenspeed_kernel.version import __version__
-from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD
 from tokenspeed_kernel.workbench.cli.output import print_table
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
-from tokenspeed_kernel_command import COMMANDS
+from tokenspeed_kernel_base.selection import SelectionObjective
+from tokenspeed_kernel_command import COMMANDS, options
+from tokenspeed_kernel_command.commands import DECLARED, app, implementation
 
 runner = CliRunner()
 
@@ -45,6 +48,11 @@ def call(*words: str, code: int = 0) -> str:
     assert result.exit_code == code, result.output + str(result.exception)
     assert "\x1b" not in result.output, "no colours in a pipe"
     return result.stdout
+
+
+def plain(text: str) -> str:
+    """Without what tells words apart only."""
+    return " ".join(text.replace("`", "").split())
 
 
 def call_json(*words: str, code: int = 0) -> Any:
@@ -169,12 +177,25 @@ def test_doctor_shows_clashes(wrong: str) -> None:
 def test_ops_lists_every_operator() -> None:
     listed = call_json("ops")
     assert [o["operator"] for o in listed] == [str(op) for op in operators()]
-    lines = call("ops").splitlines()
-    assert lines[0].split() == ["operator", "parameters", "kernels", "solutions"]
-    assert len(lines) == 1 + len(listed)
-    for line, op in zip(lines[1:], listed, strict=True):
-        assert line.startswith(op["operator"])
-        assert ", ".join(op["parameters"]) in line, "no text is lost in a pipe"
+    assert all(o["parameters"] and o["kernels"] and o["solutions"] and o["purpose"] for o in listed)
+    text = call("ops")
+    assert max(map(len, text.splitlines())) <= 100
+    families = re.split(r"^(?=\w)", text, flags=re.MULTILINE)
+    for op in listed:
+        family, _, mode = op["operator"].partition(".")
+        (mine,) = (block for block in families if block.startswith(f"{family}\n"))
+        entry = re.split(r"\n  (?=\w)", mine)
+        (shown,) = (each for each in entry if each.split()[0] == mode)
+        assert plain(f"{mode} {op['purpose']}") == plain(shown), "the whole purpose, and nothing else"
+
+
+def test_a_wide_and_a_narrow_terminal_lose_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (60, 160):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = call("ops").splitlines()
+        assert max(map(len, lines)) <= columns
+        assert max(map(len, lines)) > columns - 30, "the width is used"
+        assert {op.mode for op in operators()} <= {word for line in lines for word in line.split()[:1]}
 
 
 def test_ops_shows_one_in_full() -> None:
@@ -195,10 +216,28 @@ def test_explain_lists_a_verdict_for_every_kernel() -> None:
     found = call_json("explain", "mm")
     assert found["chosen"] in {c["name"] for c in found["candidates"] if c["accepted"]}
     assert all(c["reason"] for c in found["candidates"])
-    text = call("explain", "mm")
-    assert re.search(rf"^{found['chosen']} +chosen ", text, re.MULTILINE)
+    text = call("explain", "mm", "--all")
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.splitlines()[-1].startswith(f"-> {found['chosen']} "), "the choice is the last line"
     for candidate in found["candidates"]:
-        assert candidate["reason"] in text
+        assert candidate["name"] in text.replace(",", " ").split(), "no name is broken"
+        assert plain(candidate["reason"]).removeprefix("needs ") in plain(text)
+
+
+def test_explain_groups_what_is_rejected_for_one_reason() -> None:
+    found = call_json("explain", "mm", "--platform", "cpu")
+    text = call("explain", "mm", "--platform", "cpu")
+    groups: dict[str, list[str]] = {}
+    for candidate in found["candidates"]:
+        if not candidate["accepted"]:
+            groups.setdefault(candidate["reason"], []).append(candidate["name"])
+    for reason, names in groups.items():
+        assert plain(text).count(plain(reason).removeprefix("needs ")) == 1, "each reason stands once"
+        for name in names:
+            assert (name in text.replace(",", " ").split()) == (len(names) <= 3)
+        if len(names) > 1 and reason.startswith("needs "):
+            assert f"{len(names)} kernels need {plain(reason)[6:]}" in plain(text)
+    assert ("--all names them" in text) == any(len(names) > 3 for names in groups.values())
 
 
 def test_explain_starts_from_a_case() -> None:
@@ -238,7 +277,7 @@ def test_explain_asks_for_calls_that_are_possible() -> None:
     assert set(found["formats"].values()) == {"bfloat16"}
     assert found["sizes"]["head_dim"] == found["sizes"]["v_head_dim"] == found["traits"]["head_dim"] == 128
     assert "head_dim=128" in found["changed_to"]
-    assert f"changed to {found['changed_to']}" in call(*words)
+    assert plain(f"changed to {found['changed_to']}") in plain(call(*words))
     cached = call_json("explain", "mha_decode_with_kvcache", "k_cache=float8_e4m3fn", "scaled=true")
     assert cached["formats"] == {"q": "bfloat16", "k_cache": "float8_e4m3fn", "v_cache": "float8_e4m3fn"}
     capped = call_json("explain", "mha_decode_with_kvcache", "logit_cap=true", "gqa_ratio=4")
@@ -629,7 +668,7 @@ def _without_rows(file: str) -> str:
 
 
 def test_without_memory_for_a_roofline_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package attribute of this name is the command
+    from tokenspeed_kernel.workbench.cli import bench
 
     def full(device: torch.device, **options: Any) -> None:
         raise torch.OutOfMemoryError("4 GiB are not free")
@@ -706,6 +745,26 @@ def test_help_and_version_come_without_pytorch() -> None:
         *told, imported = process("-c", program, *words).stdout.splitlines()
         assert imported == "[]"
         assert told == [f"tokenspeed-kernel {__version__}"] or len(told) > len(COMMANDS)
+    program = f"""
+    import sys, tokenspeed_kernel_command as command
+    try:
+        command.main()
+    finally:
+        print({heavy})
+    """
+    for words in (
+        ("explain", "--help"),
+        ("verify", "-h"),
+        ("bench", "--help"),
+        ("capture", "show", "--help"),
+        ("plugins", "info", "-h"),
+    ):
+        *told, imported = process("-c", textwrap.dedent(program), *words).stdout.splitlines()
+        assert imported == "[]"
+        assert told[0].startswith(f"Usage: tokenspeed-kernel {words[0]} ")
+    done = process("-c", textwrap.dedent(program), "verify", "--devcie", "cpu")
+    assert "No such option: --devcie" in done.stderr
+    assert done.stdout.split() == ["[]"], "wrong options, too, are found at once"
     assert process("-m", "tokenspeed_kernel", "--version").stdout == f"tokenspeed-kernel {__version__}\n"
 
 
@@ -714,6 +773,17 @@ def test_the_help_names_every_command_and_says_what_its_docstring_says() -> None
     assert [*commands] == [*COMMANDS]
     for name, does in COMMANDS.items():
         assert commands[name].help.startswith(does), name
+
+
+def test_what_is_declared_is_what_runs() -> None:
+    for module, declared in DECLARED:
+        names = [*inspect.signature(declared).parameters]
+        assert [*inspect.signature(implementation(module, declared.__name__)).parameters] == names, declared.__name__
+    assert {each.value for each in options.Objectives} == {each.value for each in SelectionObjective}
+    assert (options.THRESHOLD, options.CONFIDENCE) == (THRESHOLD, CONFIDENCE)
+
+
+def test_the_command_is_a_module_too() -> None:
     assert re.search(r"^  bench    Time kernels, after", process("-m", "tokenspeed_kernel_command").stdout, re.MULTILINE)
 
 
@@ -818,7 +888,7 @@ def test_without_the_tools_one_line_says_what_to_install(missing: str) -> None:
                 raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
     sys.meta_path.insert(0, Blocker())
     sys.argv = ["tokenspeed-kernel", "doctor", "--json"]
-    from tokenspeed_kernel.__main__ import main
+    from tokenspeed_kernel_command import main
     main()
     """
     done = process("-c", textwrap.dedent(program))
@@ -833,7 +903,7 @@ def test_a_missing_module_of_our_own_is_not_reported_as_a_missing_extra() -> Non
     import sys
     sys.modules["tokenspeed_kernel.workbench.doctor"] = None
     sys.argv = ["tokenspeed-kernel", "doctor"]
-    from tokenspeed_kernel.__main__ import main
+    from tokenspeed_kernel_command import main
     main()
     """
     done = process("-c", textwrap.dedent(program))

@@ -14,8 +14,8 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.watching import ShapeCapture, load
+from tokenspeed_kernel_command.commands import app
 
 
 def call(*words: object, code: int = 0) -> str:

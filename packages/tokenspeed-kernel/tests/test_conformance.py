@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 from tokenspeed_kernel import plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
-from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status
 from tokenspeed_kernel.workbench.numerics.conformance import (
     CHECKS,
@@ -40,6 +39,7 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, PriorityClashWarning
 from tokenspeed_kernel_base.spec import KernelSpec
+from tokenspeed_kernel_command.commands import app
 
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")
@@ -232,7 +232,7 @@ def test_kernels_that_cannot_run_here_are_skipped_with_the_reason() -> None:
     needy = KernelSpec("needy", "norm", "rmsnorm", solution="x", format_signatures=None, capability=wants)
     findings = conform(needy, CPU, Options())
     assert [(f.check, f.status) for f in findings] == [(check, Status.SKIPPED) for check in CHECKS]
-    assert findings[0].detail == "platform: needs a device by nvidia, this is cpu (cpu)"
+    assert findings[0].detail == "platform: needs an NVIDIA device, this is a CPU"
     with use_platform(named_platform("gfx950")):
         findings = conform(KernelRegistry.get().get_by_name("reference_rmsnorm"), CPU, Options())
     assert {f.detail for f in findings} == {"platform: gfx950 is pretended, nothing launches"}

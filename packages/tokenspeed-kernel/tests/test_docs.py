@@ -220,7 +220,7 @@ def test_commands_and_options_exist() -> None:
     pytest.importorskip("typer")
     import typer.main
 
-    from tokenspeed_kernel.workbench.cli import app
+    from tokenspeed_kernel_command.commands import app
 
     group = typer.main.get_command(app)
     shown = {

@@ -39,7 +39,7 @@ def modules(folder: Path = PACKAGES) -> dict[str, Path]:
         for path in sorted(root.rglob("*.py")):
             parts = [root.name, *path.relative_to(root).with_suffix("").parts]
             named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return {**named, **{path.stem: path for path in folder.glob("*/src/*.py")}}
+    return named
 
 
 @cache
@@ -98,8 +98,8 @@ KERNELS = {"framework", "operators"}
 def area(name: str) -> str:
     wheel, _, rest = name.partition(".")
     part = rest.partition(".")[0]
-    if modules().get(name, Path()).parent.name == "src":
-        return "entry"  # a command in the folder of its package
+    if wheel == f"{CORE}_command":
+        return "entry"
     if wheel == BASE:
         return "operators" if part == "ops" else "framework"
     if wheel != CORE:
@@ -167,14 +167,15 @@ def _required(distribution: str, *, extras: bool) -> set[str]:
 
 
 def test_torch_is_the_only_dependency_at_run_time() -> None:
-    """Only the workbench imports packages of an extra (except TOML before Python 3.11), and only device code imports compilers."""
+    """Only workbench and command import packages of an extra (except TOML before Python 3.11), and only device code imports compilers."""
     assert _required("tokenspeed-kernel-base", extras=False) == {"torch"}
     assert _required("tokenspeed-kernel", extras=False) == {"torch", BASE}
     tools = _required("tokenspeed-kernel", extras=True)
     wrong = []
     for name in modules():
         if area(name) in ALLOWED:
-            allowed = {"torch", "tomllib"} | (tools if area(name) == "workbench" else {"tomli"})
+            extra = area(name) == "workbench" or name.startswith(f"{CORE}_command.")
+            allowed = {"torch", "tomllib"} | (tools if extra else {"tomli"})
             wrong += [f"{name} imports {other}" for other in third_parties(name) - allowed - COMPILERS]
     assert not wrong, "\n".join(wrong)
 
@@ -239,7 +240,7 @@ def test_the_public_names_exist() -> None:
         (f"{CORE}.workbench.numerics", "workbench"),
         (f"{CORE}.workbench.numerics.__main__", "entry"),
         (CORE, "entry"),
-        (f"{CORE}_command", "entry"),
+        (f"{CORE}_command.commands", "entry"),
         ("some_kernels.sm90.attention", "some_kernels"),
     ],
 )

@@ -664,7 +664,7 @@ def test_a_kernel_that_cannot_be_imported_is_an_error_in_every_case(scale: Any) 
 def test_ineligible_cases_are_skipped_with_the_gates_reason(scale: Any) -> None:
     needy = verify(scale, right, name="needy", capability=CapabilityRequirement(vendors=frozenset({"nvidia"})))
     assert {r.status for r in needy} == {Status.SKIPPED}
-    assert needy[0].reason == "platform: needs a device by nvidia, this is cpu (cpu)"
+    assert needy[0].reason == "platform: needs an NVIDIA device, this is a CPU"
     small = verify(scale, right, name="small", traits={"size": 2}, priority=9)
     assert small[0].reason == "traits: size=4 is not 2"
     assert small[0].status is Status.SKIPPED

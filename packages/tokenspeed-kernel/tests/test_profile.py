@@ -407,7 +407,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 def run(*words: str) -> Any:
     """Runs the command in this process, which is faster. The program's own output is not captured."""
     testing = pytest.importorskip("typer.testing")
-    from tokenspeed_kernel.workbench.cli import app
+    from tokenspeed_kernel_command.commands import app
 
     return testing.CliRunner().invoke(app, ["profile", *words])
 
@@ -540,7 +540,7 @@ def test_rows_of_a_gpu_are_ordered_by_it(
     kept: CallTimes, clock: Clock, gpu: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("typer")
-    profile = importlib.import_module("tokenspeed_kernel.workbench.cli.profile")  # the attribute of this name is the command
+    profile = importlib.import_module("tokenspeed_kernel.workbench.cli.profile")
     on_device(kept, gpu.kernel(40.0), times=3)
     on_device(kept, gpu.kernel(500.0), times=2, kind=CallKind("gemm.mm", "slow", "bfloat16", "8x8"))
     for _ in range(10):
@@ -551,7 +551,7 @@ def test_rows_of_a_gpu_are_ordered_by_it(
     assert [each["kernel"] for each in table["calls"]] == ["slow", "mine", "on the host"]
     assert table["calls"][0]["device_us"] == pytest.approx(1000)
     assert [each["share"] for each in table["calls"]] == [pytest.approx(1000 / 1120), pytest.approx(120 / 1120), None]
-    profile._print(processes, profile._sorted(found, profile.Order.HOST), top=1)
+    profile._print(processes, profile._sorted(found, "host"), top=1)
     printed = capsys.readouterr().out
     assert "on the host" in printed
     assert "... and 2 more" in printed

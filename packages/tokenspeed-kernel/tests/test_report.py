@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.benchmark import Metadata, Method, Report, Roofline, Row, Share, Timing, load_report
-from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.report import devices_of, palette, plots, render_page, write_plots
+from tokenspeed_kernel_command.commands import app
 
 H200 = Path(__file__).parents[1] / "benchmarks" / "h200.json"
 ROOFLINE = Roofline(4200.0, 4380.0, {"bfloat16": 729.0, "float16": 735.0, "float8_e4m3fn": 1390.0, "float32": 51.0}, "2026-11-20")
@@ -341,7 +341,8 @@ def test_a_missing_library_is_named(missing: str, files: list[str], monkeypatch:
 
 
 def test_no_other_command_waits_for_the_libraries() -> None:
-    program = "import sys, tokenspeed_kernel.workbench.cli; print(sorted({'jinja2', 'matplotlib'} & set(sys.modules)))"
+    modules = ", ".join(f"tokenspeed_kernel.workbench.cli.{name}" for name in ("bench", "report", "show", "verify"))
+    program = f"import sys, {modules}; print(sorted({{'jinja2', 'matplotlib'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -99,7 +99,7 @@ def command() -> Callable[..., tuple[str, int]]:
     pytest.importorskip("rich")
     from typer.testing import CliRunner
 
-    from tokenspeed_kernel.workbench.cli import app
+    from tokenspeed_kernel_command.commands import app
 
     def call(*words: str) -> tuple[str, int]:
         result = CliRunner().invoke(app, ["verify", *words])

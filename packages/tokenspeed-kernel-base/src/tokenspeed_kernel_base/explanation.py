@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,13 @@ class Verdict:
         return self.gate is None
 
 
+# Kernels that are rejected for the same reason stand in one entry if there are more than this.
+_FEW = 8
+_INDENTED = textwrap.TextWrapper(
+    100, initial_indent=" " * 5, subsequent_indent=" " * 5, break_long_words=False, break_on_hyphens=False
+)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """One complete selection.
@@ -119,6 +127,15 @@ class Explanation:
     notes: tuple[str, ...] = ()
     cards: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def rejections(self) -> dict[tuple[str, str], list[str]]:
+        """The names of the rejected kernels, by gate and reason."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for verdict in self.verdicts:
+            if verdict.gate is not None:
+                groups.setdefault((verdict.gate, verdict.reason), []).append(verdict.spec.name)
+        return groups
+
     def __str__(self) -> str:
         request = self.request
         lines = [
@@ -135,11 +152,18 @@ class Explanation:
             lines.append(f"  problem  {self.problem}")
         lines += [f"  tuned    {note}" for note in self.notes]
         lines += [f"  {name:<8} {card}" for name, card in self.cards.items()]
-        width = max((len(v.spec.name) for v in self.verdicts), default=0)
-        for verdict in self.verdicts:
-            mark = "->" if verdict.spec is self.chosen else "  " if verdict.accepted else " x"
-            reason = verdict.reason if verdict.accepted else f"{verdict.gate}: {verdict.reason}"
-            lines.append(f"{mark} {verdict.spec.name:<{width}}  {reason}")
+        accepted = [verdict for verdict in self.verdicts if verdict.accepted]
+        few = {key: names for key, names in self.rejections.items() if len(names) <= _FEW}
+        width = max((len(name) for names in ([v.spec.name for v in accepted], *few.values()) for name in names), default=0)
+        for verdict in accepted:
+            mark = "->" if verdict.spec is self.chosen else "  "
+            lines.append(f"{mark} {verdict.spec.name:<{width}}  {verdict.reason}")
+        for (gate, reason), names in self.rejections.items():
+            if (gate, reason) in few:
+                lines += [f" x {name:<{width}}  {gate}: {reason}" for name in names]
+            else:
+                lines.append(f" x {len(names)} kernels  {gate}: {reason}")
+                lines += _INDENTED.wrap(", ".join(names))
         if not self.verdicts:
             lines.append("   no kernel is registered for this operator")
         return "\n".join(lines)

@@ -128,7 +128,7 @@ class CapabilityRequirement:
     def gap(self, platform: PlatformInfo) -> str | None:
         """Why the platform does not meet the requirement, or None if it does."""
         if self.vendors is not None and platform.vendor not in self.vendors:
-            return f"needs a device by {' or '.join(sorted(self.vendors))}, this is {platform.vendor} ({platform.arch})"
+            return f"needs {_device_of(self.vendors)}, this is {'a CPU' if platform.is_cpu else platform.arch}"
         low, high = self.min_arch_version, self.max_arch_version
         if platform.is_cpu and (low is not None or high is not None):
             wanted = " and ".join([f"{low} or later"] * (low is not None) + [f"{high} or earlier"] * (high is not None))
@@ -161,12 +161,20 @@ class CapabilityRequirement:
         return not (lows and highs and max(lows) > min(highs))
 
 
+def _device_of(vendors: frozenset[str]) -> str:
+    """``"an AMD or NVIDIA device"``."""
+    if vendors == {"cpu"}:
+        return "a CPU"
+    article = "a" if "cpu" in vendors and "amd" not in vendors else "an"
+    return f"{article} {' or '.join(vendor.upper() for vendor in sorted(vendors))} device"
+
+
 def _why_missing(features: frozenset[str], platform: PlatformInfo) -> str:
     """Why a platform lacks some features."""
     if features == {_TRITON} and not _is_installed(_TRITON):
         return "needs triton, which is not installed"
     if features == {_TRITON} and platform.is_cpu:
-        return "needs triton, which compiles for GPUs only; TRITON_INTERPRET=1, set before Python starts, interprets it on this CPU"
+        return "needs triton, which a CPU can only interpret: set TRITON_INTERPRET=1 before Python starts"
     return f"needs {', '.join(sorted(features))}, which this platform lacks"
 
 
@@ -182,7 +190,7 @@ def _is_installed(package: str) -> bool:
 def _software_features(vendor: str) -> frozenset[str]:
     """Features that the installed software adds to a device of this vendor. Finds packages without importing them."""
     features = set()
-    interpreted = os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
     if (vendor != "cpu" or interpreted) and _is_installed(_TRITON):
         features.add(_TRITON)
     return frozenset(features)
@@ -231,11 +239,24 @@ def driver_version(vendor: str) -> str:
         return ""
 
 
-_KNOWN_DEVICES = {"gfx950": "AMD Instinct MI355X", "gfx942": "AMD Instinct MI300X", "sm_90": "NVIDIA H100", "sm_100": "NVIDIA B200"}
+# Devices by the names that people use, each with its architecture. The first of an architecture stands for it.
+_DEVICES = {
+    "a100": ("sm_80", "NVIDIA A100"),
+    "l40s": ("sm_89", "NVIDIA L40S"),
+    "h100": ("sm_90", "NVIDIA H100"),
+    "h200": ("sm_90", "NVIDIA H200"),
+    "b200": ("sm_100", "NVIDIA B200"),
+    "b300": ("sm_103", "NVIDIA B300"),
+    "mi300x": ("gfx942", "AMD Instinct MI300X"),
+    "mi325x": ("gfx942", "AMD Instinct MI325X"),
+    "mi355x": ("gfx950", "AMD Instinct MI355X"),
+    "mi350x": ("gfx950", "AMD Instinct MI350X"),
+}
 
 
 def named_platform(name: str) -> PlatformInfo:
-    """A pretended platform by its architecture's name: ``"cpu"``, ``"sm_90"`` (``"sm90"``, ``"sm_90a"``), ``"gfx950"``.
+    """A pretended platform by its architecture's name: ``"cpu"``, ``"sm_90"`` (``"sm90"``, ``"sm_90a"``), ``"gfx950"``; or by a
+    device's: ``"h100"``, ``"mi355x"``.
 
     Its features are those that the installed software would add to such a device. It launches nothing.
 
@@ -245,13 +266,16 @@ def named_platform(name: str) -> PlatformInfo:
     text = name.strip().lower()
     if text == "cpu":
         return replace(cpu_platform(), pretended=True)
+    named = _DEVICES.get(text)
+    text = named[0] if named else text
     if match := re.fullmatch(r"sm_?(\d+)(\d)[af]?", text):
         vendor, arch, label = "nvidia", ArchVersion(int(match[1]), int(match[2])), f"sm_{match[1]}{match[2]}"
     elif match := re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", text):
         vendor, arch, label = "amd", ArchVersion(int(match[1]), int(match[2], 16)), text
     else:
-        raise ValueError(f"unknown platform {name!r}; expected cpu, sm_<version> (sm_90) or gfx<version> (gfx950)")
-    device = _KNOWN_DEVICES.get(label, label)
+        known = f"cpu, sm_<version> (sm_90), gfx<version> (gfx950), {', '.join(_DEVICES)}"
+        raise ValueError(f"unknown platform {name!r}; expected one of {known}")
+    device = named[1] if named else next((device for arch_name, device in _DEVICES.values() if arch_name == label), label)
     return PlatformInfo(vendor, arch, device, label, features=_software_features(vendor), pretended=True)
 
 

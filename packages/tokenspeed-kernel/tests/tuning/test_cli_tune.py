@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from tokenspeed_kernel.workbench import tuned
 from tokenspeed_kernel.workbench.benchmark import timing
-from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.cli import tune as command
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_command.commands import app
 
 LAB = Path(__file__).parent / "lab_modules"
 runner = CliRunner()
@@ -130,9 +130,7 @@ def test_captured_calls_are_tuned_on(folder: Path, monkeypatch: pytest.MonkeyPat
         again = Case("rows that a model has", case.make)
         return [SimpleNamespace(operator="norm.rmsnorm", case=again, count=7)]
 
-    import sys
-
-    monkeypatch.setattr(sys.modules[command.__module__], "load_cases", captured)
+    monkeypatch.setattr(command, "load_cases", captured)
     told = json.loads(call("tune", "--from", str(tmp_path / "shapes.jsonl"), "--budget", "0.3", "--json"))
     assert [(o["case"], o["count"], o["config"]) for o in told["outcomes"]] == [("rows that a model has", 7, {"wait": 100})]
     monkeypatch.undo()

@@ -1,6 +1,6 @@
 """``python -m tokenspeed_kernel.plugins`` lists the installed plugins."""
 
-from tokenspeed_kernel.__main__ import main
+from tokenspeed_kernel_command import main
 
 if __name__ == "__main__":
     main("plugins", "list")

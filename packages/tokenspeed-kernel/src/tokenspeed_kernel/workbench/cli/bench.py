@@ -7,12 +7,12 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import typer
 
-from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD, compare
+from tokenspeed_kernel.workbench.benchmark.compare import compare
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 from tokenspeed_kernel.workbench.benchmark.peers import Peer, PeerFileError, load_peers
 from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, load_report
@@ -21,77 +21,38 @@ from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
 from tokenspeed_kernel.workbench.benchmark.run import Competitor, Measurement, method_for, rows_of, run_rounds
 from tokenspeed_kernel.workbench.cli import bench_tables
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
-from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Solution, Target
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress, unknown
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, progress, unknown
 from tokenspeed_kernel.workbench.numerics.verify import Status, default_device
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.spec import KernelSpec
-
-Solutions = Annotated[
-    str | None,
-    typer.Option("--solutions", metavar="A,B,...", help="Only these, side by side, and how they compare with the first."),
-]
-Peers = Annotated[
-    list[Path] | None,
-    typer.Option("--peer", metavar="FILE.py", help="Also what this file declares with tokenspeed_kernel.workbench.benchmark.peer."),
-]
-Output = Annotated[Path | None, typer.Option("--output", help="Write the report to this JSON file, too.")]
-Append = Annotated[bool, typer.Option("--append", help="Add to what --output holds: another run of the same command.")]
-Graph = Annotated[
-    int, typer.Option("--graph", min=0, help="Calls in one CUDA graph, on inputs of their own, to time without launches.")
-]
-Budget = Annotated[float, typer.Option("--budget", min=0.001, help="Seconds of measuring a case.")]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Over how many rounds these are spread; --compare wants 4 or more.")]
-CacheState = Annotated[
-    str | None,
-    typer.Option(
-        "--cache", metavar="cold|warm", help="The GPU's caches before each call: flushed, or as the call before left them."
-    ),
-]
-Rotate = Annotated[
-    int | None,
-    typer.Option("--rotate", min=1, help="Copies of the inputs, used in turn. 1 if left out; with --graph as many as its calls."),
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep the device's measured roofline.")]
-Remeasure = Annotated[bool, typer.Option("--remeasure", help="Measure the device's roofline again, and keep it.")]
-Compare = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option("--compare", metavar="A.json B.json", help="Measure nothing: compare two reports. Exit code 1 if B is worse."),
-]
-Threshold = Annotated[float, typer.Option("--threshold", min=0.0, help="With --compare: smaller differences are none. 0.03 is 3%.")]
-Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="With --compare: of the intervals.")]
 
 # Seconds between two writes of the results, which is the most that a killed run loses.
 _SAVED_EVERY_S = 10.0
 
 
 def bench(
-    target: Target = None,
-    case: CaseNames = None,
-    large: Large = False,
-    captured: Captured = None,
-    solution: Solution = None,
-    solutions: Solutions = None,
-    peer: Peers = None,
-    output: Output = None,
-    append: Append = False,
-    device: Device = None,
-    budget: Budget = 0.5,
-    rounds: Rounds = 7,
-    graph: Graph = 0,
-    cache: CacheState = None,
-    rotate: Rotate = None,
-    no_cache: NoCache = False,
-    remeasure: Remeasure = False,
-    compare_: Compare = None,
-    threshold: Threshold = THRESHOLD,
-    confidence: Confidence = CONFIDENCE,
-    as_json: AsJson = False,
+    target: str | None,
+    case: list[str] | None,
+    large: bool,
+    captured: Path | None,
+    solution: str | None,
+    solutions: str | None,
+    peer: list[Path] | None,
+    output: Path | None,
+    append: bool,
+    device: str | None,
+    budget: float,
+    rounds: int,
+    graph: int,
+    cache: str | None,
+    rotate: int | None,
+    no_cache: bool,
+    remeasure: bool,
+    reports: tuple[Path, Path] | None,
+    threshold: float,
+    confidence: float,
+    as_json: bool,
 ) -> None:
-    """Time kernels, after checking their results. Exit code 1 if any is wrong.
-
-    With --compare, show instead what changed between two reports. Exit code 1 if anything is slower, or was right and is wrong.
-    """
     chosen: dict[str, Any] = {
         "--case": case,
         "--large": large,
@@ -104,11 +65,11 @@ def bench(
         "--rotate": rotate,
         "--graph": graph,
     }
-    if compare_ is not None:
+    if reports is not None:
         for name, value in {"KERNEL or OP": target, "--output": output, "--append": append, **chosen}.items():
             if value:
                 fail(f"--compare measures nothing, so {name} says nothing here")
-        _compare(compare_, threshold, confidence, as_json)
+        _compare(reports, threshold, confidence, as_json)
     where = find_device(device) or default_device()
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")

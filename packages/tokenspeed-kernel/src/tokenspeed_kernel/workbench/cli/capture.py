@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from tokenspeed_kernel.workbench.cli.find import find_operator
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table
 from tokenspeed_kernel.workbench.watching import Contents, ReplayError, load, merge, replay
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that shapes were captured to.")]
-Operator = Annotated[str | None, typer.Option("--op", help="Only calls of this operator.")]
-Into = Annotated[Path, typer.Option("-o", "--output", help="The file that receives the sum.")]
 
-
-def show_calls(files: Files, op: Operator = None, as_json: AsJson = False) -> None:
-    """Show captured calls, the most frequent first: operator, kernel, count, shapes and options."""
+def show_calls(files: list[Path], op: str | None, as_json: bool) -> None:
     wanted = None if op is None else str(find_operator(op))
     total = Contents()
     for file in files:
@@ -41,8 +35,7 @@ def show_calls(files: Files, op: Operator = None, as_json: AsJson = False) -> No
         typer.echo(f"{count} more of {operator} were not recorded: there were too many kinds")
 
 
-def merge_files(files: Files, output: Into, as_json: AsJson = False) -> None:
-    """Merge captures into one file, whose previous contents are replaced."""
+def merge_files(files: list[Path], output: Path, as_json: bool) -> None:
     try:
         total = merge(files, output)
     except OSError as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import rich.box
 import rich.console
@@ -16,8 +18,6 @@ import rich.text
 import typer
 
 from tokenspeed_kernel_base.names import did_you_mean
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 _STYLES = {
     "passed": "green",
@@ -52,6 +52,19 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for row in listed:
         table.add_row(*(rich.text.Text(cell, _STYLES.get(cell, "")) for cell in row))
     rich.console.Console(file=sys.stdout).print(table)
+
+
+def print_wrapped(text: str, first: str = "", indent: str = "", **style: Any) -> None:
+    """Prints a text in lines that fit the terminal, 100 columns in a pipe; no word is broken. ``first`` is printed before it, with
+    room for at least 40 columns of text beside it or below; ``indent`` stands before each further line."""
+    width = max(shutil.get_terminal_size((100, 24)).columns, 48)
+    if len(first) > width - 40:
+        typer.secho(first.rstrip(), **style)
+        first = indent = " " * 8
+    for line in textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ):
+        typer.secho(line, **style)
 
 
 @contextlib.contextmanager

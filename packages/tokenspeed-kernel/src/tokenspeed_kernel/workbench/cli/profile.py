@@ -11,53 +11,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table
 from tokenspeed_kernel.workbench.watching import CallTime, Process, read_times
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.storage import replace_file
-
-
-class Order(str, Enum):
-    """The sort keys of rows."""
-
-    DEVICE = "device"
-    HOST = "host"
-    CALLS = "calls"
-
-
-Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, with its arguments.", show_default=False)]
-Output = Annotated[Path | None, typer.Option("--output", help="Write what was found to this JSON file, too.")]
-Sort = Annotated[
-    Order | None,
-    typer.Option("--sort", help="Sort by this, largest first; by time on the device if left out, on the host where there is none."),
-]
-Top = Annotated[int, typer.Option("--top", min=0, help="Print so many rows at most; 0 for all.")]
 
 _COLUMNS = ["operator", "kernel", "dtype", "shape", "calls", "host ms", "host us", "device ms", "device us", "share"]
 FORMAT, VERSION = "tokenspeed-kernel profile", 1
 
 
-def profile(command: Command, output: Output = None, sort: Sort = None, top: Top = 30, as_json: AsJson = False) -> None:
-    """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
-
-    Totals are in milliseconds, medians per call in microseconds. "host" is the time until calls returned to their caller, "device"
-    the time on a GPU without launch overhead; "share" is the fraction of all calls. Replays of CUDA graphs and kernels called
-    through bind are not recorded. With --json, the program's output goes to stderr.
-    """
+def profile(program: list[str], output: Path | None, sort: str | None, top: int, as_json: bool) -> None:
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
     with tempfile.TemporaryDirectory(prefix="tokenspeed-kernel-profile-") as folder:
-        code = _run(command, Path(folder), quiet=as_json)
+        code = _run(program, Path(folder), quiet=as_json)
         processes, found = read_times(Path(folder))
     found = _sorted(found, sort)
-    table = _table(command, code, processes, found)
+    table = _table(program, code, processes, found)
     if output is not None:
         replace_file(output, json.dumps(table, indent=2) + "\n")
     if as_json:
@@ -83,12 +59,12 @@ def _run(command: Sequence[str], folder: Path, *, quiet: bool) -> int:
         signal.signal(signal.SIGINT, before)
 
 
-def _sorted(found: list[CallTime], by: Order | None) -> list[CallTime]:
-    by = by or (Order.DEVICE if any(each.device.count for each in found) else Order.HOST)
+def _sorted(found: list[CallTime], by: str | None) -> list[CallTime]:
+    by = by or ("device" if any(each.device.count for each in found) else "host")
     keys = {
-        Order.DEVICE: lambda each: (_device_us(each) or 0.0, each.host.total_us),
-        Order.HOST: lambda each: each.host.total_us,
-        Order.CALLS: lambda each: each.host.count,
+        "device": lambda each: (_device_us(each) or 0.0, each.host.total_us),
+        "host": lambda each: each.host.total_us,
+        "calls": lambda each: each.host.count,
     }
     return sorted(found, key=keys[by], reverse=True)
 

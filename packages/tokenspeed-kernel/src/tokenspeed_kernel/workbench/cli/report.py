@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -12,17 +11,8 @@ from tokenspeed_kernel.workbench.cli.output import fail
 from tokenspeed_kernel_base.installation import requirement
 from tokenspeed_kernel_base.storage import replace_file
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What `bench --output` wrote.")]
-Output = Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")]
-Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write the plots there as well, as PNG and SVG.")]
-Title = Annotated[str, typer.Option("--title", help="What stands at its top.")]
 
-
-def report(files: Files, output: Output = Path("report.html"), plots: Plots = None, title: Title = "Kernels, measured") -> None:
-    """Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.
-
-    Several reports of one device form its history; the newest row of each kernel and case is shown.
-    """
+def report(files: list[Path], output: Path, plots: Path | None, title: str) -> None:
     try:
         # Imported here, because these libraries load slowly and no other command needs them.
         from tokenspeed_kernel.workbench.report import devices_of, render_page, write_plots

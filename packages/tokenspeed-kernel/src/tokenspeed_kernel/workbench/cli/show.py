@@ -6,29 +6,28 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Annotated, Any, Optional
+from typing import Any
 
 import torch
 import typer
 
 from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.workbench.cli.find import find_operator
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, print_wrapped, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
 from tokenspeed_kernel.workbench.numerics.recipes import asked, request_without_values, typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, override_in_force
+from tokenspeed_kernel_base.selection import GATES, Explanation, Override, Request, SelectionObjective, override_in_force
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.traits import describe_kind, format_traits
 
 # -- doctor -------------------------------------------------------------------------------------------------------------------
 
 
-def doctor(as_json: AsJson = False) -> None:
-    """Show platform, versions, settings and plugins, and what to do about what is wrong. Exit code 1 if something is."""
+def doctor(as_json: bool) -> None:
     diagnosis = diagnose()
     if as_json:
         print_json(diagnosis.to_dict())
@@ -67,28 +66,35 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
 
 # -- ops ----------------------------------------------------------------------------------------------------------------------
 
-OptionalName = Annotated[Optional[str], typer.Argument(metavar="[NAME]", help="Show this operator in full.")]  # noqa: UP045
 
-
-def ops(name: OptionalName = None, as_json: AsJson = False) -> None:
-    """List the operators, or show one: signature, contract, kernels and cases."""
+def ops(name: str | None, as_json: bool) -> None:
     if name is not None:
         _show_operator(find_operator(name), as_json)
         return
-    listed = [_summary(op) for op in operators()]
     if as_json:
-        print_json(listed)
+        print_json([_summary(op) for op in operators()])
         return
-    print_table(
-        ["operator", "parameters", "kernels", "solutions"],
-        [[o["operator"], ", ".join(o["parameters"]), str(len(o["kernels"])), ", ".join(o["solutions"])] for o in listed],
-    )
+    by_family: dict[str, list[Operator[Any, Any]]] = {}
+    for op in operators():
+        by_family.setdefault(op.family, []).append(op)
+    for family, mine in by_family.items():
+        typer.secho(family, bold=True)
+        width = max(len(op.mode) for op in mine)
+        for op in mine:
+            print_wrapped(_purpose(op), f"  {op.mode:<{width}}  ", " " * (width + 4))
+    typer.echo(f"\n{len(operators())} operators; tokenspeed-kernel ops NAME shows one in full")
+
+
+def _purpose(op: Operator[Any, Any]) -> str:
+    """Returns the first line of an operator's docstring, without marks of code."""
+    return inspect.cleandoc(op.body.__doc__ or "").partition("\n")[0].replace("`", "")
 
 
 def _summary(op: Operator[Any, Any]) -> dict[str, Any]:
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     return {
         "operator": str(op),
+        "purpose": _purpose(op),
         "parameters": [*op.names],
         "kernels": [spec.name for spec in specs],
         "solutions": sorted({spec.solution for spec in specs}),
@@ -121,32 +127,18 @@ def _show_operator(op: Operator[Any, Any], as_json: bool) -> None:
 
 # -- explain ------------------------------------------------------------------------------------------------------------------
 
-OperatorName = Annotated[str, typer.Argument(metavar="OP")]
-Changes = Annotated[
-    Optional[list[str]],  # noqa: UP045
-    typer.Argument(metavar="[TRAIT=VALUE|ROLE=DTYPE]...", help="What to change in the case's request: sinks=true q=float16."),
-]
-PlatformName = Annotated[Optional[str], typer.Option("--platform", help="As if on cpu, sm_90, gfx950...")]  # noqa: UP045
-Objective = Annotated[Optional[SelectionObjective], typer.Option("--objective")]  # noqa: UP045
-Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
-KernelName = Annotated[Optional[str], typer.Option("--override", help="Ask for this kernel by name.")]  # noqa: UP045
-CaseName = Annotated[Optional[str], typer.Option("--case", help="The call to start from; a typical one if left out.")]  # noqa: UP045
-
 
 def explain(
-    op: OperatorName,
-    changes: Changes = None,
-    platform: PlatformName = None,
-    objective: Objective = None,
-    solution: Solution = None,
-    override: KernelName = None,
-    case: CaseName = None,
-    as_json: AsJson = False,
+    op: str,
+    changes: list[str] | None,
+    platform: str | None,
+    objective: str | None,
+    solution: str | None,
+    override: str | None,
+    case: str | None,
+    all_names: bool,
+    as_json: bool,
 ) -> None:
-    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.
-
-    For an operator with prepared weights: which kernel they would be prepared for.
-    """
     found = find_operator(op)
     starts = _cases(found, case)
     chosen = _varied(found, starts, changes or ())
@@ -165,13 +157,14 @@ def explain(
         where = request.platform if platform is None else named_platform(platform)
     except ValueError as error:
         fail(error)
-    request = dataclasses.replace(request, platform=where, objective=objective or request.objective, solution=solution)
+    wanted_objective = request.objective if objective is None else SelectionObjective(objective)
+    request = dataclasses.replace(request, platform=where, objective=wanted_objective, solution=solution)
     explanation = found.consider_prepared(request, arguments, wanted)
     if as_json:
         changed = "" if chosen in starts else str(chosen.make)
         print_json({"case": chosen.name, "changed_to": changed, **explanation.to_dict()})
     else:
-        _print_explanation(explanation, chosen.name + ("" if chosen in starts else f", changed to {chosen.make}"))
+        _print_explanation(explanation, chosen.name + ("" if chosen in starts else f", changed to {chosen.make}"), all_names)
     raise typer.Exit(explanation.chosen is None)
 
 
@@ -265,44 +258,64 @@ def _value(text: str) -> bool | int | float | str | None:
     return text
 
 
-def _print_explanation(explanation: Explanation, case: str) -> None:
+# Kernels that are rejected for the same reason are counted, not named, if there are more than this.
+_FEW = 3
+
+
+def _print_explanation(explanation: Explanation, case: str, all_names: bool) -> None:
+    """Prints the request, then the rejected kernels by reason, then the eligible ones; the one that runs is the last line."""
     request = explanation.request
-    typer.echo(f"{request.operator} on {request.platform}, objective {request.objective.value}")
-    typer.echo(f"  case      {case}")
-    typer.echo(f"  formats   {request.signature}")
-    typer.echo(f"  traits    {', '.join(f'{name}={value}' for name, value in sorted(request.traits.items())) or 'none'}")
-    if request.sizes:
-        typer.echo(f"  sizes     {format_traits(request.sizes)}")
-    if request.solution:
-        typer.echo(f"  solution  {request.solution}")
-    if explanation.override:
-        typer.echo(f"  override  {explanation.override.kernel} ({explanation.override.source})")
-    for note in explanation.notes:
-        typer.echo(f"  tuned     {note}")
-    typer.echo()
-    print_table(
-        ["kernel", "verdict", "gate", "solution", "priority", "reason"],
-        [
-            [
-                v.spec.name,
-                "chosen" if v.spec is explanation.chosen else "accepted" if v.accepted else "rejected",
-                v.gate or "",
-                v.spec.solution,
-                str(v.spec.priority),
-                v.reason,
-            ]
-            for v in explanation.verdicts
-        ],
-    )
+    facts = {
+        "case": case,
+        "formats": str(request.signature),
+        "traits": ", ".join(f"{name}={value}" for name, value in sorted(request.traits.items())) or "none",
+        "sizes": format_traits(request.sizes),
+        "solution": request.solution,
+        "override": f"{explanation.override.kernel} ({explanation.override.source})" if explanation.override else "",
+    }
+    print_wrapped(f"{request.operator} on {request.platform}, objective {request.objective.value}")
+    for name, value in [*facts.items(), *(("tuned", note) for note in explanation.notes)]:
+        if value:
+            print_wrapped(value, f"  {name:<8}  ", " " * 12)
+    gates = [*GATES]
+    rejections = sorted(explanation.rejections.items(), key=lambda group: gates.index(group[0][0]))
+    if rejections:
+        rejected = sum(len(names) for _, names in rejections)
+        hint = "" if all_names or all(len(names) <= _FEW for _, names in rejections) else "; --all names them"
+        typer.echo(f"\nrejected: {rejected} of {len(explanation.verdicts)} kernels{hint}")
+    for (gate, reason), names in rejections:
+        print_wrapped(f"{gate}: {_counted(reason, len(names))}", "  ", " " * 6)
+        if all_names or len(names) <= _FEW:
+            print_wrapped(", ".join(names), " " * 6, " " * 6, dim=True)
+    accepted = [verdict for verdict in explanation.verdicts if verdict.accepted]
+    if accepted:
+        typer.echo("\neligible, the best last")
+    width = max((len(verdict.spec.name) for verdict in accepted), default=0)
+    backend = max((len(verdict.spec.solution) for verdict in accepted), default=0)
+    for verdict in reversed(accepted):
+        runs = verdict.spec is explanation.chosen
+        first = f"{'->' if runs else '  '} {verdict.spec.name:<{width}}  {verdict.spec.solution:<{backend}}  "
+        print_wrapped(verdict.reason, first, " " * len(first), **({"fg": "green", "bold": True} if runs else {}))
     if explanation.chosen is None:
-        typer.echo(f"\nno kernel serves this{': ' if explanation.problem else ''}{explanation.problem}")
+        typer.echo()
+        print_wrapped(f"no kernel serves this{': ' if explanation.problem else ''}{explanation.problem}")
+
+
+def _counted(reason: str, kernels: int) -> str:
+    """Returns a reason with the number of kernels, if there are several.
+
+    >>> _counted("needs an AMD device", 28)
+    '28 kernels need an AMD device'
+    """
+    if kernels == 1:
+        return reason
+    return f"{kernels} kernels need {reason[6:]}" if reason.startswith("needs ") else f"{kernels} kernels: {reason}"
 
 
 # -- plugins ------------------------------------------------------------------------------------------------------------------
 
 
-def plugin_list(as_json: AsJson = False) -> None:
-    """List the plugins: loaded, disabled and failed."""
+def plugin_list(as_json: bool) -> None:
     loaded, disabled, failed = list_plugins(), disabled_plugins(), plugin_failures()
     if as_json:
         print_json(
@@ -322,8 +335,7 @@ def plugin_list(as_json: AsJson = False) -> None:
         typer.echo("no plugins are installed")
 
 
-def plugin_info(name: Annotated[str, typer.Argument(metavar="NAME")], as_json: AsJson = False) -> None:
-    """Show one plugin: its kernels, or why it failed. Exit code 1 if it failed."""
+def plugin_info(name: str, as_json: bool) -> None:
     loaded = {info.name: info for info in list_plugins()}
     failed = {failure.name: failure for failure in plugin_failures()}
     if name in loaded:

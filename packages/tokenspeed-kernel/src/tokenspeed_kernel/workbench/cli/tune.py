@@ -6,14 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from tokenspeed_kernel.workbench import tuned
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_operator, find_runs
-from tokenspeed_kernel.workbench.cli.options import CaseNames, Device, Large
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, progress
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel.workbench.tuned.tables import forget
 from tokenspeed_kernel.workbench.tuning import Outcome, Trial, TrialStatus, tune_case
@@ -24,41 +23,22 @@ from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.traits import format_traits
 
-From = Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Tune on the calls that this file has: a shape capture.")]
-Op = Annotated[str | None, typer.Option("--op", metavar="OP", help="Tune on this operator's cases.")]
-Kernels = Annotated[
-    list[str] | None,
-    typer.Option("--kernel", metavar="KERNEL", help="Only this kernel and its configurations. May be given several times."),
-]
-Budget = Annotated[
-    float, typer.Option("--budget", min=0.01, help="Seconds of measuring a case, compilation included, verification left out.")
-]
-ListThem = Annotated[bool, typer.Option("--list", help="Show the results there are for this device, stale ones with the reason.")]
-Clear = Annotated[bool, typer.Option("--clear", help="Remove this machine's results for this device; with --op, of that operator.")]
-StaleOnly = Annotated[bool, typer.Option("--stale", help="With --clear: only those that do not hold any more.")]
-Export = Annotated[
-    Path | None,
-    typer.Option("--export", metavar="FILE", help="Add the results that hold for this device to a table, to ship in a wheel."),
-]
-AllTrials = Annotated[bool, typer.Option("--trials", help="Show every candidate that was tried.")]
-
 
 def tune(
-    source: From = None,
-    op: Op = None,
-    case: CaseNames = None,
-    large: Large = False,
-    kernel: Kernels = None,
-    budget: Budget = 10.0,
-    device: Device = None,
-    listing: ListThem = False,
-    clear: Clear = False,
-    stale: StaleOnly = False,
-    export: Export = None,
-    trials: AllTrials = False,
-    as_json: AsJson = False,
+    source: Path | None,
+    op: str | None,
+    case: list[str] | None,
+    large: bool,
+    kernel: list[str] | None,
+    budget: float,
+    device: str | None,
+    listing: bool,
+    clear: bool,
+    stale: bool,
+    export: Path | None,
+    trials: bool,
+    as_json: bool,
 ) -> None:
-    """Measure kernels and their configurations, and keep the quickest that is right for the selector. Exit code 1 if none was."""
     actions = [name for name, given in (("--list", listing), ("--clear", clear), ("--export", export is not None)) if given]
     if len(actions) > 1 or (actions and source is not None):
         fail(f"{' and '.join([*actions, *['--from'] * (source is not None)])} do not go together")

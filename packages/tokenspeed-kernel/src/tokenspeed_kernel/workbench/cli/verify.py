@@ -6,14 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Any
 
 import torch
 import typer
 
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
-from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Plugin, Solution, Targets
-from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress
+from tokenspeed_kernel.workbench.cli.output import fail, print_json, print_table, progress
 from tokenspeed_kernel.workbench.numerics.compare import Comparison
 from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conform, junit
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
@@ -24,46 +23,26 @@ from tokenspeed_kernel_base.platform import current_platform, platform_of
 from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
-# Optional rather than `| None`: typer evaluates these annotations at runtime.
-Repeat = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option("--repeat", min=2, help="So many runs must give the same bits; if left out, two of kernels tagged determinism."),
-]
-Conformance = Annotated[
-    Optional[bool],  # noqa: UP045
-    typer.Option(
-        "--conformance/--no-conformance", help="All checks, one row each; with --plugin they are run if this is left out."
-    ),
-]
-Shrink = Annotated[float, typer.Option("--shrink", min=0.0, help="Seconds to look for a smaller call that fails; 0 does not.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the inputs.")]
-Junit = Annotated[Optional[Path], typer.Option("--junit", metavar="FILE.xml", help="Also write the outcome as JUnit XML.")]  # noqa: UP045
-Output = Annotated[Optional[Path], typer.Option("--output", metavar="FILE.json", help="Also write the outcome as JSON.")]  # noqa: UP045
-
 # The most kernels whose failures are shrunk: if many fail for one reason, a few show it.
 _MOST_SHRUNK = 3
 
 
 def verify(
-    targets: Targets = None,
-    case: CaseNames = None,
-    large: Large = False,
-    captured: Captured = None,
-    solution: Solution = None,
-    plugin: Plugin = None,
-    device: Device = None,
-    repeat: Repeat = None,
-    conformance: Conformance = None,
-    shrink_: Shrink = 10.0,
-    seed: Seed = 0,
-    junit_: Junit = None,
-    output: Output = None,
-    as_json: AsJson = False,
+    targets: list[str] | None,
+    case: list[str] | None,
+    large: bool,
+    captured: Path | None,
+    solution: str | None,
+    plugin: str | None,
+    device: str | None,
+    repeat: int | None,
+    conformance: bool | None,
+    shrink_seconds: float,
+    seed: int,
+    junit_file: Path | None,
+    output: Path | None,
+    as_json: bool,
 ) -> None:
-    """Run kernels against their operators' references. Exit code 1 if any is wrong.
-
-    With --plugin or --conformance, run all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
-    """
     where = find_device(device)
     found = (spec for target in targets or (None,) for spec in find_kernels(target, plugin))
     specs = made_with(solution, list(dict.fromkeys(found)))
@@ -71,11 +50,11 @@ def verify(
     whole = not case and captured is None  # selected cases need not reach every kernel
     checks = plugin is not None if conformance is None else conformance
     if checks:
-        options = Options(large, repeat, seed, shrink_)
+        options = Options(large, repeat, seed, shrink_seconds)
         findings = _conform(specs, None if whole else runs, where, options)
         report = {"platform": str(current_platform()), "summary": _summary(findings), "results": [f.to_dict() for f in findings]}
     else:
-        results, smallest = _compare(runs, where, repeat, seed, shrink_)
+        results, smallest = _compare(runs, where, repeat, seed, shrink_seconds)
         missed = _unreached(specs, results, where, large) if whole else []
         results, smallest = [*results, *missed], [*smallest, *(None for _ in missed)]
         findings = [
@@ -85,8 +64,8 @@ def verify(
         report = {"platform": str(current_platform()), "summary": _summary(findings), "results": listed}
     if output is not None:
         _write(output, json.dumps(report, indent=2, allow_nan=False, default=str) + "\n")
-    if junit_ is not None:
-        _write(junit_, junit(findings))
+    if junit_file is not None:
+        _write(junit_file, junit(findings))
     if as_json:
         print_json(report)
     else:

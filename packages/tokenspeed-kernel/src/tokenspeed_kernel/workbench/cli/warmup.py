@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import traceback
 from importlib import metadata
-from typing import Annotated
 
 import typer
 
@@ -17,17 +16,8 @@ from tokenspeed_kernel_base.config import settings
 GROUP = "tokenspeed_kernel.warmup"
 _INTERRUPTED = 130
 
-Plugin = Annotated[str | None, typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]
-Words = Annotated[list[str] | None, typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]
 
-
-def warmup(words: Words = None, plugin: Plugin = None) -> None:
-    """Let plugins compile ahead of time what they would compile when it is first called.
-
-    Arguments after -- are passed to the plugins: `tokenspeed-kernel warmup --plugin NAME -- --help` shows a plugin's arguments. A
-    plugin warms up through an entry point with its name in the group "tokenspeed_kernel.warmup"; portable kernels need none. Exit
-    code 1 if a plugin fails, 130 after an interrupt, which keeps what has been compiled so far.
-    """
+def warmup(words: list[str] | None, plugin: str | None) -> None:
     entries = sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
     entries = [entry for entry in entries if not settings().plugin_disabled(entry.name)]
     if plugin is not None and plugin not in (names := [entry.name for entry in entries]):

@@ -1,11 +1,14 @@
-"""The command ``tokenspeed-kernel``. Its help and version come at once; everything else is done by the package.
+"""The command ``tokenspeed-kernel``: what it takes, what its help says, and which module runs each command.
 
-This module lies beside the package, because importing any part of that imports PyTorch, which takes seconds.
+This package lies beside the core, because importing any part of that imports PyTorch and every operator, which takes seconds. Help,
+versions and wrong options come without them; `commands` imports a command's module when the command runs.
 """
 
 from __future__ import annotations
 
 import sys
+
+from tokenspeed_kernel_command.installed import version, without
 
 # What each command's docstring begins with.
 COMMANDS = {
@@ -33,29 +36,20 @@ Commands:
 """
 
 
-def main() -> None:
-    """Runs the command line and exits."""
-    words = sys.argv[1:]
+def main(*command: str) -> None:
+    """Runs the command line and exits.
+
+    Args:
+        command: words put in front of those of ``sys.argv``.
+    """
+    words = [*command, *sys.argv[1:]]
     if words in ([], ["-h"], ["--help"]):
         print(_HELP + "\n".join(f"  {name:<7}  {does}" for name, does in COMMANDS.items()))
     elif words == ["--version"]:
-        print(f"tokenspeed-kernel {_version()}")
+        print(f"tokenspeed-kernel {version()}")
     else:
-        from tokenspeed_kernel.__main__ import main as run
-
-        run()
-
-
-def _version() -> str:
-    """That of the package, which is found and not imported."""
-    from importlib.util import find_spec
-    from runpy import run_path
-
-    spec = find_spec("tokenspeed_kernel")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return str(run_path(f"{spec.submodule_search_locations[0]}/version.py")["__version__"])
-
-
-if __name__ == "__main__":
-    main()
+        try:
+            from tokenspeed_kernel_command.commands import app
+        except ModuleNotFoundError as error:
+            without(error)
+        app(args=words, prog_name="tokenspeed-kernel")

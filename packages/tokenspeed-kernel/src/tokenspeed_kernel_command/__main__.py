@@ -1,0 +1,6 @@
+"""``python -m tokenspeed_kernel_command`` is ``tokenspeed-kernel``."""
+
+from tokenspeed_kernel_command import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The commands: arguments, options and help. A function in ``tokenspeed_kernel.workbench.cli`` does what each says.
+
+This module imports neither PyTorch nor the core. A command's own module is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokenspeed_kernel_command import options as o
+from tokenspeed_kernel_command.installed import version, without
+
+__all__ = ["DECLARED", "app", "implementation"]
+
+DECLARED: list[tuple[str, Callable[..., None]]] = []  # commands, each with the module of ``workbench.cli`` that has its function
+
+_PLAIN: dict[str, Any] = {
+    "no_args_is_help": True,
+    "rich_markup_mode": None,  # help and errors are plain text in a terminal and in a pipe alike
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    **_PLAIN,
+)
+_plugins = typer.Typer(help="Packages that bring kernels.", **_PLAIN)
+_capture = typer.Typer(help="What was really called.", **_PLAIN)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenspeed-kernel {version()}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)]
+
+
+@app.callback()
+def _root(version: Version = False) -> None:
+    """Operators for LLM inference, and the kernel that serves each best on the machine at hand."""
+
+
+def _command(
+    module: str, group: typer.Typer = app, name: str | None = None, **settings: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command. The function of its name in this module of ``workbench.cli`` runs with the same arguments."""
+
+    def declare(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**arguments: Any) -> None:
+            given = {key: value.value if isinstance(value, Enum) else value for key, value in arguments.items()}
+            implementation(module, function.__name__)(**given)
+
+        DECLARED.append((module, function))
+        return group.command(name, **settings)(run)
+
+    return declare
+
+
+def implementation(module: str, function: str) -> Callable[..., None]:
+    """Imports the function that runs a command."""
+    try:
+        found: Callable[..., None] = getattr(importlib.import_module(f"tokenspeed_kernel.workbench.cli.{module}"), function)
+    except ModuleNotFoundError as error:
+        without(error)
+    return found
+
+
+@_command("show")
+def doctor(as_json: o.AsJson = False) -> None:
+    """Show platform, versions, settings and plugins, and what to do about what is wrong. Exit code 1 if something is."""
+
+
+@_command("show")
+def ops(name: o.ShownName = None, as_json: o.AsJson = False) -> None:
+    """List the operators, or show one: signature, contract, kernels and cases."""
+
+
+@_command("show")
+def explain(
+    op: o.OperatorName,
+    changes: o.Changes = None,
+    platform: o.PlatformName = None,
+    objective: o.Objective = None,
+    solution: o.Solution = None,
+    override: o.KernelName = None,
+    case: o.CaseName = None,
+    all_names: o.AllNames = False,
+    as_json: o.AsJson = False,
+) -> None:
+    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.
+
+    For an operator with prepared weights: which kernel they would be prepared for.
+    """
+
+
+@_command("verify")
+def verify(
+    targets: o.Targets = None,
+    case: o.CaseNames = None,
+    large: o.Large = False,
+    captured: o.Captured = None,
+    solution: o.Solution = None,
+    plugin: o.Plugin = None,
+    device: o.Device = None,
+    repeat: o.Repeat = None,
+    conformance: o.Conformance = None,
+    shrink_seconds: o.Shrink = 10.0,
+    seed: o.Seed = 0,
+    junit_file: o.Junit = None,
+    output: o.Outcome = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Run kernels against their operators' references. Exit code 1 if any is wrong.
+
+    With --plugin or --conformance, run all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
+    """
+
+
+@_command("bench")
+def bench(
+    target: o.Target = None,
+    case: o.CaseNames = None,
+    large: o.Large = False,
+    captured: o.Captured = None,
+    solution: o.Solution = None,
+    solutions: o.Solutions = None,
+    peer: o.Peers = None,
+    output: o.ReportFile = None,
+    append: o.Append = False,
+    device: o.Device = None,
+    budget: o.Budget = 0.5,
+    rounds: o.Rounds = 7,
+    graph: o.Graph = 0,
+    cache: o.CacheState = None,
+    rotate: o.Rotate = None,
+    no_cache: o.NoCache = False,
+    remeasure: o.Remeasure = False,
+    reports: o.Compare = None,
+    threshold: o.Threshold = o.THRESHOLD,
+    confidence: o.Confidence = o.CONFIDENCE,
+    as_json: o.AsJson = False,
+) -> None:
+    """Time kernels, after checking their results. Exit code 1 if any is wrong.
+
+    With --compare, show instead what changed between two reports. Exit code 1 if anything is slower, or was right and is wrong.
+    """
+
+
+@_command("tune")
+def tune(
+    source: o.TunedCalls = None,
+    op: o.TunedOp = None,
+    case: o.CaseNames = None,
+    large: o.Large = False,
+    kernel: o.Kernels = None,
+    budget: o.TuningBudget = 10.0,
+    device: o.Device = None,
+    listing: o.ListThem = False,
+    clear: o.Clear = False,
+    stale: o.StaleOnly = False,
+    export: o.Export = None,
+    trials: o.AllTrials = False,
+    as_json: o.AsJson = False,
+) -> None:
+    """Measure kernels and their configurations, and keep the quickest that is right for the selector. Exit code 1 if none was."""
+
+
+@_command("profile", context_settings={"allow_interspersed_args": False})
+def profile(program: o.Program, output: o.Found = None, sort: o.Sort = None, top: o.Top = 30, as_json: o.AsJson = False) -> None:
+    """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
+
+    Totals are in milliseconds, medians per call in microseconds. "host" is the time until calls returned to their caller, "device"
+    the time on a GPU without launch overhead; "share" is the fraction of all calls. Replays of CUDA graphs and kernels called
+    through bind are not recorded. With --json, the program's output goes to stderr.
+    """
+
+
+@_command("report")
+def report(
+    files: o.Reports, output: o.Page = Path("report.html"), plots: o.Plots = None, title: o.Title = "Kernels, measured"
+) -> None:
+    """Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.
+
+    Several reports of one device form its history; the newest row of each kernel and case is shown.
+    """
+
+
+@_command("warmup")
+def warmup(words: o.Words = None, plugin: o.Warmed = None) -> None:
+    """Let plugins compile ahead of time what they would compile when it is first called.
+
+    Arguments after -- are passed to the plugins: `tokenspeed-kernel warmup --plugin NAME -- --help` shows a plugin's arguments. A
+    plugin warms up through an entry point with its name in the group "tokenspeed_kernel.warmup"; portable kernels need none. Exit
+    code 1 if a plugin fails, 130 after an interrupt, which keeps what has been compiled so far.
+    """
+
+
+@_command("show", _plugins, "list")
+def plugin_list(as_json: o.AsJson = False) -> None:
+    """List the plugins: loaded, disabled and failed."""
+
+
+@_command("show", _plugins, "info")
+def plugin_info(name: o.PluginName, as_json: o.AsJson = False) -> None:
+    """Show one plugin: its kernels, or why it failed. Exit code 1 if it failed."""
+
+
+@_command("capture", _capture, "show")
+def show_calls(files: o.Captures, op: o.CapturedOp = None, as_json: o.AsJson = False) -> None:
+    """Show captured calls, the most frequent first: operator, kernel, count, shapes and options."""
+
+
+@_command("capture", _capture, "merge")
+def merge_files(files: o.Captures, output: o.Into, as_json: o.AsJson = False) -> None:
+    """Merge captures into one file, whose previous contents are replaced."""
+
+
+app.add_typer(_plugins, name="plugins")
+app.add_typer(_capture, name="capture")
