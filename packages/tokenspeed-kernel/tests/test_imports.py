@@ -167,7 +167,7 @@ def _required(distribution: str, *, extras: bool) -> set[str]:
 
 
 def test_torch_is_the_only_dependency_at_run_time() -> None:
-    """Only workbench and command import an extra's packages (TOML before Python 3.11 excepted). Only device code imports compilers."""
+    """Only workbench and command import packages of an extra (but TOML before Python 3.11), and only device code a compiler."""
     assert _required("tokenspeed-kernel-base", extras=False) == {"torch"}
     assert _required("tokenspeed-kernel", extras=False) == {"torch", BASE}
     tools = _required("tokenspeed-kernel", extras=True)
