@@ -30,6 +30,7 @@ from tokenspeed_kernel import moe_plan, plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD
+from tokenspeed_kernel.workbench.cli.find import find_device
 from tokenspeed_kernel.workbench.cli.output import print_table
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.operator import operators
@@ -286,6 +287,23 @@ def test_explain_asks_for_calls_that_are_possible() -> None:
     assert call_json("explain", "mm", "a=float8_e4m3fn", "n=1000")["sizes"]["n"] == 1000, "from another case than the first"
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp8", "float8_e4m3fn"), ("FP8", "float8_e4m3fn"), ("e5m2", "float8_e5m2"), ("bf16", "bfloat16"), ("fp16", "float16")],
+)
+def test_explain_understands_short_names_of_dtypes(name: str, dtype: str) -> None:
+    op, operand = ("dequantize_fp8", "q") if dtype.startswith("float8") else ("rmsnorm", "x")
+    assert dtype in call_json("explain", op, f"{operand}={name}")["formats"][operand]
+    if not dtype.startswith("float8"):
+        assert call_json("explain", "mm", f"out_dtype={name}")["traits"]["out_dtype"] == dtype
+    assert "is a format and no dtype" in refused("explain", "mm", "a=mxfp4")
+
+
+def test_explain_understands_names_of_devices() -> None:
+    for name, arch in (("h100", "sm_90"), ("H200", "sm_90"), ("mi355x", "gfx950")):
+        assert call_json("explain", "rmsnorm", "--platform", name)["platform"]["arch"] == arch
+
+
 def test_explain_asks_for_another_platform_objective_solution_and_kernel() -> None:
     found = call_json("explain", "rmsnorm", "--platform", "gfx950", "--objective", "debug", "--solution", "reference")
     assert found["platform"]["arch"] == "gfx950"
@@ -322,6 +340,8 @@ def test_explain_of_a_call_without_an_eligible_kernel(wrong: str) -> None:
         (["rmsnorm", "hidden=100000000000"], "no call of norm.rmsnorm with hidden=100000000000 could be made"),
         (["mm", "out_dtype=floaf16"], "no value of out_dtype 'floaf16'; did you mean 'float16'?"),
         (["rmsnorm", "x=flaot16"], "no dtype 'flaot16'; did you mean 'float16'?"),
+        (["rmsnorm", "x=nosuch"], "no dtype 'nosuch'; for example float32, bfloat16 (bf16), float16 (fp16), float8_e4m3fn (fp8)"),
+        (["rmsnorm", "--platform", "h10"], "unknown platform 'h10'; expected one of cpu, sm_<version> (sm_90), gfx<version>"),
         (["rmsnorm", "--platform", "gfx"], "unknown platform 'gfx'"),
         (["rmsnorm", "--solution", "referense"], "no solution of norm.rmsnorm 'referense'; did you mean 'reference'?"),
         (["rmsnorm", "--override", "triton"], "did you mean a kernel of solution triton (triton_rmsnorm)?"),
@@ -438,13 +458,33 @@ def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None
     assert "plugin bad failed to load: RuntimeError: no driver" in refused("verify", "--plugin", "bad")
 
 
-@pytest.mark.parametrize("name", ["gpu", "toaster", "meta", "hip", "cuda:x", "cuda:2", "cpu:1", ""])
+@pytest.mark.parametrize("name", ["gpu:2", "gpux", "toaster", "meta", "hip", "cuda:x", "cuda:2", "cpu:1", ""])
 def test_an_absent_device_is_reported_with_the_present_ones(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    wanted = f"error: no device {name!r}; there are cpu, cuda:0 (GPU 0), cuda:1 (GPU 1) (PyTorch calls GPUs cuda, ROCm's too)\n"
+    wanted = f"error: no device {name!r}; there are cpu, cuda:0 (GPU 0), cuda:1 (GPU 1) (gpu is cuda, for ROCm too)\n"
     assert refused("verify", "rmsnorm", "--device", name) == wanted
+
+
+def test_a_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as none:
+        none.setattr(torch.cuda, "is_available", lambda: False)
+        assert "error: device gpu: PyTorch finds no GPU here" in refused("verify", "rmsnorm", "--device", "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device("gpu") == find_device("GPU") == torch.device("cuda")
+    assert find_device("gpu:1") == find_device("CUDA:1") == torch.device("cuda:1")
+    assert find_device(None) is None
+
+
+def test_verify_of_nothing_is_no_success(wrong: str) -> None:
+    skipped = ("verify", wrong, "--case", "gpt-oss-120b decode 64")
+    text = call(*skipped, code=1)
+    assert "nothing was verified: the only run was skipped" in text
+    assert call_json(*skipped, code=1)["summary"]["skipped"] == 1
+    assert "nothing was verified: all " in call("verify", wrong, "--case", "gpt-oss", "--conformance", code=1)
+    assert "nothing was verified" not in call("verify", "reference_rmsnorm", "--case", "no rows")
 
 
 def test_names_and_devices_that_are_not_there() -> None:

@@ -120,7 +120,7 @@ def verify(
     output: o.Outcome = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Run kernels against their operators' references. Exit code 1 if any is wrong.
+    """Run kernels against their operators' references. Exit code 1 if any is wrong, or if all are skipped.
 
     With --plugin or --conformance, run all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
     """

@@ -20,7 +20,7 @@ CaseNames = Annotated[
     typer.Option("--case", help="Only cases of this name, or with this in their name. May be given several times."),
 ]
 Large = Annotated[bool, typer.Option("--large", help="Also the cases that are sized for a GPU.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu or cuda; where kernels run by default if left out.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, gpu or gpu:1; where kernels run by default if left out.")]
 Plugin = Annotated[str | None, typer.Option("--plugin", help="Only kernels of this plugin.")]
 Solution = Annotated[str | None, typer.Option("--solution", help="Only kernels made with this.")]
 Captured = Annotated[Path | None, typer.Option("--from", help="Cases like the calls that were captured to this file.")]
@@ -48,9 +48,9 @@ class Objectives(str, Enum):
 OperatorName = Annotated[str, typer.Argument(metavar="OP")]
 Changes = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[TRAIT=VALUE|ROLE=DTYPE]...", help="What to change in the case's request: sinks=true q=float16."),
+    typer.Argument(metavar="[TRAIT=VALUE|ROLE=DTYPE]...", help="What to change in the case's request: sinks=true q=bf16."),
 ]
-PlatformName = Annotated[str | None, typer.Option("--platform", help="As if on cpu, sm_90, gfx950...")]
+PlatformName = Annotated[str | None, typer.Option("--platform", help="As if on cpu, sm_90, h100, gfx950, mi355x...")]
 Objective = Annotated[Objectives | None, typer.Option("--objective")]
 KernelName = Annotated[str | None, typer.Option("--override", help="Ask for this kernel by name.")]
 AllNames = Annotated[bool, typer.Option("--all", help="Name every kernel, also where many are rejected for one reason.")]

@@ -84,11 +84,15 @@ def find_captured(file: Path) -> dict[str, list[Case]]:
 
 
 def find_device(name: str | None) -> torch.device | None:
-    """Returns the device with this name; None for None. A device that this machine does not have ends the command."""
+    """Returns the device with this name; None for None. "gpu" is PyTorch's "cuda", for ROCm too.
+
+    A device that this machine does not have ends the command.
+    """
     if name is None:
         return None
+    kind, colon, index = name.lower().partition(":")
     try:
-        device = torch.device(name)
+        device = torch.device(("cuda" if kind == "gpu" else kind) + colon + index)
     except RuntimeError:  # its message lists all device types that PyTorch knows, so it is not shown
         device = torch.device("meta")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -96,7 +100,7 @@ def find_device(name: str | None) -> torch.device | None:
         fail(f"device {name}: PyTorch finds no GPU here; tokenspeed-kernel doctor says more")
     if (device.index or 0) >= {"cpu": 1, "cuda": gpus}.get(device.type, 0):
         there = ["cpu", *(f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(gpus))]
-        fail(f"no device {name!r}; there are {', '.join(there)} (PyTorch calls GPUs cuda, ROCm's too)")
+        fail(f"no device {name!r}; there are {', '.join(there)} (gpu is cuda, for ROCm too)")
     return device
 
 

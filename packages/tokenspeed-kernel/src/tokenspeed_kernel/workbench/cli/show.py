@@ -222,7 +222,9 @@ def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
     known = [request.traits[name] for request in requests if request.traits.get(name) is not None]
     if name in roles and (not known or _dtype(text) is not None):
         dtype = _dtype(text)
-        return (name, dtype) if dtype is not None else unknown("dtype", text, _DTYPES)
+        if dtype is None and text in op.interface.formats.get(name, ()):
+            fail(f"{name}={text} is a format and no dtype; --case starts from a call that has it: tokenspeed-kernel ops {op.mode}")
+        return (name, dtype) if dtype is not None else unknown("dtype", text, [*_DTYPES, *_SHORT], _SOME_DTYPES)
     if not known:
         traits = dict.fromkeys(trait for request in requests for trait in request.traits)
         unknown(f"trait or operand of {op}", name, [*traits, *sorted(roles)])
@@ -232,7 +234,7 @@ def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
     if isinstance(like, (int, float)) and not isinstance(value, (int, float)):
         fail(f"{name} is a number; got {text!r}")
     if isinstance(like, str):
-        value = text
+        value = text if text in known else _SHORT.get(text.lower(), text)
         seen = dict.fromkeys(str(other) for other in known)
         if value not in seen:
             unknown(f"value of {name}", text, seen)
@@ -240,10 +242,24 @@ def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
 
 
 _DTYPES = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+_SHORT = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8_e4m3fn",
+    "e4m3": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "fp8_e5m2": "float8_e5m2",
+}
+_SOME_DTYPES = "for example float32, bfloat16 (bf16), float16 (fp16), float8_e4m3fn (fp8), float8_e5m2 (fp8_e5m2)"
 
 
 def _dtype(text: str) -> torch.dtype | None:
-    return getattr(torch, text) if text in _DTYPES else None
+    """Returns the dtype with this name, PyTorch's or a short one."""
+    name = _SHORT.get(text.lower(), text)
+    return getattr(torch, name) if name in _DTYPES else None
 
 
 def _value(text: str) -> bool | int | float | str | None:

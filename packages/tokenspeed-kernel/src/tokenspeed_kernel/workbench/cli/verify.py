@@ -73,7 +73,7 @@ def verify(
             _show_findings(findings)
         else:
             _show_results(findings, fold=len({spec.name for spec, _ in runs}) > 1)
-    raise typer.Exit(any(finding.wrong for finding in findings))
+    raise typer.Exit(any(finding.wrong for finding in findings) or _all_skipped(findings))
 
 
 def _write(file: Path, text: str) -> None:
@@ -88,9 +88,16 @@ def _summary(findings: Sequence[Finding]) -> dict[str, int]:
     return {status.value: counts[status] for status in Status}
 
 
+def _all_skipped(findings: Sequence[Finding]) -> bool:
+    return all(finding.status is Status.SKIPPED for finding in findings)
+
+
 def _last_line(findings: Sequence[Finding]) -> None:
     parts = [f"{count} {status}" for status, count in _summary(findings).items() if count]
     typer.echo(f"\n{', '.join(parts) or 'nothing to run'} on {current_platform()}")
+    if findings and _all_skipped(findings):
+        runs = "the only run was" if len(findings) == 1 else f"all {len(findings)} were"
+        typer.echo(f"nothing was verified: {runs} skipped")
 
 
 # -- against the reference ----------------------------------------------------------------------------------------------------
