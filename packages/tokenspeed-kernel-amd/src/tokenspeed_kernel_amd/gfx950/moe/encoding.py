@@ -26,7 +26,10 @@ from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 
-ACCURACY = "a number that is not rounded has an error of at most 2^-22 of the largest of its 32 neighbours"
+ACCURACY = (
+    "up to a quarter of the nonzero numbers of a block of 32 have an error of at most 2^-22 of its largest, unless the plan asks "
+    "for exact ones"
+)
 # Planes that hold a number of this type.
 _PLANES = {torch.bfloat16: 2, torch.float16: 3}
 
@@ -43,6 +46,12 @@ class Encoding(NamedTuple):
     format: str
     planes: int
     scales: str
+    exact: bool = False
+
+    @property
+    def tested(self) -> bool:
+        """Whether rows are tested for what planes lose. Where the encoding is exact, all are."""
+        return self.planes > 1 and not self.exact
 
     def row_bytes(self, k: int) -> int:
         """Bytes of a row of codes."""
@@ -74,7 +83,7 @@ def encoding_of(plan: MoEPlan) -> Encoding:
         return Encoding("e2m1", 1, "block")
     if plan.dtype not in _PLANES:
         raise ValueError(f"moe_apply: plan.dtype must be bfloat16 or float16 where activation_dtype is 'none', got {plan.dtype}")
-    return Encoding("e4m3", _PLANES[plan.dtype], "block")
+    return Encoding("e4m3", _PLANES[plan.dtype], "block", plan.exact_activations)
 
 
 def room_for(encoding: Encoding, rows: int, k: int, device: torch.device, static: Tensor | None) -> Encoded:
@@ -86,4 +95,5 @@ def room_for(encoding: Encoding, rows: int, k: int, device: torch.device, static
         return Encoded(codes, static)
     if encoding.scales == "token":
         return Encoded(codes, torch.empty(rows, dtype=torch.float32, device=device))
-    return Encoded(codes, torch.empty(encoding.planes, rows, scales, dtype=torch.uint8, device=device))
+    tested = rows if encoding.tested else 0
+    return Encoded(codes, torch.empty(encoding.planes * rows * scales + tested, dtype=torch.uint8, device=device))

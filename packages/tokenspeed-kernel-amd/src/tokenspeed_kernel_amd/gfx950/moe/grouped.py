@@ -28,6 +28,7 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
 device = DeviceModule(__name__ + "_device")
 wide_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.wide_device")
+exact_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.grouped_exact_device")
 schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device")
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
@@ -75,6 +76,7 @@ class Operands(NamedTuple):
         order, tiles: the schedule, see ``schedule_device``.
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         codes, scale: of what is multiplied, see `encoding`.
+        x, x_stride: what is multiplied before it was encoded, and elements from one row to the next.
         out: [rows, features].
         out_static: the static scale of the first product's result, or None.
     """
@@ -86,6 +88,8 @@ class Operands(NamedTuple):
     bias: Tensor | None
     codes: Tensor
     scale: Tensor
+    x: Tensor
+    x_stride: int
     out: Tensor
     out_static: Tensor | None
 
@@ -138,7 +142,7 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
             return tile
-    if plan.weight_format == "fp8_block":
+    if plan.weight_format == "fp8_block" or encoding_of(plan).exact:  # the wide kernel has no exact encoding
         return _TILES[-1][1]
     return _WIDE if planes < 3 else _WIDE_OF_THREE
 
@@ -173,14 +177,14 @@ def moe_apply_many(
     scales = static_scales(weights, encoding)
     schedule, encoded = _route(x, topk_weights, topk_ids, plan, tile, encoding, scales[0], router)
     activated = x.new_empty(pairs, features, dtype=between(encoding, plan))
-    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True, out_static=scales[1])
+    _product(tile, encoding, schedule, weights, x, encoded, activated, plan, gated=True, out_static=scales[1])
     if encoding.scales == "tensor":
         encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
     else:
         encoded = room_for(encoding, pairs, features, x.device, None)
         encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden, dtype=of_slots(plan))
-    _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
+    _product(tile, encoding, schedule, weights, activated, encoded, slots, plan, gated=False)
     block = min(1024, max(256, power_of_two(hidden)))
     device.combine_kernel[(tokens, -(-hidden // block))](
         slots, topk_weights, topk_ids, written, hidden, written.stride(0), plan.num_experts, TOP_K=plan.top_k, BLOCK=block
@@ -291,6 +295,7 @@ def _product(
     encoding: Encoding,
     schedule: Schedule,
     weights: MoEWeights,
+    x: Tensor,
     encoded: Encoded,
     out: Tensor,
     plan: MoEPlan,
@@ -309,14 +314,28 @@ def _product(
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
     limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
     shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)
-    kernel = wide_device.wide_kernel if tile.wide else device.grouped_kernel
-    kernel[(schedule.entries * blocks,)](
-        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out, out_static),
+    kernels = [wide_device.wide_kernel] if tile.wide else [device.grouped_kernel]
+    if tile.wide and encoding.tested:
+        kernels.append(exact_device.exact_kernel)
+    arguments = (
+        Operands(
+            schedule.order,
+            schedule.tiles,
+            weight,
+            weight_scale,
+            bias,
+            codes,
+            encoded.scale,
+            x,
+            x.stride(0),
+            out,
+            out_static,
+        ),
         *encoded.codes.shape[1:],
         strips,
         k,
         blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
-        shape=shape,
-        num_warps=tile.warps,
     )
+    for kernel in kernels:
+        kernel[(schedule.entries * blocks,)](*arguments, shape=shape, num_warps=tile.warps)

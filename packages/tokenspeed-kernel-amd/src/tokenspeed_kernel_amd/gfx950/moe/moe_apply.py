@@ -35,6 +35,7 @@ _TRAITS: dict[str, Any] = {
     "swiglu_limit": any,
     "swiglu_alpha_beta": any,
     "wide_activations": any,
+    "exact_activations": any,
 }
 
 

@@ -28,6 +28,12 @@ def product_layout(warps):
 
 
 @gluon.constexpr_function
+def plain(rank):
+    """A layout of LDS without gaps, the last axis fastest."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
+
+
+@gluon.constexpr_function
 def pieces_of_step(dtype):
     """Pieces of 16 bytes a lane that a step of weights has."""
     return 2 if dtype == gl.float8e4nv else 1
@@ -300,18 +306,18 @@ def factors_of(words, warps: gl.constexpr, product: gl.constexpr):
 
 @gluon.jit
 def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """Adds the products of four steps of weights with every plane of tokens.
+    """Adds the products of four steps of weights with some planes of tokens.
 
     Args:
         weight, words: of a `Quad`.
-        codes: of each plane, [512, columns] (packed along k: [256, columns]).
-        scales: of each plane the block scales, uint8 [columns, 16]; not used where a token has one scale.
+        codes: of some planes, [512, columns] (packed along k: [256, columns]).
+        scales: of the same planes the block scales, uint8 [columns, 16]; not used where a token has one scale.
     """
     if weight.dtype == gl.float8e4nv:
         acc = add_block_products(acc, weight, words, codes, scales, encoding)
     else:
         weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
-        for plane in gl.static_range(encoding.planes):
+        for plane in gl.static_range(len(codes)):
             if encoding.scales != "block":
                 acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
             else:
@@ -328,7 +334,7 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
     weights = steps_of(weight, 1, gl.DotOperandLayout(0, product, 16))
     factors = factors_of(words, acc.shape[0] // 16, product)
     sums = (gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc))
-    for plane in gl.static_range(encoding.planes):
+    for plane in gl.static_range(len(codes)):
         tokens = steps_of(codes[plane], 0, operand)
         added = ()
         if encoding.scales != "block":
@@ -342,6 +348,17 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
     for step in gl.static_range(4):
         acc += sums[step] * factors[step]
     return acc
+
+
+@gluon.jit
+def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
+    """The biases of both halves of an expert's strips from ``first_strip`` on, a strip for each warp, float32 [16 * warps]; zeros
+    beyond the last strip."""
+    row = gl.arange(0, 16 * gl.num_warps(), layout)
+    strip = first_strip + row // 16
+    at = strip * 32 + row % 16
+    bias += expert.to(gl.int64) * strips * 32
+    return cdna4.buffer_load(bias, at, mask=strip < strips), cdna4.buffer_load(bias, at + 16, mask=strip < strips)
 
 
 @gluon.jit

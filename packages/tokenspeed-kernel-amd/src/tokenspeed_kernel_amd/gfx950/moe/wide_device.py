@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
-from tokenspeed_kernel_amd.gfx950.moe.grouped_device import copy_layout, row_of_column, store_product, tokens_of
+from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, product_layout, scales_of, strips_at, token_scale_layout
 
 _PART = gl.constexpr(32)
@@ -316,9 +316,13 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
             if ends:
                 for part in gl.static_range(parts):
                     if count > part * _PART:
-                        store_product(
-                            operands, firsts[part], seconds[part], expert, strip, strips, tokens[part], swiglu, shape
-                        )  # fmt: skip
+                        first = firsts[part]
+                        second = seconds[part]
+                        if encoding.scales != "block":
+                            first *= tokens[part].scale[None, :]
+                            second *= tokens[part].scale[None, :]
+                        first, second = add_bias(first, second, operands, expert, strip, strips, shape)
+                        store_product(operands, first, second, strip, strips, tokens[part], swiglu, shape)
                 firsts = no_sums(parts, warps)
                 seconds = no_sums(parts, warps)
             quad = next_quad

@@ -83,9 +83,11 @@ def moe_apply(
 
     Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. A number then has an error of at
     most 2^-21 of the largest magnitude in its row: x of a token, or ``act`` of a slot. Numbers of at least 2^-13 of that magnitude
-    have none. So small numbers may vanish beside an outlier that is 2^21 times larger. Float8 MMAs may cut the terms of a dot
-    product of 32 neighbours after 14 bits, counted from the largest term. `explain` names the bound of such kernels. A plan with
-    ``exact_activations`` is for kernels without it: 16-bit and wider numbers enter their MMAs as they are.
+    have none. Where that leaves more than a quarter of a row inexact, or of the nonzero numbers of some 32 neighbours, the kernel
+    computes the row without such errors. The device decides so in each call. So a number may vanish beside an outlier that is 2^21
+    times larger only where most of its neighbours do not. Float8 MMAs may cut the terms of a dot product of 32 neighbours after 14
+    bits, counted from the largest term. `explain` names the bound of such kernels. A plan with ``exact_activations`` has none: its
+    16-bit and wider numbers enter MMAs without an error.
 
     Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Numbers
     within it are as good far from 1 as near it. Sums are in any order. With ``"fp8"`` and ``"fp8_static"`` a kernel may accumulate
