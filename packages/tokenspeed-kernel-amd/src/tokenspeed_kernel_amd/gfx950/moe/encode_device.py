@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Rounds activations to the codes that the matrix cores multiply. ``encoding`` says what the codes are.
+"""Quantises activations for the MMAs. ``encoding`` says what the codes are.
 
 A tile of activations is float32 [rows, blocks, 32], because 32 neighbours along k share a scale.
 """
@@ -16,7 +16,7 @@ from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 _SMALLEST_NORMAL = gl.constexpr(SMALLEST_NORMAL)
 _SIGNS = gl.constexpr(0x80808080 - 2**32)  # the highest bits of four bytes
-ENOUGH = gl.constexpr(24)  # elements of a block; of the others, which may be zeros, there are at most a quarter
+ENOUGH = gl.constexpr(24)  # elements of a block, three quarters
 
 
 @gluon.constexpr_function
@@ -82,8 +82,8 @@ def e2m1_codes(values):
 def encode_e4m3(values, step, EXACT: gl.constexpr):
     """e4m3 codes, uint8 [rows, blocks, 32], saturating. ``step``: float32 [rows], the scales.
 
-    Dividing takes ten times as many instructions as multiplying by the reciprocal, whose error decides of a quotient in the middle
-    between two codes; with 16-bit numbers that is one of some thousands. What EXACT adds makes the quotient right, by two more
+    A division takes ten times as many instructions as a multiplication by the reciprocal. The reciprocal's error matters for a
+    quotient halfway between two codes, one in some thousands of 16-bit floats. EXACT corrects the quotient, by two more
     instructions.
     """
     reciprocal = (1.0 / step)[:, None, None]
@@ -107,7 +107,7 @@ def block_exponents(values, encoding: gl.constexpr):
 
 @gluon.jit
 def split_by_block(values, exponents, finite, encoding: gl.constexpr):
-    """e4m3 values [rows, blocks, 32] of each plane, and what the last one leaves, in units of its scale."""
+    """e4m3 values [rows, blocks, 32] of each plane, and the residual, in units of the last plane's scale."""
     reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
     left = gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0)
     planes = ()
@@ -144,8 +144,8 @@ def encode_by_block(values, encoding: gl.constexpr):
 
 
 @gluon.jit
-def left_by_planes(values, encoding: gl.constexpr):
-    """What all planes of float32 [rows, blocks, 32] leave, exactly. Blocks that are not finite leave zeros."""
+def residual_of(values, encoding: gl.constexpr):
+    """The exact residual of all planes of float32 [rows, blocks, 32]. It is zero in blocks that are not finite."""
     exponents, finite = block_exponents(values, encoding)
     _, left = split_by_block(values, exponents, finite, encoding)
     last: gl.constexpr = 5 * (encoding.planes - 1)
@@ -164,8 +164,8 @@ def either(a, b):
 
 @gluon.jit
 def held_at_least(codes, exponents, encoding: gl.constexpr):
-    """A quick test for `turns_for`. int32 [lanes of the workgroup]: a bound of how many elements planes hold of each block of
-    which the lane has eight. A block that is not held has a bound below ENOUGH.
+    """A quick test for `passes_for`, int32 [lanes of the workgroup]: a lower bound of the elements that planes hold of a block, the
+    minimum over the lane's blocks. It is below ENOUGH where a block takes several passes.
 
     Args:
         codes, exponents: of the first plane, with a layout of `activation_layout`.
@@ -173,7 +173,7 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = codes.shape[0]
     blocks: gl.constexpr = codes.shape[1]
-    # Four codes at a time: bit 7 of each byte says whether it is at least ``least``, of a number that planes hold.
+    # Four codes at a time: bit 7 of each byte says whether its magnitude is at least ``least``, which planes hold.
     quarters = codes.reshape(rows, blocks, 4, 2, 4)
     byte = gl.arange(0, 4, axis_layout(quarters.type.layout, 5, 4))[None, None, None, None, :]
     words = gl.reduce(quarters.to(gl.int32) << (8 * byte), 4, either)
@@ -182,7 +182,7 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
     held, _ = gl.broadcast(gl.sum(held, axis=2)[:, :, None], held)
     exponents = gl.convert_layout(exponents, gl.SliceLayout(2, held.type.layout), assert_trivial=True)[:, :, None]
     held = gl.where(exponents > smallest_exponent(encoding), held, 32)
-    # A lane has eight neighbours of every so many blocks.
+    # A lane has eight elements of every ``apart``-th block.
     apart: gl.constexpr = 16 * (warps // rows)
     held = gl.min(held.reshape(rows, blocks // apart, apart, 4), axis=1).reshape(rows * apart * 4)
     return gl.convert_layout(held, gl.BlockedLayout([1], [64], [warps], [0]), assert_trivial=True)
@@ -191,7 +191,7 @@ def held_at_least(codes, exponents, encoding: gl.constexpr):
 @gluon.jit
 def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr):
     """Encodes and stores a chunk of rows that begins at element ``first``; see `encode_rows`. Returns the minimum of ``held`` and
-    what `held_at_least` says of the chunk."""
+    the chunk's `held_at_least`."""
     BLOCK: gl.constexpr = values.shape[1] * 32
     layout: gl.constexpr = values.type.layout
     at = places(first, BLOCK, layout)
@@ -205,7 +205,7 @@ def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr
         planes, exponents = encode_by_block(values, encoding)
         if encoding.planes > 1 and not encoding.exact:
             held = gl.minimum(held, held_at_least(planes[0], exponents[0], encoding))
-        # A lane of the product reads the scales of every fourth block, so those lie side by side.
+        # A lane of an MMA reads the scales of every fourth block, so those are contiguous.
         block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
         scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
         scale_row = gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
@@ -306,7 +306,7 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
 
 @gluon.jit(do_not_specialize=["rows"])
 def encode_kernel(x, count, codes, scale, k, width, rows, encoding: gl.constexpr, CHUNKS: gl.constexpr):
-    """Program: a row of x ``[rows, k]`` for each warp. There are as many rows as ``count`` points to."""
+    """A workgroup encodes a row of x ``[rows, k]`` for each warp. ``count`` points to the number of rows."""
     first = gl.program_id(0) * gl.num_warps()
     count = gl.load(count)
     if first < count:

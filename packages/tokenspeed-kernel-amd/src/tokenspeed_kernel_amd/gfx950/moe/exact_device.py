@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Exact dot products for rows that the planes of `encoding` do not hold.
 
-A row is encoded in turns. Each turn encodes what the turns before it left, with block scales of its own, until nothing is left: the
-planes of all turns sum to the row's elements. The MMAs and accumulators of a turn are those of the mainloop. A turn reads weights
-and activations again and has no pipeline, because models rarely have such rows.
+Such a row takes several passes. Each pass encodes the residual of the passes before it, with block scales of its own. The planes of
+all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. It loads weights and activations again
+and has no pipeline, because models rarely have such rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.amd import cdna4
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     block_exponents,
     encode_by_block,
-    left_by_planes,
     magnitudes,
     places,
+    residual_of,
     smallest_exponent,
 )
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
@@ -60,7 +60,7 @@ class Source:
     Attributes:
         x: points to the first element of all.
         begins: int64 [columns], where a column's row begins.
-        length: int32 [columns], elements of the row; 0 where it is known that planes hold it.
+        length: int32 [columns], elements of the row.
     """
 
     x: gl.tensor
@@ -79,7 +79,7 @@ class Shared:
 
 @gluon.jit
 def wave_uniform(value):
-    """A scalar that all lanes have, such that the compiler knows it: branches on it need no mask."""
+    """A scalar that is equal in all lanes, as an SGPR: branches on it need no EXEC mask."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     return gl.max(gl.full([64], 0, gl.int32, layout) + value, axis=0)
 
@@ -93,24 +93,24 @@ def load_step(source, length, step):
 
 
 @gluon.jit
-def turns_for(values, encoding: gl.constexpr):
-    """How many turns hold each block exactly, int32 [rows, blocks]; 0 where one turn loses little enough: at most a quarter of the
-    nonzero elements, or none where the encoding is exact.
+def passes_for(values, encoding: gl.constexpr):
+    """The passes that hold each block exactly, int32 [rows, blocks]. 0 where one pass suffices: at most a quarter of the nonzero
+    elements lose bits, or none where the encoding is exact.
 
-    With an amax of 2^7 to 2^8, the last bit of turn ``t`` is 2^(-14 - 22 (t - 1)) in two planes, 2^(-19 - 27 (t - 1)) in three.
+    With an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) in two planes, 2^(-19 - 27 (p - 1)) in three.
     bfloat16 has 8 bits and float32 24.
     """
     two: gl.constexpr = encoding.planes == 2
     exponents, finite = block_exponents(values, encoding)
     finite &= exponents > smallest_exponent(encoding)
     found = magnitudes(values)
-    # One turn holds 8 bits of a bfloat16, and 12 bits of others.
+    # One pass holds 8 bits of a bfloat16, and 12 bits of others.
     small = gl.sum((found >> 23 < (exponents - (7 if two else 8))[:, :, None]).to(gl.int32), axis=2)
     zero = gl.sum((found == 0).to(gl.int32), axis=2)
     octaves = exponents + 7 - (gl.min(gl.where(found == 0, 0x7FFFFFFF, found), axis=2) >> 23)
-    turns = 1 + (octaves + 7) // 22 if two else 1 + (octaves + 23) // 27
+    passes = 1 + (octaves + 7) // 22 if two else 1 + (octaves + 23) // 27
     lost = small - zero if encoding.exact else 4 * small - 3 * zero - 32
-    return gl.where(finite & (lost > 0), gl.maximum(turns, 2), 0)
+    return gl.where(finite & (lost > 0), gl.maximum(passes, 2), 0)
 
 
 @gluon.jit
@@ -141,42 +141,42 @@ def read_plane(shared, plane):
 
 
 @gluon.jit
-def turns_of(source, quads, encoding: gl.constexpr):
-    """How many turns each row takes, int32 [columns]; 0 where planes hold it. ``quads``: groups of four steps that a row has."""
-    turns = source.length * 0
+def passes_of(source, quads, encoding: gl.constexpr):
+    """The passes that each row takes, int32 [columns]; 0 where one suffices. ``quads``: groups of four steps of a row."""
+    passes = source.length * 0
     for step in range(4 * quads):
-        turns = gl.maximum(turns, gl.max(turns_for(load_step(source, source.length, step), encoding), axis=1))
-    return turns
+        passes = gl.maximum(passes, gl.max(passes_for(load_step(source, source.length, step), encoding), axis=1))
+    return passes
 
 
 @gluon.jit
-def add_exactly(first, second, own, source, turns, quads, FIRST: gl.constexpr, HALVES: gl.constexpr, encoding: gl.constexpr):
-    """Adds the dot products of turn FIRST and all later ones to the accumulators of a tile, in columns that take several turns.
+def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, HALVES: gl.constexpr, encoding: gl.constexpr):
+    """Adds the dot products of pass FIRST, counted from 0, and all later ones to a tile's accumulators, in columns with passes.
 
     Args:
         first, second: accumulators of both halves of strips.
         own: `Strips`.
         source: `Source` of the tile's columns.
-        turns, quads: see `turns_of`.
+        passes, quads: see `passes_of`.
         HALVES: 1 where ``own`` has only the first half; ``second`` is returned as it is then.
     """
     COLUMNS: gl.constexpr = first.shape[1]
-    length = gl.where(turns > 0, source.length, 0)
+    length = gl.where(passes > 0, source.length, 0)
     shared = Shared(
         gl.allocate_shared_memory(gl.float8e4nv, [4 * encoding.planes, COLUMNS, 128], plain(2)),
         gl.allocate_shared_memory(gl.uint8, [4 * encoding.planes, COLUMNS, 4], plain(2)),
     )
-    for turn in range(FIRST, wave_uniform(gl.max(turns, axis=0))):
+    for number in range(FIRST, wave_uniform(gl.max(passes, axis=0))):
         for quad in range(quads):
-            gl.barrier()  # the planes of the quad before have been read
+            gl.barrier()  # the planes of the previous quad have been read
             for step in range(4):
                 values = load_step(source, length, 4 * quad + step)
-                for _ in range(turn):
-                    values = left_by_planes(values, encoding)
+                for _ in range(number):
+                    values = residual_of(values, encoding)
                 store_step(shared, step, values, encoding)
             weights = load_quad(own, quad, gl.num_warps()) if HALVES == 2 else load_half_quad(own, quad, gl.num_warps())
             for plane in gl.static_range(encoding.planes):
-                gl.barrier()  # keeps the compiler from reading all planes ahead, which takes more registers than the mainloop
+                gl.barrier()  # or the compiler reads all planes first, which takes more registers than the mainloop
                 codes, scales = read_plane(shared, plane)
                 first = add_products(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
                 if HALVES == 2:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `few`: both products, each of which encodes by itself what it multiplies."""
+"""Device code of `few`: both GEMMs. Each workgroup encodes its activations itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     magnitudes,
     token_step,
 )
-from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, source_layout, turns_of
+from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     activated,
     add_products,
@@ -38,13 +38,13 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, pieces, rows, 16]: as a right operand lies, rows being repeated. All warps have the same."""
+    """uint8 [1, 16 / rows, pieces, rows, 16]: the right operand, with rows replicated. All warps have the same."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
 @gluon.constexpr_function
 def repeated_scale_layout(rows, warps):
-    """uint8 [1, 16 / rows, rows, g, step], likewise."""
+    """uint8 [1, 16 / rows, rows, g, step]: the right operand's block scales."""
     return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 16 // rows, rows, 4, 1], [warps, 1, 1, 1, 1], [4, 2, 1, 3, 0])
 
 
@@ -52,8 +52,7 @@ def repeated_scale_layout(rows, warps):
 class Encoded:
     """Rows in LDS, encoded, of each plane:
 
-    * codes, uint8 [quads, 1, 1, pieces, rows, 16]: pieces of 16 bytes of a row's four steps, so that what the lanes of a wave read
-      together lies in one piece;
+    * codes, uint8 [quads, 1, 1, pieces, rows, 16]: 16 bytes of each row, so that the lanes of a wave read contiguous memory;
     * block scales, uint8 [quads, 1, 1, rows, g, step].
     """
 
@@ -78,7 +77,7 @@ def room_for_scale(ROWS: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def store_codes(shared, quad: gl.constexpr, codes):
-    """Puts codes [rows, blocks, bytes], of a number of steps that four divides, into LDS."""
+    """Stores codes [rows, blocks, bytes] of whole quads in LDS."""
     ROWS: gl.constexpr = codes.shape[0]
     pieces: gl.constexpr = shared.shape[3]
     quads: gl.constexpr = codes.shape[1] // 16
@@ -92,7 +91,7 @@ def store_codes(shared, quad: gl.constexpr, codes):
 
 @gluon.jit
 def store_scale(shared, quad: gl.constexpr, exponents):
-    """Puts block scales [rows, blocks] into LDS."""
+    """Stores block scales [rows, blocks] in LDS."""
     ROWS: gl.constexpr = exponents.shape[0]
     quads: gl.constexpr = exponents.shape[1] // 16
     # [row, quad, step, g] -> [quad, 1, 1, row, g, step]
@@ -105,7 +104,7 @@ def store_scale(shared, quad: gl.constexpr, exponents):
 
 @gluon.constexpr_function
 def elements_at_once(rows, block, warps):
-    """With a row for each warp, chunks of 512 elements need no padding to a power of two."""
+    """Elements of a chunk: 512 with a row for each warp, which need no padding to a power of two."""
     return 512 if warps == rows else block
 
 
@@ -124,9 +123,9 @@ def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
 def encode(
     chunks, dtype: gl.constexpr, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1
 ):
-    """Encodes rows of type ``dtype``, SPLIT of which are one token. Rows that are encoded with a static scale stay as they are.
-    ``static``: points to that scale. Returns rows, their scales, float32 [rows] (1 where blocks have scales), and whether some
-    rows may have to be computed exactly, the same in all waves."""
+    """Encodes rows of type ``dtype``, SPLIT of which are one token. Rows that are codes already are copied. ``static``: points to
+    the static scale. Returns rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes, the
+    same in all waves."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
@@ -176,7 +175,7 @@ def encode(
 
 @gluon.jit
 def any_inexact(held, encoding: gl.constexpr):
-    """Whether some rows may have to be computed exactly, the same in all waves. ``held``: see `held_at_least`."""
+    """Whether rows may take exact passes, the same in all waves. ``held``: see `held_at_least`."""
     warps: gl.constexpr = gl.num_warps()
     if encoding.planes > 1 and not encoding.exact:
         shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
@@ -233,7 +232,7 @@ def operands_of(shared, quad, encoding: gl.constexpr):
 
 @gluon.jit
 def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
-    """One number a row, [rows], for each of the 16 columns of a product."""
+    """Values of rows, [rows], replicated over the 16 columns of an MMA."""
     wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 64], [1, gl.num_warps()], [0, 1])
     once = gl.convert_layout(values, gl.SliceLayout(0, wide))[None, :]
     often, _ = gl.broadcast(once, gl.zeros([_COLUMNS // ROWS, ROWS], values.dtype, wide))
@@ -247,16 +246,16 @@ def add(a, b):
 
 @gluon.jit
 def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """The first product: program (pair, block of strips), the latter fastest.
+    """The gate/up GEMM: workgroup (pair, block of strips), the latter fastest.
 
-    A column is a pair. Of the pairs that go to an expert, the first one's programs multiply as many as there is room for, nearly
-    always all; those of the first one for which there was no room as many again, and so on. The others end at once.
+    A column is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert, nearly always
+    all. The workgroups of the first pair beyond these compute the next ones, and so on. The others end at once.
 
     Args:
         operands, swiglu, shape: see `few`.
         pairs: how many there are.
         strips: of an expert.
-        k: elements that are summed over.
+        k: the inner dimension.
         blocks: of strips.
     """
     pair = gl.program_id(0) // blocks
@@ -272,8 +271,8 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 def routed_first_kernel(
     operands, logits, logits_stride, scaling, tokens, strips, k, blocks, swiglu, shape: gl.constexpr, routing: gl.constexpr
 ):
-    """Does what `first_kernel` does, but each program chooses the tokens' experts from the logits by itself. One program also
-    writes the chosen ids and weights to ``operands``, for the second product.
+    """`first_kernel` with routing: each workgroup chooses the tokens' experts from the logits itself. One workgroup also writes the
+    chosen ids and weights to ``operands``, for the down projection.
 
     Args:
         logits, logits_stride, scaling, tokens, routing: see `choose`.
@@ -296,7 +295,7 @@ def routed_first_kernel(
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """Multiplies up to ``shape.rows`` pairs of an expert, if ``pair`` is the first of them; programs of the others do nothing.
+    """Computes up to ``shape.rows`` pairs of an expert, if ``pair`` is the first of them; workgroups of the others do nothing.
     ``own`` says of each lane whether its pair has the expert; lanes have pairs in ascending order, each at most once."""
     own = own.to(gl.int32)
     earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
@@ -307,19 +306,19 @@ def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swi
 
 @gluon.jit
 def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.constexpr):
-    """Adds what planes leave of the rows of ``token``, int32 [rows], where ``inexact`` says that they may leave too much."""
+    """Adds the exact passes of the rows of ``token``, int32 [rows], if ``inexact``."""
     if inexact:
         repeated = by_column(token, shape.rows, source_layout(gl.num_warps()))
         source = Source(operands.x, repeated.to(gl.int64) * operands.x_stride, repeated * 0 + k)
         quads = (k + 511) // 512
-        gate, up = add_exactly(gate, up, own, source, turns_of(source, quads, shape.encoding), quads, 1, 2, shape.encoding)
+        gate, up = add_exactly(gate, up, own, source, passes_of(source, quads, shape.encoding), quads, 1, 2, shape.encoding)
     return gate, up
 
 
 @gluon.jit
 def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: gl.constexpr):
-    """Adds what planes leave of each warp's row of the activation's result, which begins at element ``begins`` of ``h`` and has
-    ``length`` elements, where ``inexact`` says that they may leave too much. ``ids``: points to each row's expert."""
+    """Adds the exact passes of each warp's row, if ``inexact``. A row begins at element ``begins`` of ``h`` and has ``length``
+    elements. ``ids``: points to each row's expert."""
     warps: gl.constexpr = gl.num_warps()
     if inexact:
         expert = gl.load(ids)
@@ -327,13 +326,13 @@ def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: g
         known = gl.where((expert >= 0) & (expert < shape.num_experts), length, 0)
         columns: gl.constexpr = source_layout(warps)
         source = Source(h, by_column(begins, warps, columns).to(gl.int64), by_column(known, warps, columns))
-        acc, _ = add_exactly(acc, acc, own, source, turns_of(source, quads, shape.encoding), quads, 1, 1, shape.encoding)
+        acc, _ = add_exactly(acc, acc, own, source, passes_of(source, quads, shape.encoding), quads, 1, 1, shape.encoding)
     return acc
 
 
 @gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """The first product of the pairs whose ``place`` is at least 1, of as many of them as there are rows."""
+    """The gate/up GEMM of the pairs with places from 1 to ``shape.rows``."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     product: gl.constexpr = product_layout(warps)
@@ -347,7 +346,7 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
         pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane_pair, 0), axis=0)
         token = gl.where(row == index, pair // shape.top_k, token)
         column_pair = gl.where(column == index, pair, column_pair)
-    # Loads return in order: activations are the first that are needed.
+    # Loads return in order, and activations are needed first.
     chunks = load_rows(operands.x, token * operands.x_stride, k, shape.rows, shape.block)
     gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
     up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
@@ -356,7 +355,7 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
         gate, _ = gl.broadcast(gate_bias[:, None], gate)
         up, _ = gl.broadcast(up_bias[:, None], up)
     even = load_quad(own, 0, warps)
-    gl.inline_asm("", "~{memory}")  # or the compiler may load some of ``even`` last, and wait for it in each turn of the loop
+    gl.inline_asm("", "~{memory}")  # or the compiler loads some of ``even`` last, and each iteration waits for all loads
     odd = load_quad(own, 1, warps)
     shared, step, inexact = encode(chunks, operands.x.dtype.element_ty, operands.static, encoding, shape.rows, shape.block)
     for quad in range(0, (k + 511) // 512, 2):
@@ -393,13 +392,13 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
 
 @gluon.jit
 def second_kernel(operands, strips, k, shape: gl.constexpr):
-    """The second product and the sum over slots: program (half a strip, token). A warp has a part of k of a slot, and so has a
-    column: what counts of the product are the blocks where they are the same.
+    """The down projection and the sum over slots: workgroup (half a strip, token). A warp has a split of k of a slot, and so has a
+    column. Only the diagonal blocks of the accumulator, of the same split, are used.
 
     Args:
         operands, shape: see `few`.
         strips: of an expert.
-        k: elements that are summed over.
+        k: the inner dimension.
     """
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding

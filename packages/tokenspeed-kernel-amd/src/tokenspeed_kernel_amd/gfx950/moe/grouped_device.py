@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `grouped`: a tile of one expert's product, and the sum over slots."""
+"""Device code of `grouped`: a tile of one expert's GEMM, and the sum over slots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import ENOUGH
-from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, source_layout, turns_of
+from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     activated,
     add_products,
@@ -55,7 +55,7 @@ class Columns:
 
 @gluon.jit
 def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The row that each column multiplies: its token in the first product, else its place; the last one's beyond ``count``."""
+    """The row of each column: its token in the gate/up GEMM, else its place in the order; beyond ``count`` the last one's."""
     row = first + gl.minimum(gl.arange(0, COLUMNS, layout), count - 1)
     return gl.load(order + row) // top_k if GATED else row
 
@@ -99,7 +99,8 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 @gluon.jit
 def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
-    """Whether some rows of a tile may have to be computed exactly, the same in all waves. ``held``: see `encoding`."""
+    """Whether rows of a tile may take exact passes, the same in all waves. ``held``: points to the test's results, see
+    `encoding`."""
     if shape.encoding.planes > 1 and not shape.encoding.exact:
         lanes: gl.constexpr = max(shape.columns, 64)
         layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all
@@ -110,7 +111,7 @@ def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
 
 @gluon.jit
 def source_of(operands, first_row, count, k, COLUMNS: gl.constexpr, shape: gl.constexpr):
-    """Where the rows of a tile lie before they are encoded."""
+    """The rows of a tile before they are encoded."""
     layout: gl.constexpr = source_layout(gl.num_warps())
     row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, layout)
     return Source(operands.x, row.to(gl.int64) * operands.x_stride, gl.zeros([COLUMNS], gl.int32, layout) + k)
@@ -118,26 +119,26 @@ def source_of(operands, first_row, count, k, COLUMNS: gl.constexpr, shape: gl.co
 
 @gluon.jit
 def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact, shape: gl.constexpr):
-    """Adds what planes leave of the rows of a tile, where ``inexact`` says that they may leave too much."""
+    """Adds the exact passes of the rows of a tile, if ``inexact``."""
     if inexact:
         source = source_of(operands, first_row, count, k, shape.columns, shape)
         quads = (k + 511) // 512
         first, second = add_exactly(
-            first, second, own, source, turns_of(source, quads, shape.encoding), quads, 1, 2, shape.encoding
+            first, second, own, source, passes_of(source, quads, shape.encoding), quads, 1, 2, shape.encoding
         )
     return first, second
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """A tile of one product: program (tile of tokens, block of strips), the latter fastest.
+    """A tile of one GEMM: workgroup (tile of tokens, block of strips), the latter fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
-        rows: that are encoded.
-        row_bytes: of the codes of each.
+        rows: encoded rows.
+        row_bytes: bytes of a row's codes.
         strips: of an expert.
-        k: elements that are summed over.
+        k: the inner dimension.
         blocks: of strips.
     """
     COLUMNS: gl.constexpr = shape.columns
@@ -196,7 +197,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         second = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
         store_codes(even_shared, even_codes, encoding)
         even_codes = load_codes(columns, 2, encoding)
-        gl.barrier()  # otherwise the compiler has two in each turn of the loop: one for its first turn, and one for the others
+        gl.barrier()  # or each iteration has two: one for the first iteration, and one for the others
         for quad in range(0, quads, 2):
             store_codes(odd_shared, odd_codes, encoding)
             odd_codes = load_codes(columns, quad + 3, encoding)
@@ -225,8 +226,8 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
 
 @gluon.aggregate
 class Tokens:
-    """The columns of a tile: whether each exists, the row that its result belongs to, and two factors of it. One is for before the
-    activation, and 1 where blocks have scales; one is for after it, and 1 where the result is not encoded."""
+    """The columns of a tile: whether each exists, the row of its result, its scale (1 with block scales), and the reciprocal of the
+    static scale of the result (1 where there is none)."""
 
     exists: gl.tensor
     out_row: gl.tensor
@@ -285,8 +286,8 @@ def store_product(operands, first, second, first_strip, strips, tokens, swiglu, 
 
 @gluon.jit
 def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TOP_K: gl.constexpr, BLOCK: gl.constexpr):
-    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, summed in the order of slots. A program computes one block
-    of features of one token."""
+    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, in the order of slots. A workgroup computes one block of
+    features of one token."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
     token = gl.program_id(0).to(gl.int64)
     feature = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tokenspeed_kernel_amd.gfx950.moe.exact_device import add_exactly, turns_of, wave_uniform
+from tokenspeed_kernel_amd.gfx950.moe.exact_device import add_exactly, passes_of, wave_uniform
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import Tokens, add_bias, any_inexact, source_of, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import product_layout, strips_at
 
@@ -39,14 +39,14 @@ def compute_part(operands, expert, first_row, count, strip, strips, k, swiglu, s
     product: gl.constexpr = product_layout(warps)
     quads = (k + 511) // 512
     source = source_of(operands, first_row, count, k, _PART, shape)
-    turns = turns_of(source, quads, shape.encoding)
-    if wave_uniform(gl.max(turns, axis=0)) > 0:
+    passes = passes_of(source, quads, shape.encoding)
+    if wave_uniform(gl.max(passes, axis=0)) > 0:
         tokens = tokens_of(operands, first_row, count, shape, _PART, gl.SliceLayout(0, product))
-        inexact = gl.convert_layout(turns, gl.SliceLayout(0, product)) > 0
+        inexact = gl.convert_layout(passes, gl.SliceLayout(0, product)) > 0
         tokens = Tokens(tokens.exists & inexact, tokens.out_row, tokens.scale, tokens.out_scale)
         for block in range(gl.minimum((strips - strip + warps - 1) // warps, shape.blocks)):
             own = strips_at(operands.weight, operands.weight_scale, expert, strip + block * warps, strips, k, warps)
             zeros = gl.zeros([16 * warps, _PART], gl.float32, product)
-            first, second = add_exactly(zeros, zeros, own, source, turns, quads, 0, 2, shape.encoding)
+            first, second = add_exactly(zeros, zeros, own, source, passes, quads, 0, 2, shape.encoding)
             first, second = add_bias(first, second, operands, expert, strip + block * warps, strips, shape)
             store_product(operands, first, second, strip + block * warps, strips, tokens, swiglu, shape)

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""What the products of this folder share: layouts, loads of weights, the inner product. ``mxfp4_layout`` and ``fp8_block_layout``
+"""What the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout``
 say how weights lie in memory. Those in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step of the former has twice as many
 pieces of 16 bytes a lane.
 
-A wave multiplies a strip of weights, two tiles of 16 rows, by a tile of tokens: rows of the result are features, columns tokens.
+A wave has a strip of weights, two tiles of 16 rows, and all waves share a tile of tokens: rows of the accumulator are features,
+columns tokens.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ def block_scale_layout(warps):
 
 @gluon.constexpr_function
 def rows_layout(warps):
-    """[warps, 16]: the rows of a product."""
+    """[warps, 16]: the rows of an accumulator."""
     lanes = [[0, 0]] * 4 + [[0, 4], [0, 8]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [[1 << bit, 0] for bit in range(log2(warps))], [], [warps, 16])
 
 
 @gluon.constexpr_function
 def token_scale_layout(columns, warps, steps=4):
-    """uint8 [columns, g, step]: what a lane needs of the tokens' scales, a byte a step for each 16 columns."""
+    """uint8 [columns, g, step]: a lane's block scales of tokens, a byte a step for each 16 columns."""
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])
@@ -244,7 +245,7 @@ def load_scale(strips, quad, HALF: gl.constexpr):
 
 @gluon.jit
 def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constexpr):
-    """The scales of two or four steps, from a step on, as the product wants them: uint8 [16 * warps, 4 * steps]."""
+    """The scales of two or four steps, from a step on, as MMAs take them: uint8 [16 * warps, 4 * steps]."""
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
     layout: gl.constexpr = cdna4.get_mfma_scale_layout(tile, [16 * warps, 4 * COUNT])
     low = gl.join((words >> (8 * FIRST)).to(gl.uint8), (words >> (8 * FIRST + 8)).to(gl.uint8))
@@ -306,7 +307,7 @@ def factors_of(words, warps: gl.constexpr, product: gl.constexpr):
 
 @gluon.jit
 def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """Adds the products of four steps of weights with some planes of tokens.
+    """Adds the dot products of four steps of weights with some planes of tokens.
 
     Args:
         weight, words: of a `Quad`.
@@ -327,7 +328,8 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
 
 @gluon.jit
 def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """`add_products` of weights in fp8 blocks: a block is one step along k, whose sum is multiplied by the block's scale."""
+    """`add_products` of weights in fp8 blocks: a block is one step along k, whose partial sum is multiplied by the block's
+    scale."""
     product: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
     token_scale: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [acc.shape[1], 4])
