@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Rounds activations to the codes that the matrix cores multiply. ``encoding`` says what the codes are.
+"""Quantises activations for the MMAs. ``encoding`` says what the codes are.
 
 A tile of activations is float32 [rows, blocks, 32], because 32 neighbours along k share a scale.
 """
@@ -9,11 +9,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
+from triton.language.extra.hip import libdevice
 
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout
 from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 _SMALLEST_NORMAL = gl.constexpr(SMALLEST_NORMAL)
+_SIGNS = gl.constexpr(0x80808080 - 2**32)  # the highest bits of four bytes
+ENOUGH = gl.constexpr(24)  # elements of a block, three quarters
 
 
 @gluon.constexpr_function
@@ -79,8 +82,8 @@ def e2m1_codes(values):
 def encode_e4m3(values, step, EXACT: gl.constexpr):
     """e4m3 codes, uint8 [rows, blocks, 32], saturating. ``step``: float32 [rows], the scales.
 
-    Dividing takes ten times as many instructions as multiplying by the reciprocal, whose error decides of a quotient in the middle
-    between two codes; with 16-bit numbers that is one of some thousands. What EXACT adds makes the quotient right, by two more
+    A division takes ten times as many instructions as a multiplication by the reciprocal. The reciprocal's error matters for a
+    quotient halfway between two codes, one in some thousands of 16-bit floats. EXACT corrects the quotient, by two more
     instructions.
     """
     reciprocal = (1.0 / step)[:, None, None]
@@ -94,44 +97,101 @@ def encode_e4m3(values, step, EXACT: gl.constexpr):
 
 
 @gluon.jit
+def block_exponents(values, encoding: gl.constexpr):
+    """The scales of each block's first plane, int32 [rows, blocks], biased by 127, and whether all of the block is finite."""
+    packed: gl.constexpr = encoding.format == "e2m1"
+    # Of finite floats the bits sort as the magnitudes do; infinities and NaN lie above.
+    field = gl.max(magnitudes(values), axis=2) >> 23
+    return gl.maximum(field - (2 if packed else 7), 0 if packed else smallest_exponent(encoding)), field != 255
+
+
+@gluon.jit
+def split_by_block(values, exponents, finite, encoding: gl.constexpr):
+    """e4m3 values [rows, blocks, 32] of each plane, and the residual, in units of the last plane's scale."""
+    reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
+    left = gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0)
+    planes = ()
+    for plane in gl.static_range(encoding.planes):
+        if plane > 0:
+            left *= 32.0
+        rounded = left.to(gl.float8e4nv)
+        planes += (rounded,)
+        left -= rounded.to(gl.float32)
+    return planes, left
+
+
+@gluon.jit
 def encode_by_block(values, encoding: gl.constexpr):
     """The codes of each plane, uint8 [rows, blocks, 32] (packed: [rows, blocks, 16]), and its scales, uint8 [rows, blocks].
 
     A block with a NaN or an infinity has the scale 255, which makes it NaN.
     """
-    packed: gl.constexpr = encoding.format == "e2m1"
-    # Of finite floats the bits sort as the magnitudes do; infinities and NaN lie above.
-    field = gl.max(values.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=2) >> 23
-    finite = field != 255
-    exponents = gl.maximum(field - (2 if packed else 7), 0 if packed else 5 * (encoding.planes - 1))
-    reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
-    left = gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0)
-    if packed:
-        codes = e2m1_codes(left)
-        low, high = gl.split(codes.reshape(codes.shape[0], codes.shape[1], 16, 2))
-        first = (low | (high << 4)).to(gl.uint8)
+    exponents, finite = block_exponents(values, encoding)
+    codes = ()
+    scales = ()
+    if encoding.format == "e2m1":
+        reciprocal = gl.where(finite, (254 - exponents) << 23, 0).to(gl.float32, bitcast=True)
+        rounded = e2m1_codes(gl.where(finite[:, :, None], values * reciprocal[:, :, None], 0.0))
+        low, high = gl.split(rounded.reshape(rounded.shape[0], rounded.shape[1], 16, 2))
+        codes += ((low | (high << 4)).to(gl.uint8),)
     else:
-        first = left.to(gl.float8e4nv)
-    second = first
-    third = first
-    if encoding.planes > 1:
-        left = (left - first.to(gl.float32)) * 32.0
-        second = left.to(gl.float8e4nv)
-    if encoding.planes > 2:
-        third = ((left - second.to(gl.float32)) * 32.0).to(gl.float8e4nv)
-    return (
-        (first.to(gl.uint8, bitcast=True), second.to(gl.uint8, bitcast=True), third.to(gl.uint8, bitcast=True)),
-        (
-            gl.where(finite, exponents, 255).to(gl.uint8),
-            gl.where(finite, exponents - 5, 255).to(gl.uint8),
-            gl.where(finite, exponents - 10, 255).to(gl.uint8),
-        ),
-    )
+        planes, _ = split_by_block(values, exponents, finite, encoding)
+        for plane in gl.static_range(encoding.planes):
+            codes += (planes[plane].to(gl.uint8, bitcast=True),)
+    for plane in gl.static_range(encoding.planes):
+        scales += (gl.where(finite, exponents - 5 * plane, 255).to(gl.uint8),)
+    return codes, scales
 
 
 @gluon.jit
-def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
-    """Encodes and stores a chunk of rows that begins at element ``first``; see `encode_rows`."""
+def residual_of(values, encoding: gl.constexpr):
+    """The exact residual of all planes of float32 [rows, blocks, 32]. It is zero in blocks that are not finite."""
+    exponents, finite = block_exponents(values, encoding)
+    _, left = split_by_block(values, exponents, finite, encoding)
+    last: gl.constexpr = 5 * (encoding.planes - 1)
+    return left * 2.0**-last * (exponents << 23).to(gl.float32, bitcast=True)[:, :, None]
+
+
+@gluon.constexpr_function
+def smallest_exponent(encoding):
+    return 5 * (encoding.planes - 1)
+
+
+@gluon.jit
+def either(a, b):
+    return a | b
+
+
+@gluon.jit
+def held_at_least(codes, exponents, encoding: gl.constexpr):
+    """A quick test for `passes_for`, int32 [lanes of the workgroup]: a lower bound of the elements that planes hold of a block, the
+    minimum over the lane's blocks. It is below ENOUGH where a block takes several passes.
+
+    Args:
+        codes, exponents: of the first plane, with a layout of `activation_layout`.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    rows: gl.constexpr = codes.shape[0]
+    blocks: gl.constexpr = codes.shape[1]
+    # Four codes at a time: bit 7 of each byte says whether its magnitude is at least ``least``, which planes hold.
+    quarters = codes.reshape(rows, blocks, 4, 2, 4)
+    byte = gl.arange(0, 4, axis_layout(quarters.type.layout, 5, 4))[None, None, None, None, :]
+    words = gl.reduce(quarters.to(gl.int32) << (8 * byte), 4, either)
+    least: gl.constexpr = 0x01010101 * (5 if encoding.planes == 2 else 3)
+    held = gl.sum(libdevice.popc(((words | _SIGNS) - least) & _SIGNS), axis=3)
+    held, _ = gl.broadcast(gl.sum(held, axis=2)[:, :, None], held)
+    exponents = gl.convert_layout(exponents, gl.SliceLayout(2, held.type.layout), assert_trivial=True)[:, :, None]
+    held = gl.where(exponents > smallest_exponent(encoding), held, 32)
+    # A lane has eight elements of every ``apart``-th block.
+    apart: gl.constexpr = 16 * (warps // rows)
+    held = gl.min(held.reshape(rows, blocks // apart, apart, 4), axis=1).reshape(rows * apart * 4)
+    return gl.convert_layout(held, gl.BlockedLayout([1], [64], [warps], [0]), assert_trivial=True)
+
+
+@gluon.jit
+def store_encoded(values, step, first, row, output, held, encoding: gl.constexpr):
+    """Encodes and stores a chunk of rows that begins at element ``first``; see `encode_rows`. Returns the minimum of ``held`` and
+    the chunk's `held_at_least`."""
     BLOCK: gl.constexpr = values.shape[1] * 32
     layout: gl.constexpr = values.type.layout
     at = places(first, BLOCK, layout)
@@ -143,7 +203,9 @@ def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
         cdna4.buffer_store(codes, output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
     else:
         planes, exponents = encode_by_block(values, encoding)
-        # A lane of the product reads the scales of every fourth block, so those lie side by side.
+        if encoding.planes > 1 and not encoding.exact:
+            held = gl.minimum(held, held_at_least(planes[0], exponents[0], encoding))
+        # A lane of an MMA reads the scales of every fourth block, so those are contiguous.
         block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
         scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
         scale_row = gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
@@ -163,6 +225,7 @@ def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
                 codes = output.codes + plane * output.plane_codes
                 cdna4.buffer_store(planes[plane], codes, offsets, mask=exists[:, None, None] & (at < output.width))
             cdna4.buffer_store(exponents[plane], output.scale + plane * output.plane_scales, scale_at, mask=scale_exists)
+    return held
 
 
 @gluon.aggregate
@@ -211,6 +274,7 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
     step = gl.full([warps], 1.0, gl.float32, axis_layout(layout, 3, 0))
     if encoding.scales == "tensor":
         step = step * gl.load(scale)
+    lanes = gl.full([warps * 64], 32, gl.int32, gl.BlockedLayout([1], [64], [warps], [0]))
     if CHUNKS:
         chunks = ()
         for chunk in gl.static_range(CHUNKS):
@@ -221,7 +285,7 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
                 largest = gl.maximum(largest, magnitudes(chunks[chunk]))
             step = token_step(largest, x.dtype.element_ty)
         for chunk in gl.static_range(CHUNKS):
-            store_encoded(chunks[chunk], step, chunk * 512, row, output, encoding)
+            lanes = store_encoded(chunks[chunk], step, chunk * 512, row, output, lanes, encoding)
     else:
         if encoding.scales == "token":
             largest = magnitudes(load_activations(x, begins, 0, k, 512, layout))
@@ -229,14 +293,20 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
                 largest = gl.maximum(largest, magnitudes(load_activations(x, begins, first, k, 512, layout)))
             step = token_step(largest, x.dtype.element_ty)
         for first in range(0, width, 512):
-            store_encoded(load_activations(x, begins, first, k, 512, layout), step, first, row, output, encoding)
+            values = load_activations(x, begins, first, k, 512, layout)
+            lanes = store_encoded(values, step, first, row, output, lanes, encoding)
     if encoding.scales == "token":
         gl.store(output.scale + row, step, mask=row < output.rows)
+    if encoding.planes > 1 and not encoding.exact:
+        least = gl.min(lanes.reshape(warps, 64), axis=1)
+        row = gl.arange(0, warps, least.type.layout)
+        held = scale + encoding.planes * output.plane_scales + wide
+        gl.store(held + row, least.to(gl.uint8), mask=row < output.rows)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def encode_kernel(x, count, codes, scale, k, width, rows, encoding: gl.constexpr, CHUNKS: gl.constexpr):
-    """Program: a row of x ``[rows, k]`` for each warp. There are as many rows as ``count`` points to."""
+    """A workgroup encodes a row of x ``[rows, k]`` for each warp. ``count`` points to the number of rows."""
     first = gl.program_id(0) * gl.num_warps()
     count = gl.load(count)
     if first < count:

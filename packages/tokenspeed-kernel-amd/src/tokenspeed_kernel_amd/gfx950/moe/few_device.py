@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `few`: both products, each of which encodes by itself what it multiplies."""
+"""Device code of `few`: both GEMMs. Each workgroup encodes its activations itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from triton.experimental.gluon.language.amd import cdna4
 
 from tokenspeed_kernel_amd.gfx950.moe.choose_device import choose, store_choice
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
+    ENOUGH,
     activation_layout,
     encode_by_block,
     encode_e4m3,
+    held_at_least,
     load_activations,
     magnitudes,
     token_step,
 )
+from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     activated,
     add_products,
     axis_layout,
     halves_at,
+    load_biases,
     load_half_quad,
     load_quad,
+    plain,
     product_layout,
     strips_at,
 )
@@ -33,28 +38,21 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, pieces, rows, 16]: as a right operand lies, rows being repeated. All warps have the same."""
+    """uint8 [1, 16 / rows, pieces, rows, 16]: the right operand, with rows replicated. All warps have the same."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
 @gluon.constexpr_function
 def repeated_scale_layout(rows, warps):
-    """uint8 [1, 16 / rows, rows, g, step], likewise."""
+    """uint8 [1, 16 / rows, rows, g, step]: the right operand's block scales."""
     return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 16 // rows, rows, 4, 1], [warps, 1, 1, 1, 1], [4, 2, 1, 3, 0])
-
-
-@gluon.constexpr_function
-def plain(rank):
-    """A layout of LDS without gaps, the last axis fastest."""
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.aggregate
 class Encoded:
     """Rows in LDS, encoded, of each plane:
 
-    * codes, uint8 [quads, 1, 1, pieces, rows, 16]: pieces of 16 bytes of a row's four steps, so that what the lanes of a wave read
-      together lies in one piece;
+    * codes, uint8 [quads, 1, 1, pieces, rows, 16]: 16 bytes of each row, so that the lanes of a wave read contiguous memory;
     * block scales, uint8 [quads, 1, 1, rows, g, step].
     """
 
@@ -79,7 +77,7 @@ def room_for_scale(ROWS: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def store_codes(shared, quad: gl.constexpr, codes):
-    """Puts codes [rows, blocks, bytes], of a number of steps that four divides, into LDS."""
+    """Stores codes [rows, blocks, bytes] of whole quads in LDS."""
     ROWS: gl.constexpr = codes.shape[0]
     pieces: gl.constexpr = shared.shape[3]
     quads: gl.constexpr = codes.shape[1] // 16
@@ -93,7 +91,7 @@ def store_codes(shared, quad: gl.constexpr, codes):
 
 @gluon.jit
 def store_scale(shared, quad: gl.constexpr, exponents):
-    """Puts block scales [rows, blocks] into LDS."""
+    """Stores block scales [rows, blocks] in LDS."""
     ROWS: gl.constexpr = exponents.shape[0]
     quads: gl.constexpr = exponents.shape[1] // 16
     # [row, quad, step, g] -> [quad, 1, 1, row, g, step]
@@ -104,17 +102,32 @@ def store_scale(shared, quad: gl.constexpr, exponents):
         shared.reinterpret(gl.uint8, [quads, 1, 1, ROWS, 4, 4], plain(6)).store(placed)
 
 
+@gluon.constexpr_function
+def elements_at_once(rows, block, warps):
+    """Elements of a chunk: 512 with a row for each warp, which need no padding to a power of two."""
+    return 512 if warps == rows else block
+
+
 @gluon.jit
-def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1):
-    """Encodes rows of x, which begin at ``row``, int32 [rows], and have k elements; SPLIT of them are one token. Rows that are
-    encoded with a static scale stay as they are. ``static``: points to that scale. Returns rows, and their scales, float32 [rows]
-    (1 where blocks have scales)."""
+def load_rows(x, row, k, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Rows of x, which begin at ``row``, int32 [rows], and have k elements: chunks for `encode`."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
-    # With a row for each warp, pieces of 512 elements need no padding to a power of two.
-    AT_ONCE: gl.constexpr = 512 if gl.num_warps() == ROWS else BLOCK
+    AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     chunks = ()
     for chunk in gl.static_range(BLOCK // AT_ONCE):
         chunks += (load_activations(x, row, chunk * AT_ONCE, k, AT_ONCE, layout),)
+    return chunks
+
+
+@gluon.jit
+def encode(
+    chunks, dtype: gl.constexpr, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1
+):
+    """Encodes rows of type ``dtype``, SPLIT of which are one token. Rows that are codes already are copied. ``static``: points to
+    the static scale. Returns rows, their scales, float32 [rows] (1 with block scales), and whether rows may take exact passes, the
+    same in all waves."""
+    layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
+    AT_ONCE: gl.constexpr = elements_at_once(ROWS, BLOCK, gl.num_warps())
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
     if encoding.scales == "tensor":
         step = step * gl.load(static)
@@ -122,13 +135,14 @@ def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK:
         largest = magnitudes(chunks[0])
         for chunk in gl.static_range(1, BLOCK // AT_ONCE):
             largest = gl.maximum(largest, magnitudes(chunks[chunk]))
-        step = token_step(largest, x.dtype.element_ty, SPLIT)
+        step = token_step(largest, dtype, SPLIT)
     first = room_for_codes(ROWS, BLOCK, encoding)
     second = first
     third = first
     first_scale = first
     second_scale = first
     third_scale = first
+    held = gl.full([gl.num_warps() * 64], 32, gl.int32, gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
     if encoding.scales == "block":
         first_scale = room_for_scale(ROWS, BLOCK)
     if encoding.planes > 1:
@@ -146,6 +160,8 @@ def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK:
         else:
             values = values.to(gl.float32)
             planes, exponents = encode_by_block(values, encoding)
+            if encoding.planes > 1 and not encoding.exact:
+                held = gl.minimum(held, held_at_least(planes[0], exponents[0], encoding))
             store_codes(first, chunk, planes[0])
             store_scale(first_scale, chunk, exponents[0])
             if encoding.planes > 1:
@@ -154,7 +170,20 @@ def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK:
             if encoding.planes > 2:
                 store_codes(third, chunk, planes[2])
                 store_scale(third_scale, chunk, exponents[2])
-    return Encoded(first, second, third, first_scale, second_scale, third_scale), step
+    return Encoded(first, second, third, first_scale, second_scale, third_scale), step, any_inexact(held, encoding)
+
+
+@gluon.jit
+def any_inexact(held, encoding: gl.constexpr):
+    """Whether rows may take exact passes, the same in all waves. ``held``: see `held_at_least`."""
+    warps: gl.constexpr = gl.num_warps()
+    if encoding.planes > 1 and not encoding.exact:
+        shared = gl.allocate_shared_memory(gl.int8, [warps * 64], plain(1))
+        shared.store(held.to(gl.int8))
+        # Each wave reduces all by itself, after the barrier that codes need, too.
+        held = shared.load(gl.BlockedLayout([warps], [64], [warps], [0])).to(gl.int32)
+        return gl.min(held, axis=0) < ENOUGH
+    return gl.to_tensor(encoding.planes > 1)
 
 
 @gluon.jit
@@ -186,30 +215,24 @@ def repeated_scale(shared, quad):
 @gluon.jit
 def operands_of(shared, quad, encoding: gl.constexpr):
     """Codes and block scales of all planes; codes in place of scales where there are none."""
-    first = repeated_codes(shared.first, quad, encoding)
-    second = first
-    third = first
-    first_scale = first
-    second_scale = first
-    third_scale = first
+    codes = (repeated_codes(shared.first, quad, encoding),)
+    scales = codes
     if encoding.planes > 1:
-        second = repeated_codes(shared.second, quad, encoding)
+        codes += (repeated_codes(shared.second, quad, encoding),)
     if encoding.planes > 2:
-        third = repeated_codes(shared.third, quad, encoding)
+        codes += (repeated_codes(shared.third, quad, encoding),)
     if encoding.scales == "block":
-        first_scale = repeated_scale(shared.first_scale, quad)
-        second_scale = first_scale
-        third_scale = first_scale
+        scales = (repeated_scale(shared.first_scale, quad),)
         if encoding.planes > 1:
-            second_scale = repeated_scale(shared.second_scale, quad)
+            scales += (repeated_scale(shared.second_scale, quad),)
         if encoding.planes > 2:
-            third_scale = repeated_scale(shared.third_scale, quad)
-    return (first, second, third), (first_scale, second_scale, third_scale)
+            scales += (repeated_scale(shared.third_scale, quad),)
+    return codes, scales
 
 
 @gluon.jit
 def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
-    """One number a row, [rows], for each of the 16 columns of a product."""
+    """Values of rows, [rows], replicated over the 16 columns of an MMA."""
     wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 64], [1, gl.num_warps()], [0, 1])
     once = gl.convert_layout(values, gl.SliceLayout(0, wide))[None, :]
     often, _ = gl.broadcast(once, gl.zeros([_COLUMNS // ROWS, ROWS], values.dtype, wide))
@@ -223,16 +246,16 @@ def add(a, b):
 
 @gluon.jit
 def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """The first product: program (pair, block of strips), the latter fastest.
+    """The gate/up GEMM: workgroup (pair, block of strips), the latter fastest.
 
-    A column is a pair. Of the pairs that go to an expert, the first one's programs multiply as many as there is room for, nearly
-    always all; those of the first one for which there was no room as many again, and so on. The others end at once.
+    A column is a pair. The workgroups of an expert's first pair compute up to ``shape.rows`` pairs of that expert, nearly always
+    all. The workgroups of the first pair beyond these compute the next ones, and so on. The others end at once.
 
     Args:
         operands, swiglu, shape: see `few`.
         pairs: how many there are.
         strips: of an expert.
-        k: elements that are summed over.
+        k: the inner dimension.
         blocks: of strips.
     """
     pair = gl.program_id(0) // blocks
@@ -248,8 +271,8 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 def routed_first_kernel(
     operands, logits, logits_stride, scaling, tokens, strips, k, blocks, swiglu, shape: gl.constexpr, routing: gl.constexpr
 ):
-    """Does what `first_kernel` does, but each program chooses the tokens' experts from the logits by itself. One program also
-    writes the chosen ids and weights to ``operands``, for the second product.
+    """`first_kernel` with routing: each workgroup chooses the tokens' experts from the logits itself. One workgroup also writes the
+    chosen ids and weights to ``operands``, for the down projection.
 
     Args:
         logits, logits_stride, scaling, tokens, routing: see `choose`.
@@ -272,7 +295,7 @@ def routed_first_kernel(
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """Multiplies up to ``shape.rows`` pairs of an expert, if ``pair`` is the first of them; programs of the others do nothing.
+    """Computes up to ``shape.rows`` pairs of an expert, if ``pair`` is the first of them; workgroups of the others do nothing.
     ``own`` says of each lane whether its pair has the expert; lanes have pairs in ascending order, each at most once."""
     own = own.to(gl.int32)
     earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
@@ -282,14 +305,38 @@ def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swi
 
 
 @gluon.jit
+def add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape: gl.constexpr):
+    """Adds the exact passes of the rows of ``token``, int32 [rows], if ``inexact``."""
+    if inexact:
+        repeated = by_column(token, shape.rows, source_layout(gl.num_warps()))
+        source = Source(operands.x, repeated.to(gl.int64) * operands.x_stride, repeated * 0 + k)
+        quads = (k + 511) // 512
+        gate, up = add_exactly(gate, up, own, source, passes_of(source, quads, shape.encoding), quads, 1, 2, shape.encoding)
+    return gate, up
+
+
+@gluon.jit
+def add_slots_exactly(acc, own, h, begins, length, ids, quads, inexact, shape: gl.constexpr):
+    """Adds the exact passes of each warp's row, if ``inexact``. A row begins at element ``begins`` of ``h`` and has ``length``
+    elements. ``ids``: points to each row's expert."""
+    warps: gl.constexpr = gl.num_warps()
+    if inexact:
+        expert = gl.load(ids)
+        # Slots without an expert have undefined rows.
+        known = gl.where((expert >= 0) & (expert < shape.num_experts), length, 0)
+        columns: gl.constexpr = source_layout(warps)
+        source = Source(h, by_column(begins, warps, columns).to(gl.int64), by_column(known, warps, columns))
+        acc, _ = add_exactly(acc, acc, own, source, passes_of(source, quads, shape.encoding), quads, 1, 1, shape.encoding)
+    return acc
+
+
+@gluon.jit
 def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """The first product of the pairs whose ``place`` is at least 1, of as many of them as there are rows."""
+    """The gate/up GEMM of the pairs with places from 1 to ``shape.rows``."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     product: gl.constexpr = product_layout(warps)
     own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
-    even = load_quad(own, 0, warps)
-    odd = load_quad(own, 1, warps)
     row = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
     column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
     count = gl.max(place, axis=0)
@@ -299,11 +346,18 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
         pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane_pair, 0), axis=0)
         token = gl.where(row == index, pair // shape.top_k, token)
         column_pair = gl.where(column == index, pair, column_pair)
-    shared, step = encode(
-        operands.x, token * operands.x_stride, k, operands.static, encoding, shape.rows, shape.block
-    )  # fmt: skip
+    # Loads return in order, and activations are needed first.
+    chunks = load_rows(operands.x, token * operands.x_stride, k, shape.rows, shape.block)
     gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
     up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    if shape.bias and encoding.scales == "block":  # accumulators begin with the bias
+        gate_bias, up_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, product))
+        gate, _ = gl.broadcast(gate_bias[:, None], gate)
+        up, _ = gl.broadcast(up_bias[:, None], up)
+    even = load_quad(own, 0, warps)
+    gl.inline_asm("", "~{memory}")  # or the compiler loads some of ``even`` last, and each iteration waits for all loads
+    odd = load_quad(own, 1, warps)
+    shared, step, inexact = encode(chunks, operands.x.dtype.element_ty, operands.static, encoding, shape.rows, shape.block)
     for quad in range(0, (k + 511) // 512, 2):
         codes, scales = operands_of(shared, quad, encoding)
         gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
@@ -314,37 +368,37 @@ def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, s
             gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
             up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
         odd = load_quad(own, quad + 3, warps)
+    if encoding.planes > 1:
+        gate, up = add_pairs_exactly(gate, up, own, operands, token, k, inexact, shape)
     if encoding.scales != "block":
         scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
         gate *= scale[None, :]
         up *= scale[None, :]
+        if shape.bias:
+            gate_bias, up_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, product))
+            gate += gate_bias[:, None]
+            up += up_bias[:, None]
     row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
     strip = first_strip + row // 16
-    inside = strip < strips
-    if shape.bias:
-        bias = operands.bias + expert.to(gl.int64) * strips * 32
-        at = strip * 32 + row % 16
-        gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
-        up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
     result = activated(gate, up, swiglu, shape.limited)
     if encoding.scales == "tensor":
         result *= 1.0 / gl.load(operands.out_static)
     exists = (column < shape.rows) & (column < count)
     cdna4.buffer_store(
         result.to(operands.out.dtype.element_ty), operands.out,
-        (strip * 16 + row % 16)[:, None] + (column_pair * (strips * 16))[None, :], mask=inside[:, None] & exists[None, :],
+        (strip * 16 + row % 16)[:, None] + (column_pair * (strips * 16))[None, :], mask=(strip < strips)[:, None] & exists[None, :],
     )  # fmt: skip
 
 
 @gluon.jit
 def second_kernel(operands, strips, k, shape: gl.constexpr):
-    """The second product and the sum over slots: program (half a strip, token). A warp has a part of k of a slot, and so has a
-    column: what counts of the product are the blocks where they are the same.
+    """The down projection and the sum over slots: workgroup (half a strip, token). A warp has a split of k of a slot, and so has a
+    column. Only the diagonal blocks of the accumulator, of the same split, are used.
 
     Args:
         operands, shape: see `few`.
         strips: of an expert.
-        k: elements that are summed over.
+        k: the inner dimension.
     """
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
@@ -355,14 +409,11 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     half = gl.program_id(0)
     ids = operands.ids + gl.program_id(1) * top_k
     own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, k, shape.num_experts, top_k, SPLIT, warps)
-    even = load_half_quad(own, 0, warps)
-    odd = load_half_quad(own, 1, warps)
     warp = gl.arange(0, warps, axis_layout(activation_layout(warps, warps), 3, 0))
     slot = gl.minimum(warp // SPLIT, top_k - 1)
     begins = warp % SPLIT * part_quads * 512
     h = operands.x + gl.program_id(1) * top_k * k
-    length = gl.minimum(k - begins, part_quads * 512)[:, None, None]
-    shared, step = encode(h, slot * k + begins, length, operands.static, encoding, warps, shape.block, SPLIT)
+    length = gl.minimum(k - begins, part_quads * 512)
     row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
     row_slot = gl.minimum(row // 16 // SPLIT, top_k - 1)
     row_expert = gl.load(ids + row_slot)
@@ -372,6 +423,10 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     if shape.bias:
         at = gl.where(present, row_expert, 0).to(gl.int64) * (strips * 32) + half * 16 + row % 16
         bias = gl.load(operands.bias + at, mask=row // 16 % SPLIT == 0, other=0.0)
+    chunks = load_rows(h, slot * k + begins, length[:, None, None], warps, shape.block)
+    even = load_half_quad(own, 0, warps)
+    odd = load_half_quad(own, 1, warps)
+    shared, step, inexact = encode(chunks, h.dtype.element_ty, operands.static, encoding, warps, shape.block, SPLIT)
     acc = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
     for quad in range(0, part_quads, 2):
         codes, scales = operands_of(shared, quad, encoding)
@@ -381,6 +436,8 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
             codes, scales = operands_of(shared, quad + 1, encoding)
             acc = add_products(acc, odd.first, odd.first_scale, codes, scales, encoding)
         odd = load_half_quad(own, quad + 3, warps)
+    if encoding.planes > 1:
+        acc = add_slots_exactly(acc, own, h, slot * k + begins, length, ids + slot, part_quads, inexact, shape)
     if encoding.scales != "block":
         acc *= by_column(step, warps, gl.SliceLayout(0, product))[None, :]
     column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))

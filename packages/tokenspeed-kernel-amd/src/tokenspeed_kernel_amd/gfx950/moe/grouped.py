@@ -1,13 +1,12 @@
-"""`moe_apply` for many pairs of tokens and slots: both products by expert, in tiles of tokens. Weights are in the layout of
-`mxfp4_layout` or of `fp8_block_layout`; the latter have no wide tiles.
+"""`moe_apply` for many pairs of tokens and slots: two grouped GEMMs. Weights are in the layout of `mxfp4_layout` or of
+`fp8_block_layout`; the latter have no wide tiles.
 
-Five launches: pairs are sorted by expert and tokens encoded; the first product with its activation; its result is encoded (by the
-first product itself where scales are static); the second product; the sum over slots. The grid covers the most tiles that any
-routing can need, the schedule stays on the device.
+Five launches: sort pairs by expert and encode tokens; gate/up GEMM with the activation; encode its result (with static scales the
+GEMM's epilogue does); down projection; sum over slots. Wide tiles of unrounded activations have a launch more behind each GEMM, see
+``grouped_exact_device``. The grid covers the most tiles that any routing can need; the schedule stays on the device.
 
-A workgroup's waves multiply strips of weights of their own, which they read into registers while the steps before are multiplied,
-by a tile of tokens that they share in LDS. So an expert's weights are read once for each of its tiles of tokens, and those tiles
-run one after another on the same XCD.
+The waves of a workgroup share a tile of tokens in LDS. Each wave prefetches its own strips of weights into registers. So an
+expert's weights are loaded once for each of its tiles, and these tiles run one after another on the same XCD.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
 device = DeviceModule(__name__ + "_device")
 wide_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.wide_device")
+exact_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.grouped_exact_device")
 schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device")
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
 _XCDS = 8  # consecutive workgroups go to these in turn
-# Up to so many logits each expert's program chooses the experts of all tokens by itself. With 64 tokens and 128 experts that takes
+# Up to so many logits each expert's workgroup chooses the experts of all tokens itself. With 64 tokens and 128 experts that takes
 # 2.5 us in one launch. Two launches, for the choice and for the rest, would take 1.1 and 1.2, and another start costs 2.3. With 128
 # tokens one launch takes 4.6.
 _MOST_LOGITS = 8192
 _CHOOSING_WARPS = 4
-_ENCODED = 4  # rows of the first product's result that a workgroup encodes, one a warp
+_ENCODED = 4  # rows that a workgroup of the encoding launch has, one a warp
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Tile:
     Attributes:
         columns: tokens.
         warps: strips of weights.
-        wide: by the kernel that reads tokens from LDS part by part.
+        wide: by the kernel that reads tokens from LDS in chunks of 32.
         blocks: of strips, that a workgroup computes one after another. Only for the wide kernel.
     """
 
@@ -57,7 +57,7 @@ class Tile:
     blocks: int = 1
 
 
-# Up to so many pairs an expert on average, and then. Figures are microseconds of both products by the emulator's timing model, at
+# Average pairs an expert up to which a tile is used. Figures are microseconds of both GEMMs by the emulator's timing model, at
 # GPT-OSS-120B's sizes with fp8 activations and 8 experts.
 _TILES = (
     (12.0, Tile(16, 4)),
@@ -69,14 +69,15 @@ _WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # three planes of 128 columns
 
 
 class Operands(NamedTuple):
-    """Tensors of a product.
+    """Tensors of a GEMM.
 
     Attributes:
         order, tiles: the schedule, see ``schedule_device``.
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
-        codes, scale: of what is multiplied, see `encoding`.
+        codes, scale: the encoded activations, see `encoding`.
+        x, x_stride: the activations before they are encoded, and the stride of their rows in elements.
         out: [rows, features].
-        out_static: the static scale of the first product's result, or None.
+        out_static: the static scale of the gate/up GEMM's result, or None.
     """
 
     order: Tensor
@@ -86,12 +87,14 @@ class Operands(NamedTuple):
     bias: Tensor | None
     codes: Tensor
     scale: Tensor
+    x: Tensor
+    x_stride: int
     out: Tensor
     out_static: Tensor | None
 
 
 class Swiglu(NamedTuple):
-    """What the activation takes besides gate and up."""
+    """Options of the activation."""
 
     alpha: float
     limit: float
@@ -99,17 +102,17 @@ class Swiglu(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a product is known to the compiler.
+    """Compile-time constants of a GEMM.
 
     Attributes:
         columns: tokens of a tile.
         blocks: of strips, that a workgroup computes one after another.
         top_k: slots of a token.
-        gated: the first product, whose rows are gathered from the tokens and whose result is activated.
+        gated: whether it is the gate/up GEMM, whose rows are gathered from the tokens and whose epilogue is the activation.
         bias: whether there is one.
         limited: whether gate and up are clamped.
-        padded: whether rows of what is multiplied are padded to whole groups of four steps.
-        encoding: of what is multiplied.
+        padded: whether encoded rows are padded to whole groups of four steps.
+        encoding: of the activations.
     """
 
     columns: int
@@ -138,7 +141,7 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
             return tile
-    if plan.weight_format == "fp8_block":
+    if plan.weight_format == "fp8_block" or encoding_of(plan).exact:  # the wide kernel has no exact encoding
         return _TILES[-1][1]
     return _WIDE if planes < 3 else _WIDE_OF_THREE
 
@@ -173,14 +176,14 @@ def moe_apply_many(
     scales = static_scales(weights, encoding)
     schedule, encoded = _route(x, topk_weights, topk_ids, plan, tile, encoding, scales[0], router)
     activated = x.new_empty(pairs, features, dtype=between(encoding, plan))
-    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True, out_static=scales[1])
+    _product(tile, encoding, schedule, weights, x, encoded, activated, plan, gated=True, out_static=scales[1])
     if encoding.scales == "tensor":
         encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
     else:
         encoded = room_for(encoding, pairs, features, x.device, None)
         encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden, dtype=of_slots(plan))
-    _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
+    _product(tile, encoding, schedule, weights, activated, encoded, slots, plan, gated=False)
     block = min(1024, max(256, power_of_two(hidden)))
     device.combine_kernel[(tokens, -(-hidden // block))](
         slots, topk_weights, topk_ids, written, hidden, written.stride(0), plan.num_experts, TOP_K=plan.top_k, BLOCK=block
@@ -189,20 +192,20 @@ def moe_apply_many(
 
 
 def few_enough_to_route(tokens: int, plan: MoEPlan) -> bool:
-    """Whether the launch that sorts pairs may choose the experts, too: each expert's program has all logits in registers."""
+    """Whether the launch that sorts pairs may choose the experts, too: each expert's workgroup has all logits in registers."""
     return power_of_two(tokens) * padded_experts(plan.num_experts) <= _MOST_LOGITS
 
 
 def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
-    """The static scales of what both projections multiply; None where they have none."""
+    """The static scales of both projections' activations, or None."""
     return (weights.w13_input_scale, weights.w2_input_scale) if encoding.scales == "tensor" else (None, None)
 
 
 def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
-    """The dtype of the first product's result: codes, where their scale is known before; float32 where float16 may overflow.
+    """The dtype of the gate/up GEMM's result: codes with a static scale; float32 where float16 may overflow.
 
-    What is rounded twice gets other codes than what is rounded once, which is an error of 1.5e-2 in place of 2e-3 where weights are
-    in fp8 blocks. With mxfp4 weights the portable kernel has that error, too, and half the bytes are worth more.
+    Rounding to 16 bits before quantisation changes codes: an error of 1.5e-2 in place of 2e-3 with weights in fp8 blocks. With
+    mxfp4 weights the portable kernel has that error, too, and half the bytes are worth more.
     """
     if encoding.scales == "tensor":
         return torch.float8_e4m3fn
@@ -211,12 +214,12 @@ def between(encoding: Encoding, plan: MoEPlan) -> torch.dtype:
 
 
 def of_slots(plan: MoEPlan) -> torch.dtype:
-    """The dtype of the second product's result: float16 has not the range for it."""
+    """The dtype of the down projection's result: float16 has not the range for it."""
     return torch.float32 if plan.dtype == torch.float16 else plan.dtype
 
 
 def most_tokens(plan: MoEPlan) -> int:
-    """Tokens of one pass: offsets in bytes of what its pairs have are 32-bit numbers."""
+    """Tokens of a call's launches: byte offsets of their pairs are 32-bit."""
     results = plan.intermediate_size * between(encoding_of(plan), plan).itemsize, plan.hidden_size * of_slots(plan).itemsize
     widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), *results)
     return (2**31 - 1) // (plan.top_k * widest)
@@ -236,7 +239,7 @@ def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> No
 
 
 def _chunks(k: int) -> int:
-    """Pieces of 512 elements of a row that is kept in registers while it is encoded; 0 if it is too long for that."""
+    """Chunks of 512 elements of a row that stays in registers while it is encoded; 0 if it is too long for that."""
     return quads_of(k) if quads_of(k) <= 16 else 0
 
 
@@ -269,7 +272,7 @@ def _route(
             encoding=encoding, routing=router.routing, ROWS=tile.columns, CHUNKS=_chunks(hidden), num_warps=warps,
         )  # fmt: skip
         return schedule, encoded
-    # All ids at once where they fit in registers: 4096 take 2.2 us with 8 warps, 2.3 with 4, and 3.6 in pieces of 1024. 1024 take
+    # All ids at once where they fit in registers: 4096 take 2.2 us with 8 warps, 2.3 with 4, and 3.6 in chunks of 1024. 1024 take
     # 1.2 us with 4 warps, 1.6 with 8.
     warps = 4 if pairs <= 1024 else 8
     ids_at_once = min(512 * warps, max(1024, power_of_two(pairs)))
@@ -281,7 +284,7 @@ def _route(
 
 
 def projection(weights: MoEWeights, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the layout has of a projection, with mxfp4's scales as words of four steps."""
+    """A projection's weight, scale and bias; mxfp4 scales viewed as int32."""
     weight, scale, bias = (getattr(weights, name + part) for part in ("", "_scale", "_bias"))
     return weight, scale.view(torch.int32) if scale.dtype == torch.uint8 else scale, bias
 
@@ -291,6 +294,7 @@ def _product(
     encoding: Encoding,
     schedule: Schedule,
     weights: MoEWeights,
+    x: Tensor,
     encoded: Encoded,
     out: Tensor,
     plan: MoEPlan,
@@ -298,7 +302,7 @@ def _product(
     gated: bool,
     out_static: Tensor | None = None,
 ) -> None:
-    """One grouped product."""
+    """One grouped GEMM."""
     k = plan.hidden_size if gated else plan.intermediate_size
     features = 2 * plan.intermediate_size if gated else plan.hidden_size
     name = "w13_weight" if gated else "w2_weight"
@@ -309,14 +313,28 @@ def _product(
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
     limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
     shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)
-    kernel = wide_device.wide_kernel if tile.wide else device.grouped_kernel
-    kernel[(schedule.entries * blocks,)](
-        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out, out_static),
+    kernels = [wide_device.wide_kernel] if tile.wide else [device.grouped_kernel]
+    if tile.wide and encoding.tested:
+        kernels.append(exact_device.exact_kernel)
+    arguments = (
+        Operands(
+            schedule.order,
+            schedule.tiles,
+            weight,
+            weight_scale,
+            bias,
+            codes,
+            encoded.scale,
+            x,
+            x.stride(0),
+            out,
+            out_static,
+        ),
         *encoded.codes.shape[1:],
         strips,
         k,
         blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
-        shape=shape,
-        num_warps=tile.warps,
     )
+    for kernel in kernels:
+        kernel[(schedule.entries * blocks,)](*arguments, shape=shape, num_warps=tile.warps)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device code of `grouped`: a tile of one expert's product, and the sum over slots."""
+"""Device code of `grouped`: a tile of one expert's GEMM, and the sum over slots."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
+from tokenspeed_kernel_amd.gfx950.moe.encode_device import ENOUGH
+from tokenspeed_kernel_amd.gfx950.moe.exact_device import Source, add_exactly, passes_of, source_layout
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
     activated,
     add_products,
     axis_layout,
+    load_biases,
     load_quad,
     product_layout,
     strips_at,
@@ -52,7 +55,7 @@ class Columns:
 
 @gluon.jit
 def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """The row that each column multiplies: its token in the first product, else its place; the last one's beyond ``count``."""
+    """The row of each column: its token in the gate/up GEMM, else its place in the order; beyond ``count`` the last one's."""
     row = first + gl.minimum(gl.arange(0, COLUMNS, layout), count - 1)
     return gl.load(order + row) // top_k if GATED else row
 
@@ -62,14 +65,10 @@ def load_codes(columns, quad, encoding: gl.constexpr):
     """The codes of four steps, of all planes; zeros beyond the row."""
     size: gl.constexpr = columns.offsets.shape[1]
     exists, _ = gl.broadcast(columns.place < columns.row_bytes - quad * size, columns.offsets)
-    first = cdna4.buffer_load(columns.codes + quad * size, columns.offsets, mask=exists)
-    second = first
-    third = first
-    if encoding.planes > 1:
-        second = cdna4.buffer_load(columns.codes + columns.plane_codes + quad * size, columns.offsets, mask=exists)
-    if encoding.planes > 2:
-        third = cdna4.buffer_load(columns.codes + 2 * columns.plane_codes + quad * size, columns.offsets, mask=exists)
-    return first, second, third
+    codes = ()
+    for plane in gl.static_range(encoding.planes):
+        codes += (cdna4.buffer_load(columns.codes + plane * columns.plane_codes + quad * size, columns.offsets, mask=exists),)
+    return codes
 
 
 @gluon.jit
@@ -82,43 +81,64 @@ def store_codes(shared, codes, encoding: gl.constexpr):
 def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """The block scales of four steps, uint8 [columns, 16], of all planes."""
     exists = gl.full(columns.scale_offsets.shape, quad, gl.int32, columns.scale_offsets.type.layout) < columns.quads
-    first = cdna4.buffer_load(columns.scale + quad * 16, columns.scale_offsets, mask=exists)
-    second = first
-    third = first
-    if encoding.planes > 1:
-        second = cdna4.buffer_load(columns.scale + columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
-    if encoding.planes > 2:
-        third = cdna4.buffer_load(columns.scale + 2 * columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
-    return (
-        gl.convert_layout(first.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),
-        gl.convert_layout(second.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),
-        gl.convert_layout(third.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),
-    )
+    scales = ()
+    for plane in gl.static_range(encoding.planes):
+        found = cdna4.buffer_load(columns.scale + plane * columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
+        scales += (gl.convert_layout(found.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),)
+    return scales
 
 
 @gluon.jit
 def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
-    """The codes of each plane as the product's right operand."""
-    first = shared.index(0).permute([1, 0]).load(operand)
-    second = first
-    third = first
-    if encoding.planes > 1:
-        second = shared.index(1).permute([1, 0]).load(operand)
-    if encoding.planes > 2:
-        third = shared.index(2).permute([1, 0]).load(operand)
-    return first, second, third
+    """The codes of each plane as the right operand of MMAs."""
+    codes = ()
+    for plane in gl.static_range(encoding.planes):
+        codes += (shared.index(plane).permute([1, 0]).load(operand),)
+    return codes
+
+
+@gluon.jit
+def any_inexact(operands, held, first_row, count, shape: gl.constexpr):
+    """Whether rows of a tile may take exact passes, the same in all waves. ``held``: points to the test's results, see
+    `encoding`."""
+    if shape.encoding.planes > 1 and not shape.encoding.exact:
+        lanes: gl.constexpr = max(shape.columns, 64)
+        layout: gl.constexpr = gl.BlockedLayout([lanes // 64], [64], [gl.num_warps()], [0])  # each wave has all
+        row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, lanes, layout)
+        return gl.min(gl.load(held + row).to(gl.int32), axis=0) < ENOUGH
+    return gl.to_tensor(shape.encoding.planes > 1)
+
+
+@gluon.jit
+def source_of(operands, first_row, count, k, COLUMNS: gl.constexpr, shape: gl.constexpr):
+    """The rows of a tile before they are encoded."""
+    layout: gl.constexpr = source_layout(gl.num_warps())
+    row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, layout)
+    return Source(operands.x, row.to(gl.int64) * operands.x_stride, gl.zeros([COLUMNS], gl.int32, layout) + k)
+
+
+@gluon.jit
+def add_rows_exactly(first, second, own, operands, first_row, count, k, inexact, shape: gl.constexpr):
+    """Adds the exact passes of the rows of a tile, if ``inexact``."""
+    if inexact:
+        source = source_of(operands, first_row, count, k, shape.columns, shape)
+        quads = (k + 511) // 512
+        first, second = add_exactly(
+            first, second, own, source, passes_of(source, quads, shape.encoding), quads, 1, 2, shape.encoding
+        )
+    return first, second
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """A tile of one product: program (tile of tokens, block of strips), the latter fastest.
+    """A tile of one GEMM: workgroup (tile of tokens, block of strips), the latter fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
-        rows: that are encoded.
-        row_bytes: of the codes of each.
+        rows: encoded rows.
+        row_bytes: bytes of a row's codes.
         strips: of an expert.
-        k: elements that are summed over.
+        k: the inner dimension.
         blocks: of strips.
     """
     COLUMNS: gl.constexpr = shape.columns
@@ -149,6 +169,8 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
             None, :, None
         ] * 4
         place = gl.arange(0, size, gl.SliceLayout(0, copy))[None, :]
+        held = operands.scale + encoding.planes * (rows.to(gl.int64) * quads * 16)
+        inexact = any_inexact(operands, held, first_row, count, shape)
         columns = Columns(
             operands.codes,
             operands.scale,
@@ -175,7 +197,7 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
         second = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
         store_codes(even_shared, even_codes, encoding)
         even_codes = load_codes(columns, 2, encoding)
-        gl.barrier()  # otherwise the compiler has two in each turn of the loop: one for its first turn, and one for the others
+        gl.barrier()  # or each iteration has two: one for the first iteration, and one for the others
         for quad in range(0, quads, 2):
             store_codes(odd_shared, odd_codes, encoding)
             odd_codes = load_codes(columns, quad + 3, encoding)
@@ -193,13 +215,19 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
             odd = load_quad(own, quad + 3, warps)
             if encoding.scales == "block":
                 odd_scales = load_scales(columns, quad + 3, encoding, COLUMNS, token_scale)
-        store_product(operands, first, second, expert, first_strip, strips, tokens, swiglu, shape)
+        if encoding.planes > 1:
+            first, second = add_rows_exactly(first, second, own, operands, first_row, count, k, inexact, shape)
+        if encoding.scales != "block":
+            first *= tokens.scale[None, :]
+            second *= tokens.scale[None, :]
+        first, second = add_bias(first, second, operands, expert, first_strip, strips, shape)
+        store_product(operands, first, second, first_strip, strips, tokens, swiglu, shape)
 
 
 @gluon.aggregate
 class Tokens:
-    """The columns of a tile: whether each exists, the row that its result belongs to, and two factors of it. One is for before the
-    activation, and 1 where blocks have scales; one is for after it, and 1 where the result is not encoded."""
+    """The columns of a tile: whether each exists, the row of its result, its scale (1 with block scales), and the reciprocal of the
+    static scale of the result (1 where there is none)."""
 
     exists: gl.tensor
     out_row: gl.tensor
@@ -225,20 +253,23 @@ def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.jit
-def store_product(operands, first, second, expert, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
-    """Scales the sums, adds the bias, applies the activation, and stores a tile."""
+def add_bias(first, second, operands, expert, first_strip, strips, shape: gl.constexpr):
+    """Adds the biases to the accumulators of a tile."""
+    if shape.bias:
+        first_bias, second_bias = load_biases(operands.bias, expert, first_strip, strips, gl.SliceLayout(1, first.type.layout))
+        first += first_bias[:, None]
+        second += second_bias[:, None]
+    return first, second
+
+
+@gluon.jit
+def store_product(operands, first, second, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
+    """Applies the activation, and stores a tile."""
     by_row: gl.constexpr = gl.SliceLayout(1, first.type.layout)
-    if shape.encoding.scales != "block":
-        first *= tokens.scale[None, :]
-        second *= tokens.scale[None, :]
     lane = gl.arange(0, first.shape[0], by_row)
     strip = first_strip + lane // 16
     inside = strip < strips
     row = strip * 32 + lane % 16  # of the first half
-    if shape.bias:
-        bias = operands.bias + expert.to(gl.int64) * strips * 32
-        first += cdna4.buffer_load(bias, row, mask=inside, other=0.0)[:, None]
-        second += cdna4.buffer_load(bias, row + 16, mask=inside, other=0.0)[:, None]
     dtype: gl.constexpr = operands.out.dtype.element_ty
     stored = inside[:, None] & tokens.exists[None, :]
     if shape.gated:
@@ -255,8 +286,8 @@ def store_product(operands, first, second, expert, first_strip, strips, tokens, 
 
 @gluon.jit
 def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TOP_K: gl.constexpr, BLOCK: gl.constexpr):
-    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, summed in the order of slots. A program computes one block
-    of features of one token."""
+    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, in the order of slots. A workgroup computes one block of
+    features of one token."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
     token = gl.program_id(0).to(gl.int64)
     feature = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout)

@@ -1,6 +1,6 @@
 """`moe_apply` with weights in mxfp4 and in fp8 blocks on CDNA4. Weights are in one layout, see `mxfp4_layout` and
-`fp8_block_layout`, and two ways read it: `few` for the smallest batches, in two launches, and `grouped`, where pairs are sorted by
-expert. The number of tokens decides.
+`fp8_block_layout`. Two groups of kernels read it: `few` for the smallest batches, in two launches, and `grouped`, which sorts pairs
+by expert. The number of tokens decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format, 
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import multiple_of
 
-# To what activations may be rounded, and the trait of it.
+# Formats of rounded activations, and their traits.
 ROUNDED = {"fp8": "fp8_activations", "static_fp8": "static_fp8_activations", "mxfp4": "mxfp4_activations"}
 _TRAITS: dict[str, Any] = {
     "processed_weights": True,
@@ -35,11 +35,12 @@ _TRAITS: dict[str, Any] = {
     "swiglu_limit": any,
     "swiglu_alpha_beta": any,
     "wide_activations": any,
+    "exact_activations": any,
 }
 
 
 class Weights(NamedTuple):
-    """A format of weights that these kernels multiply.
+    """A format of weights of these kernels.
 
     Attributes:
         format: of both projections.

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""What the products of this folder share: layouts, loads of weights, the inner product. ``mxfp4_layout`` and ``fp8_block_layout``
+"""What the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout``
 say how weights lie in memory. Those in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step of the former has twice as many
 pieces of 16 bytes a lane.
 
-A wave multiplies a strip of weights, two tiles of 16 rows, by a tile of tokens: rows of the result are features, columns tokens.
+A wave has a strip of weights, two tiles of 16 rows, and all waves share a tile of tokens: rows of the accumulator are features,
+columns tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def log2(power):
 def product_layout(warps):
     """Warps are divided along features. A lane holds four neighbouring features of one token."""
     return gl.amd.AMDMFMALayout(4, [16, 16, 128], False, [warps, 1])
+
+
+@gluon.constexpr_function
+def plain(rank):
+    """A layout of LDS without gaps, the last axis fastest."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @gluon.constexpr_function
@@ -64,14 +71,14 @@ def block_scale_layout(warps):
 
 @gluon.constexpr_function
 def rows_layout(warps):
-    """[warps, 16]: the rows of a product."""
+    """[warps, 16]: the rows of an accumulator."""
     lanes = [[0, 0]] * 4 + [[0, 4], [0, 8]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [[1 << bit, 0] for bit in range(log2(warps))], [], [warps, 16])
 
 
 @gluon.constexpr_function
 def token_scale_layout(columns, warps, steps=4):
-    """uint8 [columns, g, step]: what a lane needs of the tokens' scales, a byte a step for each 16 columns."""
+    """uint8 [columns, g, step]: a lane's block scales of tokens, a byte a step for each 16 columns."""
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])
@@ -238,7 +245,7 @@ def load_scale(strips, quad, HALF: gl.constexpr):
 
 @gluon.jit
 def scales_of(words, FIRST: gl.constexpr, COUNT: gl.constexpr, warps: gl.constexpr):
-    """The scales of two or four steps, from a step on, as the product wants them: uint8 [16 * warps, 4 * steps]."""
+    """The scales of two or four steps, from a step on, as MMAs take them: uint8 [16 * warps, 4 * steps]."""
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
     layout: gl.constexpr = cdna4.get_mfma_scale_layout(tile, [16 * warps, 4 * COUNT])
     low = gl.join((words >> (8 * FIRST)).to(gl.uint8), (words >> (8 * FIRST + 8)).to(gl.uint8))
@@ -300,18 +307,18 @@ def factors_of(words, warps: gl.constexpr, product: gl.constexpr):
 
 @gluon.jit
 def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """Adds the products of four steps of weights with every plane of tokens.
+    """Adds the dot products of four steps of weights with some planes of tokens.
 
     Args:
         weight, words: of a `Quad`.
-        codes: of each plane, [512, columns] (packed along k: [256, columns]).
-        scales: of each plane the block scales, uint8 [columns, 16]; not used where a token has one scale.
+        codes: of some planes, [512, columns] (packed along k: [256, columns]).
+        scales: of the same planes the block scales, uint8 [columns, 16]; not used where a token has one scale.
     """
     if weight.dtype == gl.float8e4nv:
         acc = add_block_products(acc, weight, words, codes, scales, encoding)
     else:
         weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
-        for plane in gl.static_range(encoding.planes):
+        for plane in gl.static_range(len(codes)):
             if encoding.scales != "block":
                 acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
             else:
@@ -321,14 +328,15 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
 
 @gluon.jit
 def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
-    """`add_products` of weights in fp8 blocks: a block is one step along k, whose sum is multiplied by the block's scale."""
+    """`add_products` of weights in fp8 blocks: a block is one step along k, whose partial sum is multiplied by the block's
+    scale."""
     product: gl.constexpr = acc.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
     token_scale: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [acc.shape[1], 4])
     weights = steps_of(weight, 1, gl.DotOperandLayout(0, product, 16))
     factors = factors_of(words, acc.shape[0] // 16, product)
     sums = (gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc))
-    for plane in gl.static_range(encoding.planes):
+    for plane in gl.static_range(len(codes)):
         tokens = steps_of(codes[plane], 0, operand)
         added = ()
         if encoding.scales != "block":
@@ -342,6 +350,17 @@ def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr
     for step in gl.static_range(4):
         acc += sums[step] * factors[step]
     return acc
+
+
+@gluon.jit
+def load_biases(bias, expert, first_strip, strips, layout: gl.constexpr):
+    """The biases of both halves of an expert's strips from ``first_strip`` on, a strip for each warp, float32 [16 * warps]; zeros
+    beyond the last strip."""
+    row = gl.arange(0, 16 * gl.num_warps(), layout)
+    strip = first_strip + row // 16
+    at = strip * 32 + row % 16
+    bias += expert.to(gl.int64) * strips * 32
+    return cdna4.buffer_load(bias, at, mask=strip < strips), cdna4.buffer_load(bias, at + 16, mask=strip < strips)
 
 
 @gluon.jit

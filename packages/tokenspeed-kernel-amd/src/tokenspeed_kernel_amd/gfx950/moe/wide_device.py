@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Device code of `grouped` where matrix instructions are what takes time: a tile of up to 128 tokens of one expert's product.
+"""Device code of `grouped` where it is compute-bound: a tile of up to 128 tokens of one expert's GEMM.
 
-Two steps of all tokens are in LDS, the next two on their way through registers. A wave has the weights of two
-steps in registers, and those of the next two are on their way. Tokens are multiplied in parts of 32, and parts that have none are
-left out.
+Two steps of all tokens are in LDS, and the next two are in flight through registers. A wave has the weights of two steps in
+registers, and those of the next two are in flight. MMAs take 32 tokens at a time, and skip chunks without tokens. Rows that take
+exact passes are left to ``grouped_exact_device``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
-from tokenspeed_kernel_amd.gfx950.moe.grouped_device import copy_layout, row_of_column, store_product, tokens_of
+from tokenspeed_kernel_amd.gfx950.moe.grouped_device import add_bias, copy_layout, row_of_column, store_product, tokens_of
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, product_layout, scales_of, strips_at, token_scale_layout
 
 _PART = gl.constexpr(32)
@@ -42,7 +42,7 @@ class Words:
 
 @gluon.aggregate
 class Expert:
-    """An expert's strips in memory; see `Strips` for what the names mean. ``steps`` and ``quads``: of k;
+    """An expert's strips in memory; see `Strips` for the names. ``steps`` and ``quads``: of k;
     ``strips``: how many it has."""
 
     weight: gl.tensor
@@ -226,8 +226,8 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
-    """Adds the products of two steps, STEP and the next one of the four that words are for, with the tokens in ``shared``. Each
-    part is read while the one before it is multiplied. Meanwhile what arrived is put into the other half of LDS."""
+    """MMAs of two steps, STEP and the next one of the four of ``words``, with the tokens in ``shared``. Each chunk is read during
+    the MMAs of the previous one. Meanwhile the loaded steps are stored in the other half of LDS."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     planes: gl.constexpr = encoding.planes
@@ -264,9 +264,9 @@ def no_sums(parts: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
-    """A tile of tokens of one product, by several blocks of strips: program (tile of tokens, group of blocks), the latter fastest.
+    """A tile of tokens of one GEMM and several blocks of strips: workgroup (tile of tokens, group of blocks), the latter fastest.
 
-    The blocks follow one another without a break: while one ends, the weights of the next are on their way.
+    The pipeline runs across blocks: during one's epilogue, the weights of the next are in flight.
 
     Args:
         groups: of blocks of strips; a group has ``shape.blocks`` of them.
@@ -316,9 +316,13 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
             if ends:
                 for part in gl.static_range(parts):
                     if count > part * _PART:
-                        store_product(
-                            operands, firsts[part], seconds[part], expert, strip, strips, tokens[part], swiglu, shape
-                        )  # fmt: skip
+                        first = firsts[part]
+                        second = seconds[part]
+                        if encoding.scales != "block":
+                            first *= tokens[part].scale[None, :]
+                            second *= tokens[part].scale[None, :]
+                        first, second = add_bias(first, second, operands, expert, strip, strips, shape)
+                        store_product(operands, first, second, strip, strips, tokens[part], swiglu, shape)
                 firsts = no_sums(parts, warps)
                 seconds = no_sums(parts, warps)
             quad = next_quad

@@ -87,9 +87,11 @@ def moe_apply(
 
     Exactness. With ``"none"`` a kernel may split each input of a projection into float8 terms. An element then has an error of at
     most 2^-21 of the largest magnitude in its row, where a row is a token of x or a slot of ``act``. Elements of at least 2^-13
-    of that magnitude are exact. So small elements may vanish next to an outlier that is 2^21 times larger. In a dot product,
-    float8 MMAs may truncate the terms of 32 neighbours to 14 bits, counted from the largest term. `explain` states the error
-    bound of such kernels. A plan with ``exact_activations`` excludes them: 16-bit and wider elements enter the MMAs unchanged.
+    of that magnitude are exact. If more than a quarter of a row, or of the nonzero elements of some 32 neighbours, would be
+    inexact, the kernel computes the row without these errors. The device decides that in each call. So an element may vanish next
+    to an outlier that is 2^21 times larger only if most of its neighbours do not. In a dot product, float8 MMAs may truncate the
+    terms of 32 neighbours to 14 bits, counted from the largest term. `explain` states the error bound of such kernels. With
+    ``exact_activations`` no kernel has these errors: 16-bit and wider elements enter the MMAs exactly.
 
     Overflow. An intermediate beyond the range of float32 is infinite, and outputs that depend on it are infinite or NaN. Within
     that range, precision does not depend on magnitude. The order of summation is unspecified. With ``"fp8"`` and ``"fp8_static"``

@@ -1,0 +1,184 @@
+# mypy: ignore-errors
+"""Exact dot products for rows that the planes of `encoding` do not hold.
+
+Such a row takes several passes. Each pass encodes the residual of the passes before it, with block scales of its own. The planes of
+all passes sum to the row's elements. A pass uses the MMAs and accumulators of the mainloop. It loads weights and activations again
+and has no pipeline, because models rarely have such rows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+
+from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
+    block_exponents,
+    encode_by_block,
+    magnitudes,
+    places,
+    residual_of,
+    smallest_exponent,
+)
+from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
+    add_products,
+    axis_layout,
+    load_half_quad,
+    load_quad,
+    log2,
+    plain,
+    product_layout,
+    token_scale_layout,
+)
+
+
+@gluon.constexpr_function
+def step_layout(warps):
+    """Elements of a step, [columns, 4, 32]: 8 a lane."""
+    return gl.BlockedLayout([1, 1, 8], [4, 4, 4], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def source_layout(warps):
+    """The layout of a `Source`."""
+    return axis_layout(step_layout(warps), 3, 0)
+
+
+@gluon.constexpr_function
+def quad_layout(columns, warps):
+    """Codes of four steps as the right operand of MMAs has them, [columns, step, 128]. All warps have the same."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
+    registers += [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
+    lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 0, 16], [0, 0, 32]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, 128])
+
+
+@gluon.aggregate
+class Source:
+    """The rows of a tile's columns, before they are encoded.
+
+    Attributes:
+        x: points to the first element of all.
+        begins: int64 [columns], where a column's row begins.
+        length: int32 [columns], elements of the row.
+    """
+
+    x: gl.tensor
+    begins: gl.tensor
+    length: gl.tensor
+
+
+@gluon.aggregate
+class Shared:
+    """Four steps of all rows in LDS, plane after plane: codes, e4m3 [planes * step, columns, 128], and block scales, uint8
+    [planes * step, columns, g]."""
+
+    codes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def wave_uniform(value):
+    """A scalar that is equal in all lanes, as an SGPR: branches on it need no EXEC mask."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
+    return gl.max(gl.full([64], 0, gl.int32, layout) + value, axis=0)
+
+
+@gluon.jit
+def load_step(source, length, step):
+    """A step of all rows, float32 [columns, 4, 32]; zeros beyond ``length``, int32 [columns]."""
+    at = places(step * 128, 128, step_layout(gl.num_warps()))
+    pointers = source.x + (source.begins[:, None, None] + at)
+    return gl.load(pointers, mask=at < length[:, None, None], other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def passes_for(values, encoding: gl.constexpr):
+    """The passes that hold each block exactly, int32 [rows, blocks]. 0 where one pass suffices: at most a quarter of the nonzero
+    elements lose bits, or none where the encoding is exact.
+
+    With an amax of 2^7 to 2^8, the last bit of pass ``p`` is 2^(-14 - 22 (p - 1)) in two planes, 2^(-19 - 27 (p - 1)) in three.
+    bfloat16 has 8 bits and float32 24.
+    """
+    two: gl.constexpr = encoding.planes == 2
+    exponents, finite = block_exponents(values, encoding)
+    finite &= exponents > smallest_exponent(encoding)
+    found = magnitudes(values)
+    # One pass holds 8 bits of a bfloat16, and 12 bits of others.
+    small = gl.sum((found >> 23 < (exponents - (7 if two else 8))[:, :, None]).to(gl.int32), axis=2)
+    zero = gl.sum((found == 0).to(gl.int32), axis=2)
+    octaves = exponents + 7 - (gl.min(gl.where(found == 0, 0x7FFFFFFF, found), axis=2) >> 23)
+    passes = 1 + (octaves + 7) // 22 if two else 1 + (octaves + 23) // 27
+    lost = small - zero if encoding.exact else 4 * small - 3 * zero - 32
+    return gl.where(finite & (lost > 0), gl.maximum(passes, 2), 0)
+
+
+@gluon.jit
+def store_step(shared, step, values, encoding: gl.constexpr):
+    """Encodes a step."""
+    codes, exponents = encode_by_block(values, encoding)
+    for plane in gl.static_range(encoding.planes):
+        stored = codes[plane].reshape(values.shape[0], 128).to(gl.float8e4nv, bitcast=True)
+        shared.codes.index(4 * plane + step).store(stored)
+        shared.scales.index(4 * plane + step).store(exponents[plane])
+
+
+@gluon.jit
+def read_plane(shared, plane):
+    """Four steps of a plane as the right operand of MMAs, [512, columns], and the block scales, uint8 [columns, 16]."""
+    warps: gl.constexpr = gl.num_warps()
+    planes: gl.constexpr = shared.codes.shape[0] // 4
+    COLUMNS: gl.constexpr = shared.codes.shape[1]
+    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
+    codes = shared.codes.reinterpret(gl.float8e4nv, [planes, 4, COLUMNS, 128], plain(3)).index(plane).permute([1, 0, 2])
+    codes = codes.load(quad_layout(COLUMNS, warps)).reshape(COLUMNS, 512)
+    scales = shared.scales.reinterpret(gl.uint8, [planes, 4, COLUMNS, 4], plain(3)).index(plane).permute([1, 2, 0])
+    scales = scales.load(token_scale_layout(COLUMNS, warps)).permute(0, 2, 1).reshape(COLUMNS, 16)
+    return (
+        gl.convert_layout(codes.permute(1, 0), operand, assert_trivial=True),
+        gl.convert_layout(scales, cdna4.get_mfma_scale_layout(operand, [COLUMNS, 16]), assert_trivial=True),
+    )
+
+
+@gluon.jit
+def passes_of(source, quads, encoding: gl.constexpr):
+    """The passes that each row takes, int32 [columns]; 0 where one suffices. ``quads``: groups of four steps of a row."""
+    passes = source.length * 0
+    for step in range(4 * quads):
+        passes = gl.maximum(passes, gl.max(passes_for(load_step(source, source.length, step), encoding), axis=1))
+    return passes
+
+
+@gluon.jit
+def add_exactly(first, second, own, source, passes, quads, FIRST: gl.constexpr, HALVES: gl.constexpr, encoding: gl.constexpr):
+    """Adds the dot products of pass FIRST, counted from 0, and all later ones to a tile's accumulators, in columns with passes.
+
+    Args:
+        first, second: accumulators of both halves of strips.
+        own: `Strips`.
+        source: `Source` of the tile's columns.
+        passes, quads: see `passes_of`.
+        HALVES: 1 where ``own`` has only the first half; ``second`` is returned as it is then.
+    """
+    COLUMNS: gl.constexpr = first.shape[1]
+    length = gl.where(passes > 0, source.length, 0)
+    shared = Shared(
+        gl.allocate_shared_memory(gl.float8e4nv, [4 * encoding.planes, COLUMNS, 128], plain(2)),
+        gl.allocate_shared_memory(gl.uint8, [4 * encoding.planes, COLUMNS, 4], plain(2)),
+    )
+    for number in range(FIRST, wave_uniform(gl.max(passes, axis=0))):
+        for quad in range(quads):
+            gl.barrier()  # the planes of the previous quad have been read
+            for step in range(4):
+                values = load_step(source, length, 4 * quad + step)
+                for _ in range(number):
+                    values = residual_of(values, encoding)
+                store_step(shared, step, values, encoding)
+            weights = load_quad(own, quad, gl.num_warps()) if HALVES == 2 else load_half_quad(own, quad, gl.num_warps())
+            for plane in gl.static_range(encoding.planes):
+                gl.barrier()  # or the compiler reads all planes first, which takes more registers than the mainloop
+                codes, scales = read_plane(shared, plane)
+                first = add_products(first, weights.first, weights.first_scale, (codes,), (scales,), encoding)
+                if HALVES == 2:
+                    second = add_products(second, weights.second, weights.second_scale, (codes,), (scales,), encoding)
+    return first, second

@@ -1,0 +1,140 @@
+"""moe_apply beside outliers: rows that the planes of float8 codes do not hold are computed exactly, by every kernel and format."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd.gfx950.moe import few, grouped
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS
+from tokenspeed_kernel_base.ops.moe.plan import traits_of
+
+from .experts import RandomLayer, relative_error
+from .paging import kernel_of
+
+LAUNCHES: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "one token": (few.moe_apply_few, 1),
+    "few tokens": (few.moe_apply_few, 7),
+    "16 columns": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(16, 4)), 20),
+    "32 columns": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(32, 4)), 40),
+    "wide": (functools.partial(grouped.moe_apply_many, tile=grouped.Tile(64, 8, wide=True, blocks=2)), 60),
+}
+QUICK = [(name, "mxfp4", torch.bfloat16) for name in ("few tokens", "16 columns", "wide")]
+SERVED = [(name, weights, torch.bfloat16) for name in LAUNCHES for weights in ("mxfp4", "fp8_block")]
+SERVED += [("few tokens", "mxfp4", torch.float16), ("wide", "mxfp4", torch.float16)]
+SERVED += [(name, "fp8_block", torch.float16) for name in ("one token", "16 columns")]
+KERNELS = [
+    pytest.param(*served, marks=[] if served in QUICK else [pytest.mark.slow], id=", ".join(map(str, served)))
+    for served in SERVED
+    if served[:2] != ("wide", "fp8_block")
+]
+
+
+def ignored(layer: RandomLayer, name: str, channels: slice) -> None:
+    """Sets a projection's weights of some channels to zero. The first channel is even, and mxfp4 has two in a byte."""
+    weight = getattr(layer.given, f"{name}_weight")
+    if layer.plan.weight_format == "mxfp4":
+        channels = slice(channels.start // 2, channels.stop // 2)
+    weight.view(torch.uint8)[..., channels] = 0
+    layer.prepared = WEIGHTS[layer.plan.weight_format].prepare(layer.given, layer.plan)
+
+
+def allowed(layer: RandomLayer) -> float:
+    return 4e-3 if layer.plan.dtype == torch.bfloat16 else 1e-3
+
+
+@pytest.mark.parametrize(("launch", "weight_format", "dtype"), KERNELS)
+def test_tokens_with_outliers(gfx950: torch.device, launch: str, weight_format: str, dtype: torch.dtype) -> None:
+    """Two channels of some tokens that no weight uses. The other tokens keep all bits."""
+    apply, tokens = LAUNCHES[launch]
+    layer = RandomLayer(gfx950, 3, 2, 608, 96, weight_format, dtype=dtype)
+    if dtype == torch.float16:  # with tokens of 2^-8 an outlier of 2^15 is far enough from the others
+        layer.given.w13_weight_scale += 8 if weight_format == "mxfp4" else 255 * layer.given.w13_weight_scale
+    ignored(layer, "w13", slice(38, 40))
+    x, weights, ids = layer.tokens(tokens)
+    if dtype == torch.float16:
+        x *= 2.0**-8
+    clean = apply(x, layer.prepared, weights, ids, layer.plan)
+    spoilt = x.clone()
+    for token, octaves in zip(range(0, tokens, 3), (20, 16, 30, 100), strict=False):
+        spoilt[token, 38] = 2.0 ** min(octaves, 15 if dtype == torch.float16 else 100)
+        spoilt[token, 39] = -3
+    got = apply(spoilt, layer.prepared, weights, ids, layer.plan)
+    wanted = layer.wanted(spoilt, weights, ids)
+    rows = (got.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert rows.max() <= 1.5 * allowed(layer)
+    kept = (spoilt == x).all(-1)
+    assert torch.equal(got[kept], clean[kept])
+
+
+@pytest.mark.parametrize(("launch", "weight_format", "dtype"), KERNELS)
+def test_activations_with_outliers(gfx950: torch.device, launch: str, weight_format: str, dtype: torch.dtype) -> None:
+    """The bias makes two features of one expert 2^20 and more times as large as others."""
+    apply, tokens = LAUNCHES[launch]
+    layer = RandomLayer(gfx950, 3, 2, 96, 608, weight_format, dtype=dtype, bias=True)
+    assert layer.given.w13_weight_bias is not None
+    layer.given.w13_weight_bias[1, 608 + 70 : 608 + 72] = torch.tensor([2.0**30, -(2.0**24)])
+    ignored(layer, "w2", slice(70, 72))
+    x, weights, ids = layer.tokens(tokens)
+    ids[0, 0] = 1
+    got = apply(x, layer.prepared, weights, ids, layer.plan)
+    wanted = layer.wanted(x, weights, ids)
+    rows = (got.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert rows.max() <= 2 * allowed(layer)
+
+
+@pytest.mark.parametrize("weight_format", ["mxfp4", "fp8_block"])
+@pytest.mark.parametrize("launch", ["one token", "16 columns"])
+def test_one_outlier_and_equal_numbers(gfx950: torch.device, launch: str, weight_format: str) -> None:
+    """x = [2^20, 1.25, 1.25, ...], and weight 0 on the first channel."""
+    apply, tokens = LAUNCHES[launch]
+    layer = RandomLayer(gfx950, 2, 1, 64, 64, weight_format)
+    ignored(layer, "w13", slice(0, 2))
+    x, weights, ids = layer.tokens(tokens)
+    x[:], x[:, 0] = 1.25, 2.0**20
+    got = apply(x, layer.prepared, weights, ids, layer.plan)
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= allowed(layer)
+
+
+@pytest.mark.parametrize("launch", ["one token", "16 columns"])
+def test_numbers_of_all_magnitudes(gfx950: torch.device, launch: str) -> None:
+    """Each block has numbers from 2^-60 to 2^60, and weights use only the smallest ones."""
+    apply, tokens = LAUNCHES[launch]
+    layer = RandomLayer(gfx950, 2, 1, 96, 64)
+    for block in range(3):
+        ignored(layer, "w13", slice(32 * block + 8, 32 * block + 32))
+    x, weights, ids = layer.tokens(tokens)
+    x *= 2.0 ** (torch.arange(96) % 32 // 8 * 40.0 - 60)
+    layer.given.w13_weight_scale += 60
+    layer.prepared = WEIGHTS["mxfp4"].prepare(layer.given, layer.plan)
+    got = apply(x, layer.prepared, weights, ids, layer.plan)
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= allowed(layer)
+
+
+@pytest.mark.parametrize("launch", ["few tokens", "16 columns"])
+def test_exact_plans_lose_no_number(gfx950: torch.device, launch: str) -> None:
+    """One number of a row is small beside the others, and the only one that weights use."""
+    apply, tokens = LAUNCHES[launch]
+    arguments: dict[str, Any] = {"exact_activations": True}
+    layer = RandomLayer(gfx950, 2, 1, 64, 64, **arguments)
+    ignored(layer, "w13", slice(0, 40))
+    ignored(layer, "w13", slice(42, 64))
+    x, weights, ids = layer.tokens(tokens)
+    x[:, 40:42] = x[:, 40:42] * 2.0**-20
+    layer.given.w13_weight_scale += 20
+    layer.prepared = WEIGHTS["mxfp4"].prepare(layer.given, layer.plan)
+    got = apply(x, layer.prepared, weights, ids, layer.plan)
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= allowed(layer)
+
+
+def test_the_bound_is_explained() -> None:
+    plan = RandomLayer(torch.device("cpu"), 2, 1, 32, 32, exact_activations=True).plan
+    spec = kernel_of("moe_apply_mxfp4")
+    assert spec.trait_gaps({**traits_of(plan), "weight_layout": "gfx950_mxfp4", "processed_weights": True}) == []
+    assert "2^-22" in spec.accuracy
+    assert not grouped.tile_for(10**6, plan).wide
