@@ -22,7 +22,7 @@ class Routing(NamedTuple):
     Attributes:
         rows: tokens whose experts are chosen at once, a power of two.
         experts: of a token, padded to a power of two.
-        slots: of a token, padded to a power of two; as many as make 64 with all rows where a product chooses.
+        slots: of a token, padded to a power of two. In a GEMM that also routes, rows times slots is 64.
         top_k: slots of a token.
         renormalize: whether the weights of a token are divided by their sum.
     """

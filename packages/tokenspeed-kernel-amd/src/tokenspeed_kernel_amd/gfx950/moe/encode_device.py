@@ -100,7 +100,7 @@ def encode_e4m3(values, step, EXACT: gl.constexpr):
 def block_exponents(values, encoding: gl.constexpr):
     """The scales of each block's first plane, int32 [rows, blocks], biased by 127, and whether all of the block is finite."""
     packed: gl.constexpr = encoding.format == "e2m1"
-    # Of finite floats the bits sort as the magnitudes do; infinities and NaN lie above.
+    # The bits of finite floats sort as the magnitudes do; infinities and NaN lie above.
     field = gl.max(magnitudes(values), axis=2) >> 23
     return gl.maximum(field - (2 if packed else 7), 0 if packed else smallest_exponent(encoding)), field != 255
 

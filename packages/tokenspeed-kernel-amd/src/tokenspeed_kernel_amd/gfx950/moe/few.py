@@ -1,10 +1,9 @@
 """`moe_apply` for the smallest batches: two launches.
 
-Where tokens are few, weights are what takes time, and launches. So nothing is prepared by others: each workgroup of a product finds
-its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. An
-expert rarely has more pairs than a workgroup takes; the others are another workgroup's, which reads the same weights. The second
-product has all slots of a token in one workgroup, and sums over them. Given the router's logits, each workgroup of the first
-product chooses the experts by itself.
+With few tokens, weights and launches take the time. So no launch prepares anything: each workgroup of a GEMM finds its pairs among
+all ids, and encodes its input into LDS while its first weights are in flight. An expert rarely has more pairs than a workgroup processes;
+another workgroup, which reads the same weights, processes the rest. The down projection has all slots of a token in one workgroup, and
+sums over them. Given the router's logits, each workgroup of the gate/up projection routes by itself.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _LDS_BYTES = 80 * 1024  # of a workgroup, so that two fit on a compute unit
 
 
 class Operands(NamedTuple):
-    """Tensors of a product.
+    """Tensors of a GEMM.
 
     Attributes:
         ids, topk_weights: the operator's, contiguous.
-        x, x_stride: the tokens and elements from one to the next; in the second product the first one's result.
+        x, x_stride: the tokens, and elements from one token to the next; in the down projection the gate/up projection's result.
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         out, out_stride: likewise.
-        static, out_static: static scales of what is multiplied, and of the result of the first product; or None.
+        static, out_static: static scales of the input, and of the gate/up projection's result; or None.
     """
 
     ids: Tensor
@@ -57,7 +56,7 @@ class Operands(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What of a product is known to the compiler.
+    """A GEMM's compile-time constants.
 
     Attributes:
         rows: what a workgroup encodes at once: pairs of an expert, or slots of a token.
@@ -108,7 +107,7 @@ def moe_apply_few(
     """See the operator. Weights are in the layout of `mxfp4_layout`, and `few_enough` says yes."""
     written = rows_to_write(out, x, *x.shape)
     if topk_ids.numel():
-        _products(rows(x), weights, topk_weights.contiguous(), topk_ids.contiguous(), plan, written, None)
+        _gemms(rows(x), weights, topk_weights.contiguous(), topk_ids.contiguous(), plan, written, None)
     return deliver(written, out)
 
 
@@ -126,14 +125,14 @@ def moe_topk_apply_few(
     if len(x):
         slots = _MAX_PAIRS // power_of_two(len(x))
         router = Router(rows(logits), scaling, routing_for(len(x), slots, plan.num_experts, plan.top_k, renormalize))
-        _products(rows(x), weights, *room_for_choice(logits, plan.top_k), plan, written, router)
+        _gemms(rows(x), weights, *room_for_choice(logits, plan.top_k), plan, written, router)
     return deliver(written, out)
 
 
-def _products(
+def _gemms(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
 ) -> None:
-    """Both products. With a router the first one writes the choice of experts, otherwise both read it."""
+    """Both GEMMs. With a router the gate/up projection writes the routing; otherwise both read it."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
     encoding = encoding_of(plan)

@@ -38,7 +38,7 @@ _COLUMNS = gl.constexpr(16)
 
 @gluon.constexpr_function
 def repeated_codes_layout(rows, warps):
-    """uint8 [1, 16 / rows, pieces, rows, 16]: the right operand, with rows replicated. All warps have the same."""
+    """uint8 [1, 16 / rows, chunks, rows, 16]: the B operand, with rows replicated. All warps have the same."""
     return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
 
 
@@ -52,7 +52,7 @@ def repeated_scale_layout(rows, warps):
 class Encoded:
     """Rows in LDS, encoded, of each plane:
 
-    * codes, uint8 [quads, 1, 1, pieces, rows, 16]: 16 bytes of each row, so that the lanes of a wave read contiguous memory;
+    * codes, uint8 [quads, 1, 1, chunks, rows, 16]: 16 bytes of each row, so that the lanes of a wave read contiguous memory;
     * block scales, uint8 [quads, 1, 1, rows, g, step].
     """
 
@@ -81,7 +81,7 @@ def store_codes(shared, quad: gl.constexpr, codes):
     ROWS: gl.constexpr = codes.shape[0]
     pieces: gl.constexpr = shared.shape[3]
     quads: gl.constexpr = codes.shape[1] // 16
-    # [row, quad, piece, b] -> [quad, 1, 1, piece, row, b]
+    # [row, quad, chunk, b] -> [quad, 1, 1, chunk, row, b]
     placed = codes.reshape(ROWS, 1, 1, quads, pieces, 16).permute(3, 1, 2, 4, 0, 5)
     if quads == 1:
         shared.index(quad).store(placed.reshape(1, 1, pieces, ROWS, 16))

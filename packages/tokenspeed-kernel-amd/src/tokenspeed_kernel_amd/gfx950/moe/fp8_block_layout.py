@@ -3,7 +3,7 @@ is loaded.
 
 Strips and their rows are those of `mxfp4_layout`. A lane has 16 bytes as there, which here are 16 elements of k:
 
-    weight  float8_e4m3fn  [experts, strips, pieces, 2, 64, 16]   pieces of 64 elements of k; byte ``b`` of lane ``16 g + r`` has
+    weight  float8_e4m3fn  [experts, strips, chunks, 2, 64, 16]   chunks of 64 elements of k; byte ``b`` of lane ``16 g + r`` has
                                                                   element ``16 g + b`` of row ``r`` of the strip's half
     scale   float32        [experts, strips, quads, 2, 4]         of each half, for each 128 elements of k; beyond the last 0
     bias    float32        [experts, 32 * strips]                 as there
@@ -55,7 +55,7 @@ def _arranged(given: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
     weight = codes.new_empty(experts, strips, pieces, 2, _LANES_K * HALF, _BYTES)
     for expert in range(experts):
         padded = padded_columns(codes[expert].index_select(0, rows), pieces * _PIECE)
-        # [strip, half, r, piece, g, b] -> [strip, piece, half, g, r, b]
+        # [strip, half, r, chunk, g, b] -> [strip, chunk, half, g, r, b]
         lanes = padded.view(strips, 2, HALF, pieces, _LANES_K, _BYTES).permute(0, 3, 1, 4, 2, 5)
         weight[expert].view(strips, pieces, 2, _LANES_K, HALF, _BYTES).copy_(lanes)
     halves = scale.index_select(1, rows[::HALF] // BLOCK_FP8)  # [experts, halves, blocks of k]

@@ -1,5 +1,5 @@
-"""`moe_topk_apply` with weights in mxfp4 and in fp8 blocks on CDNA4: the products of `moe_apply`. Of the smallest batches the first
-product chooses the experts, too; of others the launch that sorts pairs by expert, or one before that.
+"""`moe_topk_apply` with weights in mxfp4 and in fp8 blocks on CDNA4: the GEMMs of `moe_apply`. In the smallest batches the
+gate/up projection also routes. In others the launch that sorts pairs by expert routes, or one before it.
 """
 
 from __future__ import annotations

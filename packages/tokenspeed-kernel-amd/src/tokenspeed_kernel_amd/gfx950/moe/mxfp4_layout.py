@@ -1,7 +1,7 @@
 """The layout ``"gfx950_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
 
-A projection ``[rows, k]`` is cut into *strips* of 32 rows and *steps* of 128 elements of k. A wave reads the piece of a strip and a
-step as it lies in memory, 16 bytes a lane, twice: these are the left operands of two matrix instructions of 16 x 16 x 128. In w13
+A projection ``[rows, k]`` is cut into *strips* of 32 rows and *steps* of 128 elements of k. A wave reads the tile of a strip and a
+step as it lies in memory, 16 bytes a lane, twice: these are the A operands of two MFMAs of 16 x 16 x 128. In w13
 the first 16 rows of a strip are the gates of 16 features and the others their ups, so that a gate meets its up in one lane; in w2
 they are 32 rows in order.
 

@@ -23,7 +23,7 @@ def add(a, b):
 
 @gluon.constexpr_function
 def lanes_layout(warps):
-    """Of as many ids as are read at once."""
+    """The layout of the ids that are read at a time."""
     return gl.BlockedLayout([4], [64], [warps], [0])
 
 

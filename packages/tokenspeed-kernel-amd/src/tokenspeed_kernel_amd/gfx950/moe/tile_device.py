@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """What the GEMMs of this folder share: layouts, loads of weights, MMAs. ``mxfp4_layout`` and ``fp8_block_layout``
 say how weights lie in memory. Those in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step of the former has twice as many
-pieces of 16 bytes a lane.
+loads of 16 bytes per lane.
 
 A wave has a strip of weights, two tiles of 16 rows, and all waves share a tile of tokens: rows of the accumulator are features,
 columns tokens.
@@ -36,7 +36,7 @@ def plain(rank):
 
 @gluon.constexpr_function
 def pieces_of_step(dtype):
-    """Pieces of 16 bytes a lane that a step of weights has."""
+    """Loads of 16 bytes per lane in a step of weights."""
     return 2 if dtype == gl.float8e4nv else 1
 
 
@@ -48,7 +48,7 @@ def words_of_quad(dtype):
 
 @gluon.constexpr_function
 def weight_layout(warps, steps=4):
-    """[warps, piece, g, r, b] as it lies in memory: 16 bytes a lane."""
+    """[warps, chunk, g, r, b] as it lies in memory: 16 bytes a lane."""
     lanes = [[0, 0, 0, 1 << bit, 0] for bit in range(4)] + [[0, 0, 1 << bit, 0, 0] for bit in range(2)]
     registers = [[0, 0, 0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0, 0, 0] for bit in range(log2(steps))]
     divided = [[1 << bit, 0, 0, 0, 0] for bit in range(log2(warps))]
@@ -99,8 +99,8 @@ class Strips:
 
     Attributes:
         weight, scale: pointers to the first of them, scale to words of four steps.
-        offsets: int32 [warps, piece, g, r, b], of the first pieces of the strips' first halves, as many as are loaded at once.
-        block: int32 [1, piece, g, 1, 1], which 16 bytes of a row a lane has, counted from the first step.
+        offsets: int32 [warps, chunk, g, r, b], of the first 16 bytes per lane of the strips' first halves, as many as are loaded at once.
+        block: int32 [1, chunk, g, 1, 1], which 16 bytes of a row a lane has, counted from the first step.
         scale_offsets: int32 [warps, g, r] or [warps, 1, step], in words.
         blocks: of 16 bytes that a row has, or int32 [warps, 1, 1, 1, 1]. What memory has beyond them is not read.
         scale_blocks: of 32 elements that k has, or int32 [warps, 1, 1].
@@ -160,7 +160,7 @@ def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_O
 
 @gluon.jit
 def scale_places(dtype: gl.constexpr, warps: gl.constexpr):
-    """Of the words of four steps' scales: the warp, int32 [warps, 1, 1], and the word, int32 [1, g, r] or [1, 1, step]."""
+    """Positions of the words of four steps' scales: the warp, int32 [warps, 1, 1], and the word, int32 [1, g, r] or [1, 1, step]."""
     layout: gl.constexpr = block_scale_layout(warps) if dtype == gl.float8e4nv else weight_scale_layout(warps)
     warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
     if dtype == gl.float8e4nv:
