@@ -26,6 +26,7 @@ from torch import Tensor
 import tokenspeed_kernel
 import tokenspeed_kernel_amd
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_amd.aiter import package as aiter_package
 from tokenspeed_kernel_base.cases import Case, Draw
@@ -379,8 +380,7 @@ def test_cases_of_the_operator(specs: dict[str, KernelSpec], name: str) -> None:
     spec = specs[name]
     op = get_operator(spec.operator)
     results = [verify_case(spec, case, "cpu") for case in op.all_cases() if not case.large]
-    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+    assert_none_wrong(results)
     # No case has page size 128; the tests below do.
     assert any(result.status is Status.PASSED for result in results) == name.startswith("aiter_mha_prefill")
 
@@ -421,7 +421,8 @@ def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
     """Cache slots without a token hold NaN."""
     for case in _paged_cases(mode):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
-        assert sorted(result.status.value for result in results) == ["passed", "skipped"], results
+        assert_none_wrong(results)
+        assert sorted(result.status.value for result in results) == ["passed", "skipped"]
     assert set(_CALLS) == {"aiter.ops.triton.attention.unified_attention.unified_attention"}
 
 
@@ -431,7 +432,8 @@ def test_no_more_new_tokens_are_announced_than_there_are(specs: dict[str, Kernel
     known = _paged_cases(mode)[0]
     case = dataclasses.replace(known, make=lambda draw: {**known.make(draw), "max_seqlen_q": 2**40})
     results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
-    assert sorted(result.status.value for result in results) == ["passed", "skipped"], results
+    assert_none_wrong(results)
+    assert sorted(result.status.value for result in results) == ["passed", "skipped"]
 
 
 @pytest.mark.usefixtures("aiter")
@@ -511,6 +513,5 @@ def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], name:
     spec = specs[name]
     own = [Case("ragged", ragged([1, 90, 0, 7], 8, 2, 128))] if spec.mode == "mha_prefill" else _paged_cases(spec.mode)
     results = [verify_case(spec, case, gfx950) for case in (*get_operator(spec.operator).all_cases(), *own)]
-    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+    assert_none_wrong(results)
     assert any(result.status is Status.PASSED for result in results)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
@@ -52,7 +53,7 @@ def check_small_call(spec: KernelSpec, device: torch.device) -> None:
     traits = op.request(op.complete(case.build(device))).traits
     flags = {name: {True} for name, value in traits.items() if value is True}
     findings = conform(dataclasses.replace(spec, traits=flags), device, Options(shrink_seconds=0), [case])
-    assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
     assert {finding.check for finding in findings if finding.status == "passed"} >= FOUND_OUT
 
 
@@ -136,5 +137,5 @@ def test_the_kit_finds_a_wrong_stride_in_a_small_call(gfx950: torch.device, wron
 @pytest.mark.parametrize("mode", SMALL)
 def test_the_kit_finds_nothing(gfx950: torch.device, mode: str) -> None:
     findings = conform(kernel_of(mode), gfx950, Options(shrink_seconds=0))
-    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
     assert {"values", "trait edges", "strides", "bounds"} <= {finding.check for finding in findings if finding.status == "passed"}

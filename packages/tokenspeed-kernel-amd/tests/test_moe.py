@@ -11,6 +11,7 @@ import torch
 
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS, moe_apply
@@ -147,7 +148,7 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
     flags = {name: {True} for name, value in traits.items() if value is True}
     kept = {"weight_layout": spec.traits["weight_layout"], "processed_weights": spec.traits["processed_weights"]}
     findings = conform(dataclasses.replace(spec, traits={**flags, **kept}), gfx950, Options(shrink_seconds=0), [case])
-    assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 )
 def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
     findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
-    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
 
 
 @pytest.mark.parametrize(

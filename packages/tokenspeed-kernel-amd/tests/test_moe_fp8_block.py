@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
 from tokenspeed_kernel_amd.gfx950.moe import fp8_block_layout as layout
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
@@ -176,7 +177,7 @@ def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
     """Checks a call of few tokens, and a call with enough tokens to be sorted by expert."""
     (case,) = (case for case in cases("moe_apply") if case.name == "fp8 blocks, fp8 activations")
     findings = conform(kernel_of("moe_apply_fp8_block"), gfx950, Options(shrink_seconds=0), [case])
-    assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("mode", ["moe_apply", "moe_topk_apply"])
 def test_the_kit_finds_nothing_at_all(gfx950: torch.device, mode: str, kind: str) -> None:
     findings = conform(kernel_of(f"{mode}_fp8_block{kind}"), gfx950, Options(shrink_seconds=0))
-    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
 
 
 @pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)

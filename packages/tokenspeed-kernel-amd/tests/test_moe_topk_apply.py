@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenspeed_kernel import moe_topk_apply as operator
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_amd.gfx950.moe.choose import choose
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
 from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply as launcher_of_moe_topk_apply
@@ -109,4 +110,4 @@ def test_compiled_code(emulator: Any, tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4"])
 def test_the_kit_finds_nothing_at_all(gfx950: torch.device, kind: str) -> None:
     findings = conform(kernel_of(f"moe_topk_apply_mxfp4{kind}"), gfx950, Options(shrink_seconds=0))
-    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)

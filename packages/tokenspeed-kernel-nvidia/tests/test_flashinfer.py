@@ -21,6 +21,7 @@ from torch import Tensor
 
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
@@ -404,8 +405,7 @@ def test_results(specs: dict[str, KernelSpec], mode: str) -> None:
     small = (case for case in get_operator(mode).all_cases() if not case.large)
     for case in (*_cases(mode), *(_finite(case) if "freed" in case.name else case for case in small)):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
-        wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-        assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+        assert_none_wrong(results)
         if case in _cases(mode):
             assert sum(result.status is Status.PASSED for result in results) == 1, case.name
 
@@ -551,5 +551,4 @@ def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
     if spec.mode == "mha_extend_with_kvcache":  # needs finite unused slots, see `extend_device`
         cases = [case for case in cases if "NaN" not in case.name]
     results = [verify_case(spec, case, device) for case in cases]
-    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+    assert_none_wrong(results)

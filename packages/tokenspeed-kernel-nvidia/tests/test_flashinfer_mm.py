@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm._inputs import micro
@@ -236,9 +237,8 @@ def _cases() -> list[Case]:
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
 def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
     found = [verify_case(spec, case, "cpu") for name, spec in specs.items() if name.endswith("sm100")]
-    assert [result.status for result in found if result.status is not Status.SKIPPED] == [Status.PASSED], [
-        (result.kernel, result.reason, result.traceback) for result in found
-    ]
+    assert_none_wrong(found)
+    assert [result.status for result in found if result.status is not Status.SKIPPED] == [Status.PASSED]
     assert bool(_CALLS) == ("no tokens" not in case.name)
 
 
@@ -289,5 +289,4 @@ def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
         pytest.skip(gap)
     forget_adapters()
     results = [verify_case(spec, case, device) for case in _cases()]
-    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+    assert_none_wrong(results)

@@ -17,6 +17,7 @@ from torch import Tensor
 import tokenspeed_kernel
 from tokenspeed_kernel import moe_plan, moe_process_weights
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -287,8 +288,7 @@ def test_results(specs: dict[str, KernelSpec]) -> None:
     named = [specs[f"flashinfer_moe_apply_{what}_sm90"] for what in ("dense", "mxfp4")]
     for case in (*_cases(), *(case for case in moe_apply.operator.all_cases() if not case.large)):
         results = [verify_case(spec, case, "cpu") for spec in named]
-        wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-        assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+        assert_none_wrong(results)
         if case in _cases():
             assert sum(result.status is Status.PASSED for result in results) == 1, case.name
     assert {name.rpartition(".")[2] for name in _CALLS} == {name.rpartition(".")[2] for name in _FUNCTIONS}
@@ -358,5 +358,4 @@ def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
     forget_adapters()
     cases = [case for case in (*_cases(), *get_operator(spec.operator).all_cases()) if not case.large]
     results = [verify_case(spec, case, device) for case in cases]
-    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
-    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+    assert_none_wrong(results)

@@ -43,10 +43,15 @@ from tokenspeed_kernel_command.commands import DECLARED, app, implementation
 runner = CliRunner()
 
 
+def brief(output: str) -> str:
+    """The beginning and the end of what was printed: a report as JSON has tens of thousands of characters."""
+    return output if len(output) < 3000 else f"{output[:1500]}\n...\n{output[-1500:]}"
+
+
 def call(*words: str, code: int = 0) -> str:
     """The output of a command, which must end with this exit code."""
     result = runner.invoke(app, list(words))
-    assert result.exit_code == code, result.output + str(result.exception)
+    assert result.exit_code == code, f"{brief(result.output)}\n{result.exception!r}"
     assert "\x1b" not in result.output, "no colours in a pipe"
     return result.stdout
 

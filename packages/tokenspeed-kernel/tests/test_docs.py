@@ -18,6 +18,7 @@ import torch
 
 from tokenspeed_kernel.workbench import numerics
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel_base import config, registry, selection
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.declaration import HOOKS
@@ -122,7 +123,7 @@ def test_the_triton_kernel_of_the_page_is_right(tmp_path: Path, monkeypatch: pyt
     assert any(block.needs == "needs Triton" for block in blocks_of(page))
     run(page, blocks_of(page), tmp_path, monkeypatch)
     findings = conform(KernelRegistry.get().get_by_name("mine_silu_and_mul"), numerics.default_device(), Options(shrink_seconds=0))
-    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert_none_wrong(findings)
     assert {"values", "strides", "trait edges"} <= {finding.check for finding in findings if finding.status == "passed"}
 
 

@@ -92,7 +92,9 @@ class Launcher:
 def {self.spec.mode}({", ".join(self._all)}{options}):
     return _launcher({", ".join(self._names)}{options})
 """
-        return compile_source(self.spec.mode, source, {"_launcher": self.impl}, self.spec.name)
+        made = compile_source(self.spec.mode, source, {"_launcher": self.impl}, self.spec.name)
+        made.__module__ = getattr(self.impl, "__module__", made.__module__)
+        return made
 
 
 def unchecked(operator: Any, launcher: Callable[..., Any]) -> Callable[..., Any]:

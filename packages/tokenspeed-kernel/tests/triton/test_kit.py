@@ -17,6 +17,7 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.numerics import default_device
 from tokenspeed_kernel.workbench.numerics.conformance import Finding, Options, conform
 from tokenspeed_kernel.workbench.numerics.conformance.runner import CHECKS
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong
 from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator
@@ -56,10 +57,6 @@ def _does_something(op: Operator[Any, Any], arguments: dict[str, Any]) -> bool:
     return not all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
 
 
-def wrong(findings: list[Finding]) -> list[str]:
-    return [f"{finding}: {finding.detail}" for finding in findings if finding.wrong]
-
-
 def passed(findings: list[Finding]) -> set[str]:
     return {finding.check for finding in findings if finding.status == "passed"}
 
@@ -67,7 +64,7 @@ def passed(findings: list[Finding]) -> set[str]:
 @each_kernel
 def test_the_kit_finds_nothing_in_a_small_case(spec: KernelSpec) -> None:
     findings = conform(spec, default_device(), QUICK, [small_case(spec)])
-    assert wrong(findings) == []
+    assert_none_wrong(findings)
     assert {"values", "strides", "bounds"} <= passed(findings)
 
 
@@ -75,7 +72,7 @@ def test_the_kit_finds_nothing_in_a_small_case(spec: KernelSpec) -> None:
 @each_kernel
 def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
     findings = conform(spec, default_device(), Options(shrink_seconds=0))
-    assert wrong(findings) == []
+    assert_none_wrong(findings)
     assert {"values", "strides", "bounds"} <= passed(findings)
 
 
@@ -86,7 +83,7 @@ def test_batch_invariance_with_scales_in_tiles() -> None:
     case = Case("a few", lambda draw: {"x": draw.normal(5, 32), "weight": draw.normal(32), "quantization": tiles})
     batches = "batch invariance"
     findings = conform(spec, default_device(), Options(shrink_seconds=0, leave_out=frozenset(CHECKS) - {batches}), [case])
-    assert wrong(findings) == []
+    assert_none_wrong(findings)
     assert batches in passed(findings)
 
 
@@ -166,7 +163,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
 def test_two_files_are_a_kernel(planted: Planted) -> None:
     spec = planted(DEVICE_CODE)
     findings = conform(spec, default_device(), QUICK, [small_case(spec)])
-    assert wrong(findings) == []
+    assert_none_wrong(findings)
     assert {"values", "strides", "bounds"} <= passed(findings)
 
 

@@ -24,7 +24,7 @@ from rank_steps import KINDS, Step, wrong
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.triton.comm.all_reduce import one_shot_all_reduce
-from tokenspeed_kernel.workbench.numerics import CaseResult, verify_case
+from tokenspeed_kernel.workbench.numerics import CaseResult, assert_none_wrong, verify_case
 from tokenspeed_kernel.workbench.worlds import WorldError, run_world
 from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
@@ -230,8 +230,7 @@ def compiled() -> float:
 def test_every_kernel_on_every_case_for_two() -> None:
     first, second = run_world(every_case, 2, (False,))
     for outcomes in (first, second):
-        wrong = [f"{each.kernel} on {each.case}: {each.reason}" for results in outcomes.values() for each in results if each.wrong]
-        assert wrong == []
+        assert_none_wrong([each for results in outcomes.values() for each in results])
     passed = {name for name, results in first.items() if any(each.status.value == "passed" for each in results)}
     # With two ranks the two-shot kernels are not eligible; `test_sums_of_peers` requests them by name.
     assert {name for name in first if "two_shot" in name} == first.keys() - passed

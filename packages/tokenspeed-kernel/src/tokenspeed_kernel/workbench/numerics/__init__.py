@@ -4,6 +4,7 @@ the conformance kit, which checks a kernel against its declaration."""
 from tokenspeed_kernel.workbench.numerics.compare import Comparison, Element, compare, compare_tensors
 from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conformance
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
+from tokenspeed_kernel.workbench.numerics.summary import assert_none_wrong, summary
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, default_device, verify_case, verify_kernel
 
@@ -19,11 +20,13 @@ __all__ = [
     "Shrunk",
     "Status",
     "Tolerance",
+    "assert_none_wrong",
     "compare",
     "compare_tensors",
     "conformance",
     "default_device",
     "shrink",
+    "summary",
     "tolerance_for",
     "verify_case",
     "verify_kernel",
