@@ -41,8 +41,8 @@ BROKEN = {
     "not-callable": r"TypeError: sample_broken_kernels.plugin:NOT_CALLABLE must be a function without parameters, got 42",
     "raises": "RuntimeError: the driver is too old",
     "wants-arguments": "TypeError: wants_arguments\\(\\) missing 1 required positional argument",
-    "wrong-signature": r"RegistrationError: wrong_rmsnorm: norm.rmsnorm may write to out, so an implementation must take it. It has "
-    r"\(x, weight, eps, residual, out, residual_out\), this implementation takes \(x, weight\)",
+    "wrong-signature": r"RegistrationError: wrong_rmsnorm: norm.rmsnorm may write to out, so an implementation must take it. "
+    r"It has \(x, weight, eps, residual, out, residual_out\), this implementation takes \(x, weight\)",
 }
 
 

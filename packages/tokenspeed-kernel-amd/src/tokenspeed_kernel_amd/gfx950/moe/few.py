@@ -1,9 +1,9 @@
 """`moe_apply` for the smallest batches: two launches.
 
 With few tokens, weights and launches take the time. So no launch prepares anything: each workgroup of a GEMM finds its pairs among
-all ids, and encodes its input into LDS while its first weights are in flight. An expert rarely has more pairs than a workgroup processes;
-another workgroup, which reads the same weights, processes the rest. The down projection has all slots of a token in one workgroup, and
-sums over them. Given the router's logits, each workgroup of the gate/up projection routes by itself.
+all ids, and encodes its input into LDS while its first weights are in flight. An expert rarely has more pairs than a workgroup
+processes; another workgroup, which reads the same weights, processes the rest. The down projection has all slots of a token in one
+workgroup, and sums over them. Given the router's logits, each workgroup of the gate/up projection routes by itself.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Strips:
 
     Attributes:
         weight, scale: pointers to the first of them, scale to words of four steps.
-        offsets: int32 [warps, chunk, g, r, b], of the first 16 bytes per lane of the strips' first halves, as many as are loaded at once.
+        offsets: int32 [warps, chunk, g, r, b], of the first loads of the strips' first halves, as many as are loaded at once.
         block: int32 [1, chunk, g, 1, 1], which 16 bytes of a row a lane has, counted from the first step.
         scale_offsets: int32 [warps, g, r] or [warps, 1, step], in words.
         blocks: of 16 bytes that a row has, or int32 [warps, 1, 1, 1, 1]. What memory has beyond them is not read.
@@ -160,7 +160,7 @@ def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_O
 
 @gluon.jit
 def scale_places(dtype: gl.constexpr, warps: gl.constexpr):
-    """Positions of the words of four steps' scales: the warp, int32 [warps, 1, 1], and the word, int32 [1, g, r] or [1, 1, step]."""
+    """Positions of the words of four steps' scales: warp, int32 [warps, 1, 1], and word, int32 [1, g, r] or [1, 1, step]."""
     layout: gl.constexpr = block_scale_layout(warps) if dtype == gl.float8e4nv else weight_scale_layout(warps)
     warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
     if dtype == gl.float8e4nv:
