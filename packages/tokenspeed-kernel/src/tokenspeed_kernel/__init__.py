@@ -235,7 +235,7 @@ if settings().verbose:
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
 __all__ += [operator.mode for operator in operators()]
-__all__ += ALIASES  # old names, for one release
+__all__.extend(ALIASES)  # old names, for one release
 measured.use("tokenspeed_kernel.workbench.tuned.tables")
 set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()
