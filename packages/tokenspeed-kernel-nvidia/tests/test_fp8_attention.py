@@ -25,6 +25,7 @@ from . import oracle
 from .launched import as_operator
 from .oracle import Options
 
+mha_prefill = as_operator(prefill.mha_prefill)
 mha_decode_with_kvcache = as_operator(decode.mha_decode_with_kvcache)
 mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
@@ -219,7 +220,7 @@ def test_whole_sequences(sm90: torch.device, shape: tuple[int, int, int], length
     sinks = torch.linspace(-2.0, 3.0, shape[0], device=sm90)
     out = torch.full(q.shape, math.nan, dtype=BF16, device=sm90)
     named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), sinks=sinks, return_lse=True, out=out, **named)
+    got = mha_prefill(q, k, v, oracle.offsets(lengths, sm90), sinks=sinks, return_lse=True, out=out, **named)
     assert got[0] is out
     wide = [_wide(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
     oracle.check(got, oracle.attend_ragged(*wide, lengths, Options(sinks=sinks)), **ROUGH)
@@ -237,7 +238,7 @@ def test_whole_sequences_of_other_widths(
     scales = [_scale(sm90, heads[1], sum(lengths) + at) for at in range(3)]
     out = torch.full((*q.shape[:2], widths[1]), math.nan, dtype=BF16, device=sm90)
     named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=window_left, return_lse=True, out=out, **named)
+    got = mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=window_left, return_lse=True, out=out, **named)
     wide = [_wide(x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
     oracle.check(got, oracle.attend_ragged(*wide, lengths, Options(window_left)), **ROUGH)
 

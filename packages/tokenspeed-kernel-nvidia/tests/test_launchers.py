@@ -106,7 +106,7 @@ def test_programs_that_launchers_use_are_compiled_ahead_of_time(asked: list[tupl
             caches = (torch.zeros(4, page_size, kv_heads, width, dtype=cache_dtype) for width in (head_dim, v_head_dim))
             paging = torch.zeros(2, most // page_size, dtype=torch.int32), torch.tensor([30, 4], dtype=torch.int32), most
             q = torch.zeros(2, heads, head_dim, dtype=dtype)
-            out = decode.mha_decode_with_kvcache(q, *caches, *paging, logit_cap=logit_cap)
+            out = as_operator(decode.mha_decode_with_kvcache)(q, *caches, *paging, logit_cap=logit_cap)
             assert isinstance(out, Tensor)
             assert out.shape == (2, heads, v_head_dim)
     programs = {program.name: program for program, _, _ in asked}

@@ -20,6 +20,7 @@ from . import oracle
 from .launched import as_operator
 from .oracle import Options
 
+mha_prefill = as_operator(prefill.mha_prefill)
 mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -38,7 +39,7 @@ def _prefill(
 ) -> None:
     q, k, v = oracle.ragged(lengths, *shape, dtype, device, seed=sum(lengths))
     out = torch.full_like(q, math.nan)
-    got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, device), return_lse=True, out=out, **options)
+    got = mha_prefill(q, k, v, oracle.offsets(lengths, device), return_lse=True, out=out, **options)
     assert got[0] is out
     oracle.check(got, oracle.attend_ragged(q, k, v, lengths, Options(**options)))
 
@@ -128,7 +129,7 @@ def test_scores_that_grow_rescale_the_sums(sm90: torch.device, head_dim: int) ->
     """Keys ever longer toward the first one, so that the row max rises in most blocks."""
     q, k, v = oracle.ragged([900], 16, 2, head_dim, BF16, sm90)
     q, k = 4 * q, k * torch.linspace(6, 0.2, 900, device=sm90, dtype=BF16)[:, None, None]
-    got = prefill.mha_prefill(q, k, v, oracle.offsets([900], sm90), return_lse=True)
+    got = mha_prefill(q, k, v, oracle.offsets([900], sm90), return_lse=True)
     oracle.check(got, oracle.attend_ragged(q, k, v, [900], Options()))
 
 
@@ -138,20 +139,20 @@ def test_a_sequence_does_not_see_the_nan_of_another(sm90: torch.device) -> None:
     wanted = oracle.attend_ragged(q[others], k[others], v[others], [100, 100], Options())
     for x in (q, k, v):
         x[100:200] = math.nan
-    out, lse = prefill.mha_prefill(q, k, v, oracle.offsets([100, 100, 100], sm90), return_lse=True)
+    out, lse = mha_prefill(q, k, v, oracle.offsets([100, 100, 100], sm90), return_lse=True)
     oracle.check((out[others], lse[others]), wanted)
 
 
 def test_slices_of_one_tensor(sm90: torch.device) -> None:
     qkv = torch.randn(333, 8 + 2 * 2, 64, device=sm90).to(BF16)
     q, k, v = qkv.split([8, 2, 2], 1)
-    out = prefill.mha_prefill(q, k, v, oracle.offsets([300, 33], sm90))
+    out = mha_prefill(q, k, v, oracle.offsets([300, 33], sm90))
     oracle.check(out, oracle.attend_ragged(q, k, v, [300, 33], Options()))
 
 
 def test_no_sequences(sm90: torch.device) -> None:
     q = torch.zeros(0, 8, 64, dtype=BF16, device=sm90)
-    out, lse = prefill.mha_prefill(q, q, q, oracle.offsets([], sm90), return_lse=True)
+    out, lse = mha_prefill(q, q, q, oracle.offsets([], sm90), return_lse=True)
     assert out.shape == (0, 8, 64)
     assert lse.shape == (0, 8)
 
@@ -183,10 +184,10 @@ def test_a_graph_follows_lengths_that_change(sm90: torch.device) -> None:
     q, k, v = oracle.ragged([1000], *GPT_OSS, BF16, sm90)
     cu_seqlens = oracle.offsets([500, 500], sm90)
     out = torch.empty_like(q)
-    prefill.mha_prefill(q, k, v, cu_seqlens, out=out)
+    mha_prefill(q, k, v, cu_seqlens, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill.mha_prefill(q, k, v, cu_seqlens, out=out)
+        mha_prefill(q, k, v, cu_seqlens, out=out)
     for changed in ([10, 990], [1000, 0], [333, 667]):
         cu_seqlens.copy_(oracle.offsets(changed, sm90))
         graph.replay()
@@ -203,7 +204,7 @@ def test_streams_side_by_side(sm90: torch.device) -> None:
     for _ in range(20):
         for stream, (q, k, v), results in zip(streams, inputs, outs, strict=True):
             with torch.cuda.stream(stream):
-                results.append(prefill.mha_prefill(q, k, v, cu_seqlens))
+                results.append(mha_prefill(q, k, v, cu_seqlens))
     torch.cuda.synchronize()
     for (q, k, v), results in zip(inputs, outs, strict=True):
         wanted = oracle.attend_ragged(q, k, v, lengths, Options())

@@ -20,6 +20,7 @@ from . import oracle
 from .launched import as_operator
 from .oracle import Options
 
+mha_prefill = as_operator(prefill.mha_prefill)
 mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
 mla_prefill = unchecked(operator, launcher_of_mla_prefill)
@@ -42,7 +43,7 @@ def check_prefill(
     q, k, v = oracle.ragged(lengths, *heads, max(widths), dtype, device, seed=sum(lengths))
     v = v[..., : widths[1]].contiguous()
     out = v.new_full((*q.shape[:2], widths[1]), math.nan)
-    got = prefill.mha_prefill(q, k, v, oracle.offsets(lengths, device), return_lse=True, out=out, **options)
+    got = mha_prefill(q, k, v, oracle.offsets(lengths, device), return_lse=True, out=out, **options)
     assert got[0] is out
     oracle.check(got, oracle.attend_ragged(q, k, v, lengths, Options(**options)))
 

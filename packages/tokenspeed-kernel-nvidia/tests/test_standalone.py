@@ -174,6 +174,6 @@ def test_the_wheels(tmp_path: Path) -> None:
     assert not together["failures"]
     assert not together["loaded"]
     assert together["chosen"] == "cutedsl_mha_prefill_window_64"
-    assert "tokenspeed_kernel_nvidia/sm90/attention/window.py:" in together["origin"]
+    assert "tokenspeed_kernel_nvidia/sm90/attention/window/launch.py:" in together["origin"]
     assert "-> cutedsl_mha_prefill_window_64" in together["explained"]
     assert not together["elsewhere"].startswith("cutedsl")

@@ -17,6 +17,7 @@ from . import oracle
 from .launched import as_operator
 from .oracle import Options
 
+mha_prefill = as_operator(window.mha_prefill)
 mha_extend_with_kvcache = as_operator(window.mha_extend_with_kvcache)
 
 GPT_OSS = (64, 8, 64)
@@ -36,7 +37,7 @@ def _prefill(
     **options: Any,
 ) -> None:
     q, k, v = oracle.ragged(lengths, *shape, dtype, device, seed=sum(lengths))
-    got = window.mha_prefill(q, k, v, oracle.offsets(lengths, device), window_left=window_left, return_lse=True, **options)
+    got = mha_prefill(q, k, v, oracle.offsets(lengths, device), window_left=window_left, return_lse=True, **options)
     oracle.check(got, oracle.attend_ragged(q, k, v, lengths, Options(window_left, **options)))
 
 
@@ -139,7 +140,7 @@ def test_nan_stays_in_its_sequence(sm90: torch.device, poisoned: int) -> None:
     parts = [x.split(lengths) for x in (q, k, v)]
     for part in parts:
         part[poisoned].fill_(torch.nan)
-    out, _ = window.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=127, return_lse=True)
+    out, _ = mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=127, return_lse=True)
     for index, found in enumerate(out.split(lengths)):
         if index == poisoned:
             assert found.isnan().all()
@@ -153,7 +154,7 @@ def test_strided_rows(sm90: torch.device) -> None:
     fused = torch.randn(170, 20, 64, device=sm90).to(torch.bfloat16)
     q, k, v = fused[:, :16], fused[:, 16:18], fused[:, 18:]
     out = torch.full((170, 24, 64), 7.0, dtype=torch.bfloat16, device=sm90)
-    got = window.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=127, out=out[:, 4:20])
+    got = mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=127, out=out[:, 4:20])
     assert isinstance(got, Tensor)
     assert got.data_ptr() == out[:, 4:20].data_ptr()
     oracle.check(got, oracle.attend_ragged(q, k, v, lengths, Options(127)))
@@ -167,7 +168,7 @@ def test_nothing_else_is_written(sm90: torch.device) -> None:
     q, k, v = oracle.ragged(lengths, 16, 2, 64, torch.bfloat16, sm90)
     room = torch.full((sum(lengths) + 64, 16, 64), 7.0, dtype=torch.bfloat16, device=sm90)
     out = room[32 : 32 + sum(lengths)]
-    window.mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=127, out=out)
+    mha_prefill(q, k, v, oracle.offsets(lengths, sm90), window_left=127, out=out)
     oracle.check(out, oracle.attend_ragged(q, k, v, lengths, Options(127)))
     assert (room[:32] == 7).all()
     assert (room[-32:] == 7).all()
