@@ -161,7 +161,7 @@ def test_they_require_one_another_in_this_version() -> None:
 def test_all_of_them_in_one_environment(fresh: Environment) -> None:
     fresh.succeeds("pip install dist/wheels/*.whl")
     assert fresh.of_our_names() == OURS
-    modules = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py"))
+    modules = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/version.py"))
     program = (
         f"import importlib, json; print(*(importlib.import_module(m).__version__ for m in {modules!r})); "
         "from importlib.metadata import entry_points as e; print(*sorted(p.name for p in e(group='tokenspeed_kernel.plugins')))"
