@@ -17,7 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import tomllib
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 ROOT = Path(__file__).resolve().parent.parent
 _FENCE = re.compile(r"^\s*(```|~~~)")

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.launchers import unchecked
-from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as operator
 from tokenspeed_kernel_nvidia.sm90.attention.decode import launch as decode
 from tokenspeed_kernel_nvidia.sm90.attention.decode.config import WIDTHS, config_of
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
@@ -29,7 +27,7 @@ mha_prefill = as_operator(prefill.mha_prefill)
 mha_decode_with_kvcache = as_operator(decode.mha_decode_with_kvcache)
 mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
-mla_prefill = unchecked(operator, launcher_of_mla_prefill)
+mla_prefill = as_operator(launcher_of_mla_prefill)
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SHARED_MEMORY, REGISTERS = 227 * 1024, 65536

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.checks import HALVES
-from tokenspeed_kernel_base.launchers import unchecked
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
@@ -36,7 +35,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.launch import mm as launcher_of_mm
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import CLUSTER as SPLIT
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.split_config import MOST_ROWS, SplitConfig, every_split_config, is_split, split_of
 
-mm = unchecked(operator, launcher_of_mm)
+from .launched import as_operator
+
+mm = as_operator(launcher_of_mm)
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel_base.launchers import unchecked
-from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill as operator
 from tokenspeed_kernel_nvidia.sm90.attention.prefill import launch as prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.config import TILES, Config
 from tokenspeed_kernel_nvidia.sm90.attention.prefill.launch_mla import mla_prefill as launcher_of_mla_prefill
@@ -23,7 +21,7 @@ from .oracle import Options
 mha_prefill = as_operator(prefill.mha_prefill)
 mha_extend_with_kvcache = as_operator(prefill.mha_extend_with_kvcache)
 
-mla_prefill = unchecked(operator, launcher_of_mla_prefill)
+mla_prefill = as_operator(launcher_of_mla_prefill)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Maximum shared memory of a CTA of sm_90 in bytes, and registers of an SM.

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.launchers import unchecked
-from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
     HEAD_DIMS,
@@ -24,7 +22,9 @@ from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.config import (
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope.launch import rmsnorm_qkv_rope as launcher_of_rmsnorm_qkv_rope
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import HEAD_BYTES, SHARED_BYTES, STAGES
 
-rmsnorm_qkv_rope = unchecked(operator, launcher_of_rmsnorm_qkv_rope)
+from .launched import as_operator
+
+rmsnorm_qkv_rope = as_operator(launcher_of_rmsnorm_qkv_rope)
 
 BF16 = torch.bfloat16
 EPS = 1e-5

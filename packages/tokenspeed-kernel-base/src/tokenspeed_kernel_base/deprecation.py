@@ -1,4 +1,4 @@
-"""Operators' old names, which stay for one release: functions that warn, and call the operator that took their place."""
+"""Deprecated names of operators: functions that warn, and call the replacement. They stay for one release."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def deprecated_operator(
     without: Collection[str] = (),
     fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[..., Any]:
-    """A function that is called as an operator was that had one parameter's options as parameters of its own.
+    """Makes a function with the signature of a removed operator, whose options are now attributes of one parameter.
 
-    What ``make`` requires stands in the place of the parameter, and its options stand before the outputs.
+    In that signature the required parameters of ``make`` replace the parameter, and its options precede the outputs.
 
     Args:
-        name: the old one.
-        function: the operator that took its place.
-        parameter: the one of the operator that ``make`` makes.
+        name: the deprecated name.
+        function: the operator that replaces it.
+        parameter: the operator's parameter whose value ``make`` constructs.
         make: a class or a constructor.
         without: parameters of the operator, or options of ``make``, that the old operator did not have.
         fixed: values of the operator's parameters that the old operator did not have.

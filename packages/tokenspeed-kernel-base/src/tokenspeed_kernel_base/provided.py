@@ -17,7 +17,7 @@ def named(names: Sequence[str], outputs: Sequence[torch.Tensor]) -> dict[str, to
 
 
 def check_provided(mode: str, outs: Iterable[str], arguments: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
-    """Raises TypeError or ValueError where a provided output is not like the one that the call makes.
+    """Raises TypeError or ValueError if a provided output differs from the call's output in dtype or shape.
 
     Args:
         mode: the operator's name, for the message.
@@ -40,7 +40,7 @@ def check_provided(mode: str, outs: Iterable[str], arguments: Mapping[str, Any],
 def overlap_pairs(
     written: Sequence[str], tensors: Iterable[str], in_place: Mapping[str, Collection[str]]
 ) -> list[tuple[str, str, bool]]:
-    """What a call writes to, and each other tensor, which must not overlap it; then whether the two may be one."""
+    """Pairs of a written parameter and another tensor that must not overlap it, and whether both may be the same tensor."""
     others = list(tensors)
     return [
         (name, other, other in in_place.get(name, ()))
@@ -53,12 +53,12 @@ def overlap_pairs(
 def check_overlaps(
     mode: str, written: Iterable[str], pairs: Iterable[tuple[str, str, bool]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises ValueError where the memory that a call writes to holds another argument, or one element twice.
+    """Raises ValueError if memory that a call writes to overlaps another argument, or if elements of it share an address.
 
     Args:
         mode: the operator's name, for the message.
-        written: names of what the call writes to.
-        pairs: as `overlap_pairs` gives them.
+        written: names of the parameters that the call writes to.
+        pairs: the result of `overlap_pairs`.
         tensors: all tensors of the call, by name.
     """
     for name in written:

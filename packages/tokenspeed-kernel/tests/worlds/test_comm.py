@@ -269,7 +269,7 @@ def test_protocols_by_size() -> None:
     assert memory.protocol(1 << 20, CHUNK) == TWO_SHOT
     assert memory.protocol((1 << 20) + CHUNK, CHUNK).startswith("none: ")
     assert memory.protocol(100, CHUNK) == "none: 100 bytes are no multiple of 16"
-    # Rows are rounded up to multiples of UNIT, and a rank's part to whole rows.
+    # Rows are rounded up to multiples of `UNIT`, and a rank's part to whole rows.
     assert PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(5 * 16, 16) == ONE_SHOT
     assert (
         PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(6 * 16, 16)

@@ -50,10 +50,10 @@ def swiglu_quantize(
         beta: added to the clamped up, finite.
         interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
         out: receives q; must not overlap x.
-        scale_out: receives the scales; None where an fp8 scale is given.
+        scale_out: receives the scales; None if an fp8 scale is given.
 
     Returns:
-        q and scale as `quantize` gives them for ``[..., d]``; q alone where an fp8 scale is given.
+        q and scale as `quantize` gives them for ``[..., d]``; q alone if an fp8 scale is given.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.

@@ -54,11 +54,11 @@ def all_reduce_rmsnorm_quantize(
         eps: added to the mean square, > 0.
         residual: x's dtype, or float32 beside float16 and bfloat16; like x else. Added to the sum before the normalisation.
         out: receives q.
-        scale_out: receives the scales; None where an fp8 scale is given.
+        scale_out: receives the scales; None if an fp8 scale is given.
         residual_out: receives the sum with the residual; may be the residual or x. Only with a residual.
 
     Returns:
-        q and scale as `quantize` gives them, q alone where an fp8 scale is given; with a residual, also the sum, like x and
+        q and scale as `quantize` gives them, q alone if an fp8 scale is given; with a residual, also the sum, like x and
         contiguous.
 
     Raises:
@@ -77,7 +77,10 @@ def all_reduce_rmsnorm_quantize(
     """
     normed, *total = lowering.as_list(all_reduce_rmsnorm(x, weight, group, eps, residual=residual, residual_out=residual_out))
     quantised = quantize(normed, quantization, out=out, scale_out=scale_out)
-    return lowering.from_list([*lowering.as_list(quantised), *total])  # type: ignore[no-any-return]
+    result: Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] = lowering.from_list(
+        [*lowering.as_list(quantised), *total]
+    )
+    return result
 
 
 for _hook in Quantised.hooks:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import describe
-from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, PeerMemory, connect, one_shot_most
+from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, PeerMemory, connect, first_line, one_shot_most
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.traits import TraitKind
@@ -215,7 +215,7 @@ class ProcessGroup(Resource):
         except RuntimeError as error:
             raise RuntimeError(
                 f"{call}: rank {self.rank} of {self.world_size} waited {self.time_limit_s:g} s for all ranks to make this call for "
-                f"the first time, and not every one did; all must make the same calls in the same order ({_first_line(error)})"
+                f"the first time, and not every one did; all must make the same calls in the same order ({first_line(error)})"
             ) from error
         calls: list[str] = [""] * self.world_size
         dist.all_gather_object(calls, call, control)
@@ -256,10 +256,6 @@ def _connect(
         control = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     return cls(group, control, connect(group, control, device, *sizes))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 _alone = ProcessGroup(None, peers="the group has one rank")

@@ -11,8 +11,8 @@ their addends of the row to the owner, and the owner sends the sum to all ranks.
 In both protocols, the value of a word shows whether data has arrived. A receive buffer holds `SENTINEL` in each 32-bit word until
 data arrives. No rank ever sends that word, and the reader restores it after reading. Receive buffers are double-buffered:
 successive calls alternate between two buffers, so a buffer is reused two calls later. It is free by then: the call in between
-received data from every other rank, and a rank sends that data only after it has read the first call's data. A use counter on the
-device for each unit of `UNIT` bytes selects the buffer, so that graphs may be replayed in any order and calls may have any size.
+received data from every other rank, and a rank sends that data only after it has read the first call's data. One use
+counter per `UNIT` bytes, on the device, selects the buffer. So graphs may be replayed in any order and calls may have any size.
 All ranks must make the same calls in the same order, on one stream or on streams that wait for one another.
 """
 
@@ -71,8 +71,7 @@ class PeerMemory:
         one_shot_source: the address at which one-shot messages arrive; those of rank r at offset ``r * one_shot_bytes``.
         two_shot, two_shot_source: the same for the first of two shots; messages of rank r arrive at offset ``r * share_bytes``.
         sums, sums_source: the same for the second of two shots, in which only the owner sends a row.
-        one_shot_uses, two_shot_uses, sums_uses: int32, use counters of the units. In two_shot_uses the units are grouped by
-            owner.
+        one_shot_uses, two_shot_uses, sums_uses: int32, one use counter per `UNIT` bytes; in two_shot_uses grouped by owner.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
@@ -229,7 +228,7 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
         words = symmetric.empty(memory.nbytes // 4, dtype=torch.int32, device=memory.device)
         words.fill_(SENTINEL)
     except RuntimeError as error:
-        gap = f"symmetric memory cannot be allocated: {_first_line(error)}"
+        gap = f"symmetric memory cannot be allocated: {first_line(error)}"
     gap = _first_gap(control, gap)
     if gap is not None:
         return gap
@@ -237,7 +236,7 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
         handle = symmetric.rendezvous(words, group)
         memory.found([int(address) for address in handle.buffer_ptrs], [words], handle)
     except RuntimeError as error:
-        gap = f"symmetric memory cannot be mapped: {_first_line(error)}"
+        gap = f"symmetric memory cannot be mapped: {first_line(error)}"
     return _first_gap(control, gap)
 
 
@@ -254,13 +253,13 @@ def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | N
     try:
         own = map_file(memory.rank).fill_(SENTINEL)
     except (OSError, RuntimeError) as error:
-        gap = f"a file of {memory.nbytes} bytes cannot be mapped: {_first_line(error)}"
+        gap = f"a file of {memory.nbytes} bytes cannot be mapped: {first_line(error)}"
     gap = _first_gap(control, gap)
     if gap is None:
         try:
             maps = [own if rank == memory.rank else map_file(rank) for rank in range(memory.world_size)]
         except (OSError, RuntimeError) as error:
-            gap = f"another rank's file cannot be mapped: {_first_line(error)}"
+            gap = f"another rank's file cannot be mapped: {first_line(error)}"
         gap = _first_gap(control, gap)
     if memory.rank == 0:
         shutil.rmtree(folders[0], ignore_errors=True)
@@ -269,5 +268,6 @@ def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | N
     return gap
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
     return str(error).partition("\n")[0]

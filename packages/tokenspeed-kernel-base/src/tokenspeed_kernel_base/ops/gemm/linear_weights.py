@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.ops.gemm.linear_plan import BLOCKS, E4M3, STATIC, LinearPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
-from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks, check_scalar
+from tokenspeed_kernel_base.ops.quantization.formats import E8M0, bind_blocks, check_scalar
 from tokenspeed_kernel_base.spec import CANONICAL
 
 
@@ -64,7 +64,7 @@ def check_canonical(check: Checker, weights: Any, plan: LinearPlan) -> None:
     rounded = f"plan.activation_dtype is {plan.activation_dtype!r}"
     _wanted(check, "weights.input_scale", input_scale, plan.activation_dtype in STATIC, rounded)
     if fmt in BLOCKS:
-        codes, groups = (_divided(check, "in_features", divisor) for divisor in (2, BLOCKS[fmt]))
+        codes, groups = (bind_blocks(check, "in_features", divisor) for divisor in (2, BLOCKS[fmt]))
         check.tensor("weights.weight", weights.weight, f"out_features {codes}", torch.uint8)
         dtypes = {E4M3} if fmt == "nvfp4" else E8M0
         check.tensor("weights.weight_scale", scale, f"out_features {groups}", dtypes)
@@ -72,7 +72,7 @@ def check_canonical(check: Checker, weights: Any, plan: LinearPlan) -> None:
         check.tensor("weights.weight", weights.weight, "out_features in_features", plan.dtype if fmt == "dense" else E4M3)
         shape = "out_features 1"
         if fmt == "fp8_block":
-            shape = " ".join(_divided(check, size, BLOCK_FP8) for size in ("out_features", "in_features"))
+            shape = " ".join(bind_blocks(check, size, BLOCK_FP8) for size in ("out_features", "in_features"))
         check.tensor("weights.weight_scale", scale, shape, torch.float32)
     if global_scale is not None:
         check_scalar(check, "weights.weight_global_scale", global_scale)
@@ -83,10 +83,3 @@ def check_canonical(check: Checker, weights: Any, plan: LinearPlan) -> None:
 def _wanted(check: Checker, argument: str, value: Any, wanted: bool, because: str) -> None:
     if (value is not None) != wanted:
         check.fail(argument, f"{'a tensor' if wanted else 'None'}, because {because}", value)
-
-
-def _divided(check: Checker, size: str, divisor: int) -> str:
-    """Binds ``ceil(size / divisor)`` and returns its name."""
-    name = f"ceil({size}/{divisor})"
-    check.bind(name, blocks(check[size], divisor), "the plan")
-    return name

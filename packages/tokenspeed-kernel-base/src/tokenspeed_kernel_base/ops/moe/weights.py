@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.ops.moe.plan import BLOCKS, MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
-from tokenspeed_kernel_base.ops.quantization.formats import E8M0, blocks
+from tokenspeed_kernel_base.ops.quantization.formats import E8M0, bind_blocks
 from tokenspeed_kernel_base.spec import CANONICAL
 
 
@@ -115,15 +115,15 @@ def _check_scaled(check: Checker, argument: str, weight: Any, scale: Any, rows: 
     """Raises ValueError or TypeError unless a quantised projection matches its format. ``rows``, ``columns``: names of its
     sizes."""
     packed = weight_format in ("mxfp4", "nvfp4")
-    shape = f"experts {rows} {_divided(check, columns, 2) if packed else columns}"
+    shape = f"experts {rows} {bind_blocks(check, columns, 2) if packed else columns}"
     check.tensor(argument, weight, shape, torch.uint8 if packed else torch.float8_e4m3fn)
     dtypes: Any = {torch.float32}
     if weight_format == "fp8_channel":
         shape = f"experts {rows} 1"
     elif weight_format == "fp8_block":
-        shape = f"experts {_divided(check, rows, BLOCK_FP8)} {_divided(check, columns, BLOCK_FP8)}"
+        shape = f"experts {bind_blocks(check, rows, BLOCK_FP8)} {bind_blocks(check, columns, BLOCK_FP8)}"
     else:
-        shape = f"experts {rows} {_divided(check, columns, BLOCKS[weight_format])}"
+        shape = f"experts {rows} {bind_blocks(check, columns, BLOCKS[weight_format])}"
         dtypes = {torch.float8_e4m3fn} if weight_format == "nvfp4" else E8M0
     check.tensor(f"{argument}_scale", scale, shape, dtypes)
 
@@ -134,10 +134,3 @@ def _check_input_scale(check: Checker, argument: str, scale: Any, plan: MoEPlan)
         wanted = "a tensor" if static else "None"
         check.fail(argument, f"{wanted}, because plan.activation_dtype is {plan.activation_dtype!r}", scale)
     check.tensor(argument, scale, "1", torch.float32)
-
-
-def _divided(check: Checker, size: str, divisor: int) -> str:
-    """Binds ``ceil(size / divisor)`` and returns its name."""
-    name = f"ceil({size}/{divisor})"
-    check.bind(name, blocks(check[size], divisor), "the plan")
-    return name

@@ -1,4 +1,4 @@
-"""Old names of operators that quantise: one a format, where `Quantization` now names the format."""
+"""Deprecated names of quantising operators, which had one operator per format. `Quantization` has the format now."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ALIASES: dict[str, tuple[str, str]] = {
     }.items()
     for kind in kinds
 }
-"""By old name: the operator that took its place, and which of its quantisations."""
+"""The replacing operator and the kind of quantisation, by deprecated name."""
 
 
 def alias(name: str) -> Callable[..., Any]:
-    """The function of an old name."""
+    """The function of a deprecated name."""
     operator, kind = ALIASES[name]
     function = {op.operator.mode: op for op in (swiglu_quantize, rmsnorm_quantize, all_reduce_rmsnorm_quantize)}[operator]
     fixed = _PLAIN if name.startswith("silu_and_mul") else {}

@@ -1,4 +1,4 @@
-"""Hooks of operators that quantise what another operator makes, composed of its own and of those of `quantize`."""
+"""Hooks of operators that quantise the result of another operator, composed of that operator's hooks and those of `quantize`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ _BLOCKS = {"mxfp8": BLOCK_MX, "nvfp4": BLOCK_NVFP4}
 
 
 def traits_with_quantize(first: Any) -> dict[str, TraitKind]:
-    """The traits of an operator that has the hooks `Quantised` of this one."""
+    """The traits of an operator that uses the hooks `Quantised` for ``first``."""
     return {**quantize.operator.trait_kinds, **first.operator.trait_kinds}
 
 
 class Quantised:
-    """The hooks of an operator that quantises another operator's first output. That one's sum with a residual follows the scales.
+    """The hooks of an operator that quantises the first output of another operator.
+
+    Its first outputs are those of `quantize`. The other operator's sum with a residual follows.
 
     Args:
         first: the operator whose first output is quantised. Its input is x.
@@ -48,11 +50,11 @@ class Quantised:
         self._first, self._gated = first.operator, gated
 
     def traits(self, **arguments: Any) -> dict[str, object]:
-        """Those of both."""
+        """The traits of both operators."""
         return {**self._of_quantize("traits", arguments), **self._first.run_hook("traits", arguments)}
 
     def check(self, check: Checker, **arguments: Any) -> None:
-        """Checks what ``first`` is given, then what `quantize` is."""
+        """Checks the arguments of ``first``, then those of `quantize`."""
         x = arguments["x"]
         check.dtype("x", x, SOURCE_DTYPES)
         self._first.run_hook("check", arguments, check)
@@ -63,13 +65,13 @@ class Quantised:
         self._of_quantize("check", arguments, check)
 
     def fake(self, **arguments: Any) -> Any:
-        """What `quantize` makes, then what else ``first`` does."""
+        """The outputs of `quantize`, then the further outputs of ``first``."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
         quantised = quantize.operator.run_hook("fake", {"x": made, "quantization": arguments["quantization"]})
         return lowering.from_list([*lowering.as_list(quantised), *others])
 
     def outputs(self, **arguments: Any) -> list[str]:
-        """The names of these."""
+        """The names of these outputs."""
         return [*quantize.operator.outputs_of(arguments), *["residual_out"] * (arguments.get("residual") is not None)]
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
@@ -77,8 +79,10 @@ class Quantised:
         return (dense_tensor_format(arguments["x"].dtype),)
 
     def decoded(self, **arguments: Any) -> tuple[Any, ...]:
-        """What codes and scales stand for, then what else ``first`` makes. Codes of given and of float32 scales are left as they
-        are: a last bit of the input changes a float32 scale by as much, and few of the codes."""
+        """The dequantised outputs of `quantize`, then the further outputs of ``first``.
+
+        With given or float32 scales, quantised values and scales are returned unchanged: a last-bit difference of the
+        intermediate result changes a scale equally little, and few quantised values."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         quantization: Quantization = arguments["quantization"]
         codes, scale, kind = arguments["out"], arguments["scale_out"], kind_of(quantization)
@@ -95,21 +99,21 @@ class Quantised:
         return Decoded(decode_nvfp4(codes, scale, quantization.scale), nvfp4_format()), *others
 
     def cost(self, **arguments: Any) -> Cost:
-        """The work of both, without the write of what is quantised, and without reading it again."""
+        """The cost of both operators, minus writing and reading the intermediate result."""
         one, other = self._first.run_hook("cost", arguments), self._of_quantize("cost", arguments)
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(self._between(arguments)))
 
     def vary(self, variation: Variation, **arguments: Any) -> dict[str, Any]:
-        """Other values as both want them."""
+        """The changed arguments of both operators."""
         changed = self._first.varied(arguments, variation)
         return {**changed, **vary_quantization(variation, arguments["quantization"])}
 
     def _of_quantize(self, hook: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
-        """A hook of `quantize`, for what ``first`` makes."""
+        """Runs a hook of `quantize` on the intermediate result."""
         given = {"x": self._between(arguments), "quantization": arguments["quantization"]}
         return quantize.operator.run_hook(hook, given, *leading)
 
     def _between(self, arguments: Mapping[str, Any]) -> torch.Tensor:
-        """What is quantised, described without being allocated."""
+        """The intermediate result as a meta tensor."""
         described = {**arguments, "x": arguments["x"].to("meta")}
         return lowering.as_list(self._first.run_hook("fake", described))[0]

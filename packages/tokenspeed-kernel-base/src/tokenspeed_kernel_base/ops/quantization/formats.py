@@ -73,6 +73,13 @@ def blocks(size: int, block_size: int) -> int:
     return (size + block_size - 1) // block_size
 
 
+def bind_blocks(check: Checker, size: str, block_size: int) -> str:
+    """Binds the number of blocks that cover the axis ``size`` of a plan, and returns its name."""
+    name = f"ceil({size}/{block_size})"
+    check.bind(name, blocks(check[size], block_size), "the plan")
+    return name
+
+
 def scale_layouts(shape: Sequence[int], block_size: int, dtype: torch.dtype = torch.float32) -> dict[str, list[tuple[int, ...]]]:
     """The shapes that scales of a tensor ``[..., m, k]`` may have, by layout.
 

@@ -1,4 +1,4 @@
-"""Values to whichever narrow format a `Quantization` names."""
+"""Quantisation to the format that a `Quantization` names."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ _FLAGS = {name: False for name, kind in _TRAITS.items() if kind is bool}
 def quantize(
     x: Tensor, quantization: Quantization, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x in the format that ``quantization`` names: `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8` or `quantize_nvfp4`.
+    """Quantises x to the format that ``quantization`` names.
 
-    The operator of the format does the work, and its docstring has the formula, the rounding and the reference.
+    The format's operator does the work: `quantize_fp8`, `quantize_fp8_with_scale`, `quantize_mxfp8` or `quantize_nvfp4`. Its
+    docstring has the formula, the rounding and the reference.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``.
         quantization: the format, its scales and their layout; made by `Quantization.fp8` and its siblings.
         out: receives q.
-        scale_out: receives the scales; None where an fp8 scale is given.
+        scale_out: receives the scales; None if an fp8 scale is given.
 
     Returns:
-        q and scale, with the dtypes and shapes of the format's operator; q alone where an fp8 scale is given.
+        q and scale, with the dtypes and shapes of the format's operator; q alone if an fp8 scale is given.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or not as the format's operator states; nothing has been
@@ -70,7 +71,7 @@ def quantize(
 
     Safe in CUDA graphs.
     """
-    made: Any
+    made: Tensor | tuple[Tensor, Tensor]
     if quantization.format == "mxfp8":
         made = quantize_mxfp8(x, quantization.scale_rounding, quantization.scale_layout, out=out, scale_out=scale_out)
     elif quantization.format == "nvfp4":
@@ -88,7 +89,7 @@ def quantize(
             out=out,
             scale_out=scale_out,
         )
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _run_hook(hook: str, x: Tensor, quantization: Quantization, *leading: Any) -> Any:
@@ -126,7 +127,7 @@ def _(x: Tensor, quantization: Quantization) -> Cost:
 
 
 def vary_quantization(variation: Variation, quantization: Quantization) -> dict[str, Any]:
-    """What the ``vary`` hook of an operator that takes a quantisation gives: for a captured call, one with a scale of its own."""
+    """The ``vary`` hook of operators with a quantisation: a captured call gets a quantisation with a drawn scale."""
     scale = quantization.scale
     if variation.want is not Want.CAPTURED:
         return {}

@@ -1,4 +1,4 @@
-"""A quantisation as a value: what a call quantises to."""
+"""The format, scales and layout that a call quantises to, as a value."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ FORMATS = ("fp8", "mxfp8", "nvfp4")
 
 WITH_SCALE = "fp8_with_scale"
 KINDS = ("fp8", WITH_SCALE, "mxfp8", "nvfp4")
-"""What requests and kernels call a quantisation: its format, and whether an fp8 scale is given."""
+"""Values of the trait ``quantization``: the format, and whether an fp8 scale is given."""
 
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """What `quantize`, `rmsnorm_quantize`, `swiglu_quantize` and `all_reduce_rmsnorm_quantize` quantise to.
+    """The target of `quantize`, `rmsnorm_quantize`, `swiglu_quantize` and `all_reduce_rmsnorm_quantize`.
 
-    Make it with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`: once for a layer, because a call looks at its attributes and not at
-    the object. Functions of this package take any object with these attributes in its place.
+    Make it with `fp8`, `fp8_with_scale`, `mxfp8` or `nvfp4`, once per layer: constructing it in each call costs host time.
+    Operators accept any object with these attributes.
 
     Attributes:
         format: ``"fp8"``, ``"mxfp8"`` or ``"nvfp4"``.
-        granularity: what shares a scale: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``; ``"given"`` where an fp8 scale is
-            given, whose shape says it.
+        granularity: the group of a scale: ``"tensor"``, ``"token"``, ``"block"`` or ``"block2d"``. ``"given"`` if an fp8 scale is
+            given: its shape determines the group.
         block_size: elements of a block along an axis, >= 1. Only ``"block"`` and ``"block2d"`` use it.
-        dtype: of the elements: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; uint8 for nvfp4, two e2m1 codes a byte.
+        dtype: of the elements: float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz; uint8 for nvfp4, two e2m1 values per byte.
         scale_dtype: float32; uint8 (e8m0) or int32 (four e8m0 packed) for fp8 in blocks; uint8 for mxfp8; float8_e4m3fn for nvfp4.
         scale_rounding: ``"nearest"``, or of e8m0 scales ``"down"`` or ``"up"``.
         scale_layout: ``"linear"``; or ``"128x4"`` for scales of mxfp8 and nvfp4 in tiles, as `swizzle_scales` makes them.
@@ -92,12 +92,12 @@ class Quantization:
 
 
 def kind_of(quantization: Quantization) -> str:
-    """Which of `KINDS` a quantisation is: the operator ``quantize_<kind>`` does it."""
+    """The member of `KINDS` of a quantisation. The operator ``quantize_<kind>`` implements it."""
     return WITH_SCALE if quantization.format == "fp8" and quantization.scale is not None else quantization.format
 
 
 def options_of(quantization: Quantization) -> dict[str, Any]:
-    """The options that ``quantize_<kind>`` is called with, by name."""
+    """The options of the call of ``quantize_<kind>``, by name."""
     kind, scale = kind_of(quantization), quantization.scale
     if kind == WITH_SCALE:
         return {"scale": scale, "dtype": quantization.dtype}
@@ -107,7 +107,7 @@ def options_of(quantization: Quantization) -> dict[str, Any]:
     return {name: getattr(quantization, name) for name in names}
 
 
-# What else an attribute may be, by kind. `check_scaling` says what goes together in "fp8".
+# Allowed values of the other attributes, by kind. `check_scaling` checks the combinations of "fp8".
 _ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"scale_layout": ("linear",)},
     WITH_SCALE: {
@@ -137,7 +137,7 @@ _ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def check_quantization(check: Checker, quantization: Quantization) -> None:
-    """Raises ValueError or TypeError where attributes do not go together, whatever the tensor that is quantised."""
+    """Raises ValueError or TypeError for an invalid combination of attributes, independent of the quantised tensor."""
     check.one_of("format", quantization.format, FORMATS)
     kind, scale = kind_of(quantization), quantization.scale
     if scale is not None and not isinstance(scale, Tensor):

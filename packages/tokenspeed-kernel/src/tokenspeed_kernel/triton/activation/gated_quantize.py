@@ -106,7 +106,8 @@ def swiglu_quantize(
         )
     else:
         nothing_to(stored.scales)
-    return from_list(stored.finish(out, scale_out))  # type: ignore[no-any-return]
+    result: Tensor | tuple[Tensor, ...] = from_list(stored.finish(out, scale_out))
+    return result
 
 
 for _kind, _traits in KINDS.items():

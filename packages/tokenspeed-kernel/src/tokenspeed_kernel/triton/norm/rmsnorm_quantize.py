@@ -79,7 +79,8 @@ def rmsnorm_quantize(
     else:
         nothing_to(stored.scales)
     made = stored.finish(out, scale_out)
-    return from_list(made if total is None else (*made, finish(total, residual_out)))  # type: ignore[no-any-return]
+    result: Tensor | tuple[Tensor, ...] = from_list(made if total is None else (*made, finish(total, residual_out)))
+    return result
 
 
 for _kind, _traits in KINDS.items():

@@ -206,7 +206,7 @@ class Tiles:
 
     @cute.jit
     def blocks_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32, window_left: Int32):
-        """The range of key blocks that some row of a tile sees: first, and end."""
+        """Returns first and end of the key blocks that at least one row of a tile sees."""
         n = self.config.block_n
         end = (self.keys_seen(q_len, kv_len, position, causal) + (n - 1)) // n
         first = Int32(0)

@@ -122,32 +122,32 @@ class Formats:
         """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        units = call.at.chunk_bytes // LOAD_BYTES
+        vectors = call.at.chunk_bytes // LOAD_BYTES
         pitch = self.activation_pitch(call)
         turns = 4 if const_expr(self.raw_words == 4) else 2
-        for begin in cutlass.range(thread, call.m * units, turns * config.threads, unroll=1):
+        for begin in cutlass.range(thread, call.m * vectors, turns * config.threads, unroll=1):
             raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
             sources = []
             if const_expr(config.scales == "none"):
                 # Compute addresses before the wait, so that loads are issued immediately after it.
-                sources = [self.source_of(call, begin + turn * config.threads, units, done) for turn in range(turns)]
+                sources = [self.source_of(call, begin + turn * config.threads, vectors, done) for turn in range(turns)]
                 wait_after([from_ for from_, _ in sources])
                 self.wait_for_kernel_before(call, first & (begin == thread))
             for turn in cutlass.range_constexpr(turns):
                 if const_expr(config.scales == "none"):
                     from_, live = sources[turn]
                 else:
-                    from_, live = self.source_of(call, begin + turn * config.threads, units, done)
+                    from_, live = self.source_of(call, begin + turn * config.threads, vectors, done)
                 for vector in cutlass.range_constexpr(self.raw_words // 4):
                     words = load_words_if(from_ + vector * 16, live)
                     for word in cutlass.range_constexpr(4):
                         raw[turn, vector * 4 + word] = words[word]
             for turn in cutlass.range_constexpr(turns):
-                token, unit = self.place_of(call, begin + turn * config.threads, units)
+                token, vector = self.place_of(call, begin + turn * config.threads, vectors)
                 words = self.ordered([raw[turn, word] for word in range(self.raw_words)])
                 if token < call.m:
                     for plane in cutlass.range_constexpr(config.planes):
-                        to = call.at.activations + (plane * call.m + token) * pitch + unit * LOAD_BYTES
+                        to = call.at.activations + (plane * call.m + token) * pitch + vector * LOAD_BYTES
                         store_words_shared(to, words[plane * 4 : plane * 4 + 4])
 
     @cute.jit
@@ -177,9 +177,9 @@ class Formats:
                         bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
         thread, _, _ = cute.arch.thread_idx()
         # The last part of a chunk may extend past the weights.
-        for unit in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
+        for vector in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
             if thread // 16 < call.m:
-                to = call.at.activations + thread // 16 * pitch + unit * LOAD_BYTES
+                to = call.at.activations + thread // 16 * pitch + vector * LOAD_BYTES
                 store_words_shared(to, [Uint32(0)] * 4)
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
@@ -192,7 +192,7 @@ class Formats:
 
     def place_of(self, call: Call, index: Int32, vectors: Int32):
         """Returns row and vector of the index-th vector over all rows. A row has fewer than 2^17 vectors, so float is exact."""
-        token = Int32((Float32(index) + Float32(0.5)) * call.units_inverse)
+        token = Int32((Float32(index) + Float32(0.5)) * call.vectors_inverse)
         return token, index - token * vectors
 
     def ordered(self, raw: list[Any]) -> list[Any]:
@@ -236,7 +236,7 @@ class Formats:
             end = (call.begin + call.row_bytes + BLOCK - 1) // BLOCK
             beside = (call.first + begin) // BLOCK
             for index in cutlass.range(thread, blocks * (2 + call.m), config.threads, unroll=1):
-                which = Int32((Float32(index) + Float32(0.5)) * (call.units_inverse * (BLOCK // LOAD_BYTES)))
+                which = Int32((Float32(index) + Float32(0.5)) * (call.vectors_inverse * (BLOCK // LOAD_BYTES)))
                 block = first + index - which * blocks
                 inside = block < end
                 number = Float32(1.0)
@@ -248,17 +248,17 @@ class Formats:
                         number = load_float_if(call.a_scale.at(which - 2, block, 4), inside)
                 store_floats("shared", call.at.scales + index * 4, [number])
         if const_expr(config.scales == "mx"):
-            units = call.at.chunk_bytes // LOAD_BYTES
+            vectors = call.at.chunk_bytes // LOAD_BYTES
             first = (call.begin + done) // LOAD_BYTES
             turns = 8
-            for index in cutlass.range(thread, rows * units, turns * config.threads, unroll=1):
+            for index in cutlass.range(thread, rows * vectors, turns * config.threads, unroll=1):
                 found = []
                 for turn in cutlass.range_constexpr(turns):
-                    row, unit = self.place_of(call, index + turn * config.threads, units)
-                    live = (row < rows) & (done + unit * LOAD_BYTES < call.row_bytes)
-                    found.append(load_byte_if(call.b_scale.at(first + unit, call.first + begin + row, 1), live))
+                    row, vector = self.place_of(call, index + turn * config.threads, vectors)
+                    live = (row < rows) & (done + vector * LOAD_BYTES < call.row_bytes)
+                    found.append(load_byte_if(call.b_scale.at(first + vector, call.first + begin + row, 1), live))
                 for turn in cutlass.range_constexpr(turns):
-                    if index + turn * config.threads < rows * units:
+                    if index + turn * config.threads < rows * vectors:
                         write_byte(call.at.scales + index + turn * config.threads, found[turn])
 
     def scale_of(self, call: Call, row: Int32, unit_bytes: Int32):

@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, prefetch_bulk
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, of_rank, prefetch_bulk, send_word
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import (
@@ -49,8 +49,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     Table,
     Vector,
     load_float_if,
-    of_rank,
-    send_float,
     store_number,
     type_of,
 )
@@ -153,7 +151,7 @@ class Mm(Formats):
         m: Int32,
         n: Int32,
         chunk_bytes: Int32,
-        units_inverse: Float32,
+        vectors_inverse: Float32,
         scales_at: Int32,
         activations_at: Int32,
         out: Table,
@@ -166,7 +164,7 @@ class Mm(Formats):
         Args:
             part: bytes of a row that each CTA of a cluster has; the last CTA may have less.
             share, more: rows of weights of each cluster, and how many of the first clusters have one more.
-            units_inverse: see `Call`.
+            vectors_inverse: see `Call`.
         """
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -185,7 +183,7 @@ class Mm(Formats):
         gathered = base + HEAD_BYTES + config.warps * m * (GROUP * 4)
         call = Call(
             a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
-            share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, units_inverse,
+            share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, vectors_inverse,
             Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
             barriers + 2 * STAGES + 2,
             Places(
@@ -443,5 +441,5 @@ class Mm(Formats):
                 to = row % config.cluster
                 place = (call.rank * call.m + token) * self.own_rows + row // config.cluster
                 there = of_rank(call.at.gathered + place * 4, to)
-                send_float(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
+                send_word(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
         cute.arch.mbarrier_wait(call.arrived, 0)

@@ -45,23 +45,6 @@ def write_byte(address: Int32, value: Any) -> None:
     cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def of_rank(address: Int32, rank: Int32) -> Int32:
-    """Maps a shared-memory address to the same offset in another CTA of the cluster (mapa)."""
-    return Int32(
-        cute.arch.inline_ptx(
-            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
-        )
-    )
-
-
-def send_float(address: Int32, value: Any, barrier: Int32) -> None:
-    """Stores a float32 to another CTA's shared memory; its barrier counts the four bytes."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
-        read_only_args=[address, value, barrier],
-    )
-
-
 def load_float_if(address: Any, condition: Boolean) -> Any:
     """Loads a float32 from global memory if a condition holds, else zero."""
     return cute.arch.inline_ptx(
@@ -187,7 +170,7 @@ class Call:
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
         rank: the CTA's rank in its cluster or pair.
-        units_inverse: 1 over the number of 16-byte units of a chunk.
+        vectors_inverse: 1 over the number of 16-byte vectors of a chunk.
         pipe: the ring buffer.
         arrived: the barrier of partial sums from the cluster's CTAs.
         activated: the barrier of bulk copies of activations.
@@ -208,7 +191,7 @@ class Call:
     first: Int32
     rows: Int32
     rank: Int32
-    units_inverse: Float32
+    vectors_inverse: Float32
     pipe: Pipeline
     arrived: cute.Pointer
     activated: cute.Pointer

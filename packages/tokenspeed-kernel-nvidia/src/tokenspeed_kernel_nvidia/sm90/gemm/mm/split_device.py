@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import prefetch_bulk
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import of_rank, prefetch_bulk, send_word
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.config import LOAD_BYTES, QUAD_BYTES, ROWS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm.formats_device import wait_after
@@ -26,8 +26,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm.memory_device import (
     Table,
     Vector,
     load_words_if,
-    of_rank,
-    send_float,
     store_number,
     type_of,
 )
@@ -145,7 +143,7 @@ class Split:
             for each in cutlass.range_constexpr(WARPS):
                 total += load_floats("shared", sums + (each * m * ROWS + thread) * 4, 1)
             there = of_rank(gathered + (rank * m + thread // ROWS) * 4, row)
-            send_float(there, total, of_rank(arrived.toint(), row))
+            send_word(there, total, of_rank(arrived.toint(), row))
         if (rank < count) & (warp == 0):
             cute.arch.mbarrier_wait(arrived, 0)
             if thread < m:

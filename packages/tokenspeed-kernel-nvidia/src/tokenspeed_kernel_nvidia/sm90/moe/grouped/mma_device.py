@@ -27,6 +27,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.panel_device import PanelMainloop
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.rounding_device import at_least
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped.warp_device import WarpMainloop
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4.decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
@@ -57,11 +58,6 @@ def store_matrices(address: Any, words: Any) -> None:
 def at_most(x: Float32, bound: Float32) -> Float32:
     """Returns the smaller value. NaN stays NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
-
-
-def at_least(x: Float32, bound: Float32) -> Float32:
-    """Returns the larger value. NaN stays NaN."""
-    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 class Consumers(WarpMainloop, PanelMainloop):
