@@ -86,7 +86,7 @@ def test_which_kernels_are_launched(
     found: list[str] = []
     monkeypatch.setattr(kernel, "attend_stretches", lambda *args, **options: found.append("tiles"))
     monkeypatch.setattr(kernel, "attend_newest", lambda *args, **options: found.append("newest"))
-    kernel.mha_with_kvcache(**_draw(KV_LENS, q_lens, 8, 1, 16, window_left=window_left))
+    tk.mha_with_kvcache(**_draw(KV_LENS, q_lens, 8, 1, 16, window_left=window_left), solution="triton")
     assert found == launched
 
 
