@@ -68,6 +68,7 @@ def _valid() -> dict[str, dict[str, Any]]:
     rows = {"temperature": ones(3, dtype=F32), "top_k": ints(0, 2, 5), "top_p": ones(3, dtype=F32)}
     return {
         "silu_and_mul": {"x": ones(3, 8)},
+        "gelu_and_mul": {"x": ones(3, 8)},
         "swiglu": {"x": ones(3, 8)},
         "attn_merge_state": {
             "out_a": ones(3, 4, 8), "lse_a": ones(3, 4, dtype=F32), "out_b": ones(3, 4, 8), "lse_b": ones(3, 4, dtype=F32),
@@ -123,6 +124,7 @@ def _valid() -> dict[str, dict[str, Any]]:
         },
         "moe_combine": {"x": ones(3, 8), "ids": ints([0, 1], [2, 3], [1, -1]), "group": ProcessGroup.of()},
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
+        "layernorm": {"x": ones(3, 8), "weight": ones(8), "bias": ones(8), "residual": ones(3, 8)},
         "rmsnorm_gated": {"x": ones(3, 8), "gate": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
         "rmsnorm_quantize": {"x": ones(3, 64), "weight": ones(64), "quantization": Quantization.fp8(), "residual": ones(3, 64)},
@@ -270,6 +272,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("silu_and_mul", {"x": ints(1, 2)}, T, r"x must be a tensor of bfloat16 or .*, got int32"),
     ("silu_and_mul", {"x": None}, T, r"x must be a tensor, got None"),
     ("silu_and_mul", {"out": ones(3, 8)}, V, r"out must have shape \[3, 4\], got a bfloat16 tensor of shape \[3, 8\]"),
+    ("gelu_and_mul", {"x": ones(3, 7)}, V, r"x must be of shape \[\.\.\., 2 \* d\], even in the last axis, got \[3, 7\]"),
+    ("gelu_and_mul", {"approximate": "erf"}, V, r"approximate must be one of 'none', 'tanh', got 'erf'"),
     ("swiglu", {"x": torch.tensor(1.0)}, V, r"x must be of shape \[\.\.\., gate_and_up\], got \[\]"),
     ("swiglu", {"limit": -1.0}, V, r"limit must be positive or None, got -1.0"),
     ("swiglu", {"alpha": float("nan")}, V, r"alpha must be finite, got nan"),
@@ -457,6 +461,9 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
     ("rmsnorm", {"residual": ones(3, 8, dtype=F64)}, T, r"residual must be a tensor of bfloat16 or float32, got float64"),
     ("rmsnorm", {"residual_out": ones(3, 8)}, V, r"residual_out must be None, because this call has no such output, got a bfloat16"),
+    ("layernorm", {"bias": ones(4)}, V, r"bias must be of shape \[hidden\] where hidden is 8 in x, got \[4\]"),
+    ("layernorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
+    ("layernorm", {"residual": ones(3, 4)}, V, r"residual must be of shape \[3, 8\] like x, got \[3, 4\]"),
     ("rmsnorm_gated", {"gate": ones(3, 4)}, V, r"gate must be of shape \[3, 8\] like x, got \[3, 4\]"),
     ("rmsnorm_gated", {"activation": "relu"}, V, r"activation must be one of 'silu', 'sigmoid', got 'relu'"),
     ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),

@@ -1,7 +1,8 @@
-"""silu_and_mul and swiglu against their formulas in float64, and against the layer of a published model."""
+"""silu_and_mul, gelu_and_mul and swiglu against their formulas in float64, and against the layer of a published model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from tokenspeed_kernel_base.ops.activation.gelu_and_mul import gelu_and_mul
 from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
 
@@ -45,6 +47,25 @@ def test_silu_and_mul_is_the_formula_rounded_once(shape: tuple[int, ...], dtype:
     assert got.dtype == dtype
     assert got.shape == (*shape[:-1], d)
     assert_rounded_once(got, formula(x[..., :d], x[..., d:]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(2,), (3, 4, 2 * 1001)])
+def test_gelu_and_mul_is_the_formula_rounded_once(shape: tuple[int, ...], approximate: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = 3 * torch.randn(shape, dtype=dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    inner = torch.erf(gate / math.sqrt(2))
+    if approximate == "tanh":
+        inner = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+    exact = gate / 2 * (1 + inner) * up
+    got = gelu_and_mul(x, approximate)
+    assert got.dtype == dtype
+    unit = torch.finfo(dtype).eps
+    # 1 + inner cancels where the gate is far below 0: the error is relative to gate times up.
+    arithmetic = 4 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * (gate * up).abs()
+    assert ((got.double() - exact).abs() <= 0.501 * unit * exact.abs() + arithmetic + torch.finfo(dtype).tiny * unit).all()
 
 
 def test_silu_and_mul_far_out() -> None:

@@ -1,4 +1,4 @@
-"""rmsnorm and qk_rmsnorm against the formula in float64."""
+"""rmsnorm, layernorm and qk_rmsnorm against the formula in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tokenspeed_kernel_base.ops.norm.layernorm import layernorm
 from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.ops.norm.rmsnorm_gated import rmsnorm_gated
@@ -49,6 +50,32 @@ def test_rmsnorm_agrees_with_transformers() -> None:
     theirs.weight.data.normal_()
     x = torch.randn(9, 512)
     torch.testing.assert_close(rmsnorm(x, theirs.weight.data, eps=1e-6), theirs(x).detach(), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5, 1001), (7,)])
+@pytest.mark.parametrize("given", [(False, False), (True, False), (False, True), (True, True)])
+def test_layernorm_is_the_formula_rounded_once(shape: tuple[int, ...], dtype: torch.dtype, given: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(shape, dtype=dtype) + 3, torch.randn(shape[-1], dtype=dtype), torch.randn(shape[-1], dtype=dtype)
+    wide = x.double()
+    normed = (wide - wide.mean(-1, keepdim=True)) / torch.sqrt(wide.var(-1, correction=0, keepdim=True) + 1e-5)
+    scaled = normed * (weight.double() if given[0] else 1.0)
+    exact = scaled + (bias.double() if given[1] else 0.0)
+    got = layernorm(x, weight if given[0] else None, bias if given[1] else None, eps=1e-5)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    # Subtracting the mean and adding the bias may cancel: the error of the arithmetic is relative to the terms.
+    arithmetic = 16 * torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * (scaled.abs() + exact.abs() + 1)
+    assert ((got.double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs() + arithmetic).all()
+
+
+def test_layernorm_agrees_with_torch() -> None:
+    torch.manual_seed(0)
+    x, weight, bias, residual = torch.randn(9, 512), torch.randn(512), torch.randn(512), torch.randn(9, 512)
+    normed, total = layernorm(x, weight, bias, eps=1e-6, residual=residual)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, torch.nn.functional.layer_norm(total, (512,), weight, bias, 1e-6), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

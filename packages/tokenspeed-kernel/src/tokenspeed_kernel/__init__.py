@@ -71,6 +71,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
         stop_profiling,
         stop_shape_capture,
     )
+    from tokenspeed_kernel_base.ops.activation.gelu_and_mul import gelu_and_mul
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
     from tokenspeed_kernel_base.ops.activation.swiglu_quantize import swiglu_quantize
@@ -117,6 +118,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
     from tokenspeed_kernel_base.ops.moe.moe_topk_apply import moe_topk_apply
     from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
+    from tokenspeed_kernel_base.ops.norm.layernorm import layernorm
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm_gated import rmsnorm_gated

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel import silu_and_mul, swiglu
+from tokenspeed_kernel import gelu_and_mul, silu_and_mul, swiglu
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
@@ -30,6 +30,16 @@ def test_nonfinite_and_extreme_values(dtype: torch.dtype, options: dict[str, Any
     if not options:
         expected = silu_and_mul(halves, override="reference_silu_and_mul")
         torch.testing.assert_close(silu_and_mul(halves, override="triton_silu_and_mul"), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_nonfinite_and_extreme_values(dtype: torch.dtype, approximate: str) -> None:
+    pairs = torch.tensor(list(itertools.product(ODD_VALUES, ODD_VALUES)), dtype=dtype, device=DEVICE)
+    halves = torch.cat((pairs[:, 0], pairs[:, 1]))
+    got, expected = (gelu_and_mul(halves, approximate, solution=solution) for solution in ("triton", "reference"))
+    # The exponential's relative error is that of its argument, which is about 30 for a gate of -7.
+    torch.testing.assert_close(got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

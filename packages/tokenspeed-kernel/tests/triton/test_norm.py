@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel import qk_rmsnorm, rmsnorm
+from tokenspeed_kernel import layernorm, qk_rmsnorm, rmsnorm
 from tokenspeed_kernel.triton.common import as_rows, has_rows
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
@@ -68,6 +68,21 @@ def test_strides(hidden: int) -> None:
     matrix = torch.zeros(4, hidden + 3, device=DEVICE)
     torch.testing.assert_close(_rmsnorm(x[0], weight, out=matrix[:, :hidden]), _expected(x[0], weight))
     assert not matrix[:, hidden:].any()
+
+
+@pytest.mark.parametrize("hidden", [1, 48, 33000])
+def test_layernorm_of_strided_rows_over_its_inputs(hidden: int) -> None:
+    wide, vectors = _draw(3, 2 * hidden + 1), _draw(hidden, 2, 2, seed=1)
+    x, residual = wide[:, :hidden], wide[:, hidden + 1 :]
+    weight, bias = vectors[:, 1, 0], vectors[:, 0, 1]
+    wanted, total = layernorm(x, weight, bias, residual=residual, solution="reference")
+    normed, kept = layernorm(x, weight, bias, residual=residual, out=x, residual_out=residual, solution="triton")
+    assert normed is x
+    assert kept is residual
+    torch.testing.assert_close(kept, total)
+    torch.testing.assert_close(normed, wanted, atol=1e-5, rtol=1e-5)
+    wanted = layernorm(residual, solution="reference")
+    torch.testing.assert_close(layernorm(residual, out=residual, solution="triton"), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)

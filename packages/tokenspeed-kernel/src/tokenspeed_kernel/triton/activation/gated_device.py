@@ -21,6 +21,23 @@ def gated(gate, up, alpha, beta):
 
 
 @triton.jit
+def load_gate_up(x, row, first, rows, intermediate, x_stride, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads a tile of gate and of up, float32 ``[ROWS, COLUMNS]``, 0 outside: rows ``[ROWS, 1]``, and columns from ``first`` on."""
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    row_inside = row < rows
+    row = row.to(tl.int64)
+    if INTERLEAVED:
+        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
+        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
+        gate, up = tl.split(tl.reshape(loaded, (row.shape[0], COLUMNS, 2)))
+    else:
+        inside = row_inside & (column < intermediate)
+        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
 def gate_tile(
     x,
     row,
@@ -37,18 +54,7 @@ def gate_tile(
     COLUMNS: tl.constexpr,
 ):
     """Computes a tile of the result, float32 ``[ROWS, COLUMNS]``, 0 outside: rows ``[ROWS, 1]``, and columns from ``first`` on."""
-    column = first + tl.arange(0, COLUMNS)[None, :]
-    row_inside = row < rows
-    row = row.to(tl.int64)
-    if INTERLEAVED:
-        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
-        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
-        gate, up = tl.split(tl.reshape(loaded, (row.shape[0], COLUMNS, 2)))
-    else:
-        inside = row_inside & (column < intermediate)
-        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
-    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    gate, up = load_gate_up(x, row, first, rows, intermediate, x_stride, INTERLEAVED, COLUMNS)
     if PLAIN:
         result = gate / (1.0 + tl.exp(-gate)) * up
     else:
@@ -56,6 +62,14 @@ def gate_tile(
             gate, up = clamp_gated(gate, up, limit)
         result = gated(gate, up, alpha, beta)
     return result
+
+
+@triton.jit
+def store_tile(out, result, row, first, rows, intermediate, out_stride, INTERPRETED: tl.constexpr):
+    """Rounds a tile of the result to out's dtype and stores what is inside: rows ``[ROWS, 1]``, columns from ``first`` on."""
+    column = first + tl.arange(0, result.shape[1])[None, :]
+    at = out + row.to(tl.int64) * out_stride + column
+    tl.store(at, round_to(result, out.dtype.element_ty, INTERPRETED), mask=(row < rows) & (column < intermediate))
 
 
 @triton.jit(do_not_specialize=["rows", "column_tiles"])
@@ -81,6 +95,4 @@ def gated_kernel(
     row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (program % column_tiles) * COLUMNS
     result = gate_tile(x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS)
-    column = first + tl.arange(0, COLUMNS)[None, :]
-    at = out + row.to(tl.int64) * out_stride + column
-    tl.store(at, round_to(result, out.dtype.element_ty, INTERPRETED), mask=(row < rows) & (column < intermediate))
+    store_tile(out, result, row, first, rows, intermediate, out_stride, INTERPRETED)

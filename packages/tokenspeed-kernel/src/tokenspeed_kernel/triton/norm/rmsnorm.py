@@ -7,7 +7,7 @@ registers are read twice.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,20 +58,25 @@ def tile_for(hidden: int) -> Tile:
     return Tile(rows, block, max(warps, block // _MOST_ELEMENTS_A_WARP))
 
 
-@register_kernel(
-    "norm",
-    "rmsnorm",
-    solution="triton",
-    capability=TRITON,
-    signatures=format_signatures("x", "dense", FLOATS),
-    traits={"residual": any, "wide_residual": any},
-    priority=Priority.PORTABLE,
-    tags={"determinism", "batch_invariant"},
-)
-def rmsnorm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
+def launch_rows(
+    kernel: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    residual_out: Tensor | None,
+    *more: object,
+    **flags: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel.rmsnorm`."""
+    """Launches a kernel that normalises rows; shared with `layernorm`.
+
+    Args:
+        kernel: the Triton kernel.
+        x, weight, eps, residual, out, residual_out: the operator's arguments.
+        more: arguments that the kernel takes after those of `rmsnorm_kernel`.
+        flags: constexpr arguments that `rmsnorm_kernel` does not take.
+    """
     normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None
     if residual is not None:
@@ -87,10 +92,10 @@ def rmsnorm(
         added, sums = (source, target) if residual is None or total is None else (as_rows(residual), as_rows(total))
         rows = source.shape[0]
         early = may_overlap(x.device)
-        device_code.rmsnorm_kernel[(-(-rows // tile.rows),)](
+        kernel[(-(-rows // tile.rows),)](
             source,
             added,
-            weight,
+            source if weight is None else weight,
             target,
             sums,
             rows,
@@ -98,15 +103,17 @@ def rmsnorm(
             eps,
             source.stride(0),
             added.stride(0),
-            weight.stride(0),
+            0 if weight is None else weight.stride(0),
             target.stride(0),
             sums.stride(0),
+            *more,
             HAS_RESIDUAL=residual is not None,
             ROWS=tile.rows,
             BLOCK=tile.block,
             ONE_PASS=tile.block >= hidden,
             INTERPRETED=abilities(x.device).interpreted,
             EARLY=early,
+            **flags,
             num_warps=tile.warps,
             **launch_options(early),
         )
@@ -119,3 +126,20 @@ def rmsnorm(
         residual_out.copy_(total)
         total = residual_out
     return normed, total
+
+
+@register_kernel(
+    "norm",
+    "rmsnorm",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("x", "dense", FLOATS),
+    traits={"residual": any, "wide_residual": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism", "batch_invariant"},
+)
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, out: Tensor | None, residual_out: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `tokenspeed_kernel.rmsnorm`."""
+    return launch_rows(device_code.rmsnorm_kernel, x, weight, eps, residual, out, residual_out)

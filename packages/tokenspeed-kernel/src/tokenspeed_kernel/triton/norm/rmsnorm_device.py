@@ -22,7 +22,7 @@ def inverse_rms(x, hidden, eps):
 
 
 @triton.jit
-def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
+def load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
     """Loads x, or x plus the residual, rounded to the residual's dtype; 0 outside."""
     loaded = tl.load(x + offsets, mask=inside, other=0.0)
     if HAS_RESIDUAL:
@@ -55,7 +55,7 @@ def normalise_rows(
     """
     inside = (row < rows) & (column < hidden)
     at, residual_at = row * x_stride + column, row * residual_stride + column
-    total = _load_sum(x, residual, at, residual_at, inside, HAS_RESIDUAL, INTERPRETED)
+    total = load_sum(x, residual, at, residual_at, inside, HAS_RESIDUAL, INTERPRETED)
     scale = tl.load(weight + column * weight_stride, mask=column < hidden, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         tl.store(residual_out + row * residual_out_stride + column, total, mask=inside)
@@ -102,7 +102,7 @@ def rmsnorm_kernel(
         for first in range(0, hidden, BLOCK):
             at = first + column
             inside = row_inside & (at < hidden)
-            total = _load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL, INTERPRETED)
+            total = load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL, INTERPRETED)
             if HAS_RESIDUAL:
                 tl.store(residual_out + row * residual_out_stride + at, total, mask=inside)
             wide = total.to(tl.float32)
