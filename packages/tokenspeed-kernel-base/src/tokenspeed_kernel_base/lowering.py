@@ -33,7 +33,7 @@ NAMESPACE = "tokenspeed_kernel"
 
 @functools.cache
 def library(namespace: str) -> torch.library.Library:
-    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    return torch.library.Library(namespace, "FRAGMENT")
 
 
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
@@ -282,10 +282,10 @@ def define(
 
         lib = library(namespace)
         qualified = f"{name}.{suffix}" if suffix else name
-        lib.define(schema(qualified, taken, written, outputs))  # type: ignore[no-untyped-call]
-        lib.impl(qualified, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        lib.impl(qualified, without_gradients, "Autograd")  # type: ignore[no-untyped-call]
-        lib.impl(qualified, run_fake, "Meta")  # type: ignore[no-untyped-call]
+        lib.define(schema(qualified, taken, written, outputs))
+        lib.impl(qualified, run, "CompositeExplicitAutograd")
+        lib.impl(qualified, without_gradients, "Autograd")
+        lib.impl(qualified, run_fake, "Meta")
         custom_op: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
         return custom_op
 

@@ -190,8 +190,8 @@ def run(
         ValueError: the model's context is too short for the workload, or a variant or a preferred kernel does not exist.
     """
     config = workload.config
-    for variant in variants:
-        one_of(*VARIANTS).check("variant", variant)
+    for name in variants:
+        one_of(*VARIANTS).check("variant", name)
     if workload.longest > config.max_position_embeddings:
         raise ValueError(
             f"contexts, decode_steps and prefills must fit the model's context of {config.max_position_embeddings} tokens, got "
@@ -281,6 +281,7 @@ class _Measuring:
             "prefill": [],
             "kernels": [],
         }
+        work: list[tuple[str, Callable[[int, int], dict[str, Any]], int, int]]
         work = [("decode", self._decode, batch, context) for context in self.workload.contexts for batch in self.workload.batches]
         work += [("prefill", self._prefill, batch, tokens) for batch, tokens in self.workload.prefills]
         yield found
@@ -384,13 +385,17 @@ class _Measuring:
         decoder = engine.decoder
         assert decoder is not None
         sampled = self.workload.temperature > 0
+
+        def replays() -> None:
+            for _ in range(_REPLAYS):
+                decoder.replay(batch, sampled)
+
         decoder.replay(batch, sampled)
         if not self.on_gpu:
-            return 1e3 * _seconds(lambda: [decoder.replay(batch, sampled) for _ in range(_REPLAYS)]) / _REPLAYS
+            return 1e3 * _seconds(replays) / _REPLAYS
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(_REPLAYS):
-            decoder.replay(batch, sampled)
+        replays()
         end.record()
         self._wait()
         milliseconds: float = begin.elapsed_time(end) / _REPLAYS

@@ -40,7 +40,7 @@ def shard_of(config: Config, size: int, whole_experts: bool = False) -> Config:
     for name in divided:
         if getattr(config, name) % size:
             raise ValueError(f"{name} must be a multiple of {size}, the number of ranks, got {getattr(config, name)}")
-    shared: dict[str, int] = {name: getattr(config, name) // size for name in divided}
+    shared: dict[str, Any] = {name: getattr(config, name) // size for name in divided}
     if not whole_experts:
         shared["intermediate_size"] = _features(config, size)
     elif shared["num_local_experts"] < config.num_experts_per_tok:

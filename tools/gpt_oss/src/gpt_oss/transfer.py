@@ -35,7 +35,7 @@ class Fetched:
         if tensor.device.type == "cuda":
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._done = torch.cuda.Event()
+            self._done: torch.cuda.Event | None = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(tensor.device))
         else:
             self._host, self._done = tensor.to("cpu", copy=True), None

@@ -177,7 +177,7 @@ def moe_apply_many(
     schedule, encoded = _route(x, topk_weights, topk_ids, plan, tile, encoding, scales[0], router)
     activated = x.new_empty(pairs, features, dtype=between(encoding, plan))
     _product(tile, encoding, schedule, weights, x, encoded, activated, plan, gated=True, out_static=scales[1])
-    if encoding.scales == "tensor":
+    if scales[1] is not None:
         encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
     else:
         encoded = room_for(encoding, pairs, features, x.device, None)

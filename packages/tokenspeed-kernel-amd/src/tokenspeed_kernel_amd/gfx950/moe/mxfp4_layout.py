@@ -51,8 +51,7 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     w13_rows, w2_rows = order_of_rows(plan, weights.w13_weight.device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)
-    scales = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
-    return MoEWeights(*w13, *w2, LAYOUT, **scales)
+    return MoEWeights(*w13, *w2, LAYOUT, w13_input_scale=weights.w13_input_scale, w2_input_scale=weights.w2_input_scale)
 
 
 def order_of_rows(plan: MoEPlan, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -247,8 +247,8 @@ def _gpu_times(
         before = _before_each(device, cache)
         starts, ends = [], []
         for _ in range(repeats):
-            starts.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-            ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            starts.append(torch.cuda.Event(enable_timing=True))
+            ends.append(torch.cuda.Event(enable_timing=True))
         for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
             before()
             start.record()

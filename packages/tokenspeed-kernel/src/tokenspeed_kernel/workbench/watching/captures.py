@@ -215,7 +215,7 @@ def _thinned(values: Sequence[int]) -> list[int]:
 
 
 def _capturing_graph() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 # -- of a process --------------------------------------------------------------------------------------------------------------

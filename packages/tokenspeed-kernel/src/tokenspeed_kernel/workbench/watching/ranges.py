@@ -43,7 +43,7 @@ def kernel_scope(
     with contextlib.ExitStack() as ranges:
         ranges.enter_context(torch.profiler.record_function(label, arguments or None))
         if _MARKS_RANGES:
-            torch.cuda.nvtx.range_push(label)  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_push(label)
             ranges.callback(torch.cuda.nvtx.range_pop)
         # A session can only have been started if the module has been imported.
         proton = getattr(sys.modules.get("triton.profiler.scope"), "scope", None)

@@ -181,8 +181,8 @@ class CallTimes(Background):
 
     def _run_on_device(self, found: CallTime, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         spin_us = min(2 * found.host.least_us, _LONGEST_SPIN_US) if found.host.count > 1 else _FIRST_SPIN_US
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(int(spin_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(spin_us * _CYCLES_PER_US))
         begin.record()
         result, host_us = self._run(found, call, args)
         end.record()

@@ -97,7 +97,7 @@ def _to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(t, (str, torch.device)) and str(t).partition(":")[0] == "cpu" for t in targets)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):
     """Intercepts operations as they are dispatched to a backend."""
 
     def __init__(self, waits: Waits) -> None:
