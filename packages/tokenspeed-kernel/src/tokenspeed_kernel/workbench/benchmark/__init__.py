@@ -3,7 +3,17 @@
 from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, failure_of, load_peers, peer
-from tokenspeed_kernel.workbench.benchmark.results import Launch, Metadata, Method, Report, ReportError, Row, appended, load_report
+from tokenspeed_kernel.workbench.benchmark.results import (
+    Launch,
+    Metadata,
+    Method,
+    Report,
+    ReportError,
+    Row,
+    appended,
+    as_text,
+    load_report,
+)
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, Share, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
 from tokenspeed_kernel.workbench.benchmark.run import bench, bench_case, bench_kernel
@@ -27,6 +37,7 @@ __all__ = [
     "Unsupported",
     "Verdict",
     "appended",
+    "as_text",
     "bench",
     "bench_case",
     "bench_kernel",

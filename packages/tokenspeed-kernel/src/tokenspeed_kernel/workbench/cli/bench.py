@@ -15,7 +15,7 @@ import typer
 from tokenspeed_kernel.workbench.benchmark.compare import compare
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
 from tokenspeed_kernel.workbench.benchmark.peers import Peer, PeerFileError, load_peers
-from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, load_report
+from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, as_text, load_report
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
 from tokenspeed_kernel.workbench.benchmark.run import Competitor, Measurement, method_for, rows_of, run_rounds
@@ -89,7 +89,7 @@ def bench(
     empty = Report(collect_metadata(command, where), (), _roofline(where, no_cache, remeasure), method)
     report = _measured(runs, where, empty, _earlier(output, append, empty), output)
     if as_json:
-        print(report.to_json())
+        print(as_text(report.to_dict()), end="")
     else:
         if solutions:
             print_table(*bench_tables.side_by_side(report.rows, [*dict.fromkeys([*wanted, *(each.solution for each in peers)])]))
