@@ -13,32 +13,19 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import measuring
 import torch
-from measuring import Call
 from moe_shapes import Batch, Layer, Model, Shape
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import Unsupported
+from tokenspeed_kernel.workbench.benchmark.runner import Call, Implementation
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 
 Experts = Callable[[Batch], Call]
-
-
-@dataclass(frozen=True)
-class Implementation(measuring.Implementation):
-    """An implementation that is measured. ``setup``: see the module.
-
-    Attributes:
-        on_demand: whether it is measured only if it is named, because its preparation takes long.
-    """
-
-    on_demand: bool = False
 
 
 def local(ids: Tensor, model: Model) -> Tensor:
