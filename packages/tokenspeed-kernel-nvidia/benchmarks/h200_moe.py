@@ -4,6 +4,7 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --output package
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 --baselines ours,triton
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --site /path/with/vllm --baselines ours,triton_kernels,marlin
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only qwen3 --only deepseek
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --baselines ours,48,160,few --tiles 48 160 few
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --plot --readme  # plots h200_moe.json
 
 All implementations run in one process on the same random inputs. Each arranges the weights of several layers, and the time for that
@@ -31,7 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moe_baselines import Experts, implementations
+from moe_baselines import Experts, implementations, tiles
 from moe_shapes import GPT_OSS_120B, SHAPES, Batch, Layer, Model, Shape, batches, expected, floor_us
 
 from tokenspeed_kernel.workbench.benchmark import bars, runner
@@ -271,6 +272,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="M", help="only these numbers of tokens")
     parser.add_argument("--more", action="store_true", help="the models that have no bar, too")
     parser.add_argument("--solution", default="cutedsl", help="the backend of this package's entry (default: %(default)s)")
+    parser.add_argument(
+        "--tiles", nargs="+", default=[], metavar="WIDTH", help="tile widths of our kernel, such as few 24s 48 160v"
+    )
     parser.add_argument("--site", type=Path, action="append", default=[], help="a folder with further packages; repeatable")
 
 
@@ -280,7 +284,10 @@ def found(given: argparse.Namespace) -> list[Implementation]:
         sys.path.append(str(site))
         if not site.is_dir():
             print(f"there is no {site}")
-    return implementations(given.solution)
+    return [
+        *implementations(given.solution),
+        *(Implementation(name, functools.partial(tiles, name), "", ours=True) for name in given.tiles),
+    ]
 
 
 BENCHMARK = Benchmark(

@@ -96,6 +96,13 @@ def test_unsupported_calls_are_reported(programs: Programs) -> None:
     (layer,) = _layers(shapes, mxfp4, 1)
     with pytest.raises(Unsupported, match="cutedsl"):
         baselines.of_solution("cutedsl")(mxfp4, layer)
+    with pytest.raises(Unsupported, match="mxfp4"):
+        baselines.tiles("48", dense, layer)
+    for name in ("few", "24s", "160"):
+        (batch,) = shapes.batches(mxfp4, 1, 1, CPU)
+        call = baselines.tiles(name, mxfp4, layer)(batch)
+        assert call.args[0] is batch.x
+        assert call.keywords.get("columns", 0) == int(name.rstrip("s") if name != "few" else 0)
     everyone = {each.name: each for each in baselines.implementations()}
     assert [each.name for each in everyone.values() if each.ours] == ["ours", "triton"]
     assert [each.name for each in everyone.values() if each.on_demand] == ["flashinfer"]

@@ -48,17 +48,8 @@ from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
 from family_baselines import InForm
 
-from tokenspeed_kernel.workbench.benchmark import (
-    Method,
-    Peer,
-    Report,
-    Row,
-    Timing,
-    Unsupported,
-    collect_metadata,
-    failure_of,
-    measure_roofline,
-)
+from tokenspeed_kernel.workbench.benchmark import Method, Peer, Report, Row, Unsupported, as_text, failure_of, measure_roofline
+from tokenspeed_kernel.workbench.benchmark.runner import absent_of, lost, metadata_of, with_times
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 from tokenspeed_kernel.workbench.numerics.compare import decoded_outputs, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
@@ -326,13 +317,7 @@ def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
         if each.rounds and each.status == "measured":
-            timing = Timing.of(each.rounds)
-            known = dataclasses.replace(
-                known,
-                timing=timing,
-                tflops=cost.flops / timing.median_us / 1e6,
-                gb_per_s=cost.bytes / timing.median_us / 1e3,
-            )
+            known = with_times(known, each.rounds, cost)
         extra = {"family": shape.family, "peer": baseline, "relative_error": each.error, "checked": each.checked}
         yield {**dataclasses.asdict(known), **extra}
 
@@ -356,13 +341,6 @@ def document(rows: Sequence[Mapping[str, Any]], report: Report, unmeasured: Sequ
     """A workbench report that `load_report` reads, with additional values: more in each row, and the calls that time did not
     allow."""
     return {**report.to_dict(), "rows": list(rows), "unmeasured": [shape.name for shape in unmeasured]}
-
-
-def write(file: Path, made: Mapping[str, Any]) -> None:
-    """Writes one row a line, and atomically, so that readers always find the whole file."""
-    rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
-    text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False)
-    replace_file(file, text.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n")
 
 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
@@ -408,25 +386,12 @@ def known_of(files: Iterable[Path], commit: str) -> Known:
     return known
 
 
-def lost(device: torch.device) -> str:
-    """The reason why this process cannot measure any more, if a kernel has broken it; else empty. Frees memory."""
-    try:
-        _synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
-
-
 def run(given: argparse.Namespace, device: torch.device, command: str, wanted: Sequence[Shape]) -> dict[str, Any]:
     """Measures, prints a line for each call, and writes the report after each. Returns the document."""
     begun = time.monotonic()
     rounds = 0 if given.check else 3
     effort = Effort(rounds, 0.006, given.peer_seconds, begun + given.seconds)
-    metadata = collect_metadata(command, device)
-    if given.commit:
-        metadata = dataclasses.replace(metadata, git_commit=given.commit)
+    metadata = metadata_of(given, command, device)
     known = known_of(given.checked, metadata.git_commit)
     method = Method("cold" if device.type == "cuda" else "warm", 1, _COPIES, effort.budget_s * rounds, rounds)
     report = Report(metadata, (), None, method)
@@ -445,7 +410,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
             rows += of_shape
             print(line_of(shape, of_shape), flush=True)
             if given.output is not None:
-                write(given.output, document(rows, report, unmeasured))
+                replace_file(given.output, as_text(document(rows, report, unmeasured)))
         broken = lost(device)
     if broken:
         print(f"stopped: {broken}")
@@ -454,7 +419,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
     print(f"{len(wanted) - len(unmeasured)} of {len(wanted)} calls in {time.monotonic() - begun:.0f} s")
     made = document(rows, report, unmeasured)
     if given.output is not None:
-        write(given.output, made)
+        replace_file(given.output, as_text(made))
     return made
 
 
@@ -470,8 +435,7 @@ def main(words: Sequence[str] | None = None) -> None:
     tune_quickly(keep=not given.check)
     device = torch.device("cuda", torch.cuda.current_device())
     made = run(given, device, command_of(sys.argv[1:] if words is None else words), wanted)
-    absent = {row["kernel"]: row["reason"] for row in made["rows"] if row["status"] == "absent"}
-    for name, reason in absent.items():
+    for name, reason in absent_of(made["rows"]).items():
         print(f"absent: {name}: {reason[:100]}")
 
 
