@@ -56,6 +56,18 @@ def test_the_committed_report(programs: Programs, name: str, bars: int) -> None:
         assert all("ours" in values for values in panel.values.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"), [("h200", "decode 1K x 1"), ("h200_mm", "GPT-OSS-120B router x 1"), ("h200_moe", "gpt-oss-120b 1")]
+)
+def test_a_program_measures_on_the_gpu(programs: Programs, sm90: torch.device, tmp_path: Path, name: str, shape: str) -> None:
+    output = tmp_path / "report.json"
+    words = ["--quick", "--only", f"^{shape}$", "--baselines", "ours,triton", "--output", str(output)]
+    programs(name).BENCHMARK.main(words)
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["kernel"], row["status"], row["reason"]) for row in rows] == [("ours", "measured", ""), ("triton", "measured", "")]
+    assert 0.5 < rows[0]["timing"]["median_us"] < 100
+
+
 def test_shapes_are_those_of_models(programs: Programs) -> None:
     shapes = programs("shapes").SHAPES
     full = [(shape.length, shape.batch) for shape in shapes if shape.group == "prefill"]

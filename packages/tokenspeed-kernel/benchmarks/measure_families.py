@@ -1,11 +1,11 @@
 """Every family of operators at the sizes of real models, against the best available baseline, on one GPU, within a time limit.
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
-python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --peers FOLDER --check --output sampling.json
+python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --site FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
 
 Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
-``--peers`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
+``--site`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
 kernel's result if the reference takes too long: ``checked`` tells which. A result beyond its tolerance is not timed.
 
 A time is that of one call in a CUDA graph of several calls. They rotate over copies of the arguments, together more than twice
@@ -13,7 +13,7 @@ the L2 cache's size, so caches are cold. Nothing is written between calls, becau
 lines. The graphs of all implementations of a call alternate; the medians over all rounds are reported.
 
 Operators alternate, so that each has results if ``--seconds`` ends the run. Baselines that tune themselves get
-``--peer-seconds`` for their first call; their results stay in Triton's cache. ``--check`` compiles and checks only, and keeps
+``--baseline-seconds`` for their first call; their results stay in Triton's cache. ``--check`` compiles and checks only, and keeps
 no tuning results, because other processes may use the device meanwhile. ``--checked`` reads such a report of the same code and
 skips its checks, so that families can be checked in parallel and measured one after another. The roofline is measured last.
 """
@@ -48,7 +48,7 @@ from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
 from family_baselines import InForm
 
-from tokenspeed_kernel.workbench.benchmark import Method, Peer, Report, Row, Unsupported, as_text, failure_of, measure_roofline
+from tokenspeed_kernel.workbench.benchmark import Baseline, Method, Report, Row, Unsupported, as_text, failure_of, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.runner import absent_of, lost, metadata_of, with_times
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 from tokenspeed_kernel.workbench.numerics.compare import decoded_outputs, same_bits
@@ -90,7 +90,7 @@ class Implementation:
         checked: what its results were compared with: "reference", a kernel's name, or "before" if a ``--check`` run passed.
     """
 
-    who: KernelSpec | Peer
+    who: KernelSpec | Baseline
     status: str = "measured"
     reason: str = ""
     error: float | None = None
@@ -107,7 +107,7 @@ class Implementation:
 
     def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
         """The call, bound to these arguments."""
-        if isinstance(self.who, Peer):
+        if isinstance(self.who, Baseline):
             refused = self.who.refusal(op, arguments)
             if refused is not None:
                 raise Unsupported(refused)
@@ -137,7 +137,7 @@ def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) 
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
     values = [value for module in (family_baselines, family_baselines_vllm) for value in vars(module).values()]
-    baselines = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
+    baselines = {value.name: value for value in values if isinstance(value, Baseline) and value.operator == str(op)}
     everyone = [*map(Implementation, kernels), *map(Implementation, baselines.values())]
     return [each for each in everyone if not (without and re.search(without, each.who.name))]
 
@@ -311,8 +311,8 @@ def measure(
 def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[dict[str, Any]]:
     """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a baseline."""
     for each in who:
-        baseline, version = isinstance(each.who, Peer), ""
-        if isinstance(each.who, Peer) and each.who.package:  # a package in a folder may only have __version__
+        baseline, version = isinstance(each.who, Baseline), ""
+        if isinstance(each.who, Baseline) and each.who.package:  # a package in a folder may only have __version__
             version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
@@ -347,10 +347,12 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], choices=FAMILIES, help="this one; repeatable; all if not given")
     parser.add_argument("--only", default="", metavar="REGEX", help="calls whose operator or case matches")
-    parser.add_argument("--without", default="", metavar="REGEX", help="leave out kernels and peers whose name matches")
-    parser.add_argument("--peers", action="append", type=Path, default=[], metavar="FOLDER", help="where peers are found, too")
+    parser.add_argument("--without", default="", metavar="REGEX", help="leave out kernels and baselines whose name matches")
+    where = {"action": "append", "type": Path, "default": [], "metavar": "FOLDER"}
+    parser.add_argument("--site", "--peers", **where, help="a folder with further packages; repeatable")
     parser.add_argument("--seconds", type=float, default=110.0, help="of the whole run (110)")
-    parser.add_argument("--peer-seconds", type=float, default=15.0, help="of one's first call, in which it may tune itself (15)")
+    first_call = "of a baseline's first call, in which it may tune itself (15)"
+    parser.add_argument("--baseline-seconds", "--peer-seconds", type=float, default=15.0, help=first_call)
     parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
     parser.add_argument("--checked", action="append", type=Path, default=[], metavar="FILE", help="a report of --check; repeatable")
     parser.add_argument("--list", action="store_true", help="print the calls, measure nothing")
@@ -363,7 +365,7 @@ def command_of(words: Sequence[str]) -> str:
     """The command without this machine's folders, for the report."""
     kept, skip = [], False
     for word in words:
-        private = word in ("--peers", "--output", "--commit", "--checked") and not skip
+        private = word in ("--site", "--peers", "--output", "--commit", "--checked") and not skip
         if not skip and not private:
             kept.append(word)
         skip = private
@@ -390,7 +392,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
     """Measures, prints a line for each call, and writes the report after each. Returns the document."""
     begun = time.monotonic()
     rounds = 0 if given.check else 3
-    effort = Effort(rounds, 0.006, given.peer_seconds, begun + given.seconds)
+    effort = Effort(rounds, 0.006, given.baseline_seconds, begun + given.seconds)
     metadata = metadata_of(given, command, device)
     known = known_of(given.checked, metadata.git_commit)
     method = Method("cold" if device.type == "cuda" else "warm", 1, _COPIES, effort.budget_s * rounds, rounds)
@@ -431,7 +433,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
-    sys.path[:0] = [str(folder) for folder in given.peers]
+    sys.path[:0] = [str(folder) for folder in given.site]
     tune_quickly(keep=not given.check)
     device = torch.device("cuda", torch.cuda.current_device())
     made = run(given, device, command_of(sys.argv[1:] if words is None else words), wanted)

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark.bars import Bar, Times
+from tokenspeed_kernel.workbench.benchmark.baselines import failure_of
 from tokenspeed_kernel.workbench.benchmark.figures import Figure
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor, gpu_monitor
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata, package_version
-from tokenspeed_kernel.workbench.benchmark.peers import failure_of
 from tokenspeed_kernel.workbench.benchmark.results import Launch, Method, Report, Row, as_text
 from tokenspeed_kernel.workbench.benchmark.roofline import measure_roofline
 from tokenspeed_kernel.workbench.benchmark.timing import Timing, host_time, sample, sample_graph
