@@ -41,6 +41,7 @@ from tokenspeed_kernel.workbench.benchmark import (
     metadata,
     run,
     timing,
+    write_result,
 )
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
@@ -476,6 +477,13 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
     assert FULL.timing
     assert [each.median_us for each in short.timing.rounds] == [each.median_us for each in FULL.timing.rounds]
     assert "samples_us" in text
+
+
+def test_a_program_writes_its_values(tmp_path: Path) -> None:
+    write_result(None, "cpu", rows=[])
+    write_result(tmp_path / "result.json", "cpu", command="python program.py", rows=[{"us": 1.5}], mean=2.0)
+    table = json.loads((tmp_path / "result.json").read_text())
+    assert (table["rows"], table["mean"], table["metadata"]["command"]) == ([{"us": 1.5}], 2.0, "python program.py")
 
 
 def test_committed_reports_hold_medians_and_spread() -> None:

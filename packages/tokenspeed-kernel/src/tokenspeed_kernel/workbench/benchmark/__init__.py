@@ -2,7 +2,7 @@
 
 from tokenspeed_kernel.workbench.benchmark.baselines import Baseline, Unsupported, baseline, failure_of, load_baselines
 from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of
-from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
+from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata, write_result
 from tokenspeed_kernel.workbench.benchmark.results import (
     Launch,
     Metadata,
@@ -55,4 +55,5 @@ __all__ = [
     "measure_graph",
     "measure_roofline",
     "ratio_of",
+    "write_result",
 ]
