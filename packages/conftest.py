@@ -4,8 +4,11 @@ check for state that a test leaves behind."""
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -100,6 +103,34 @@ def _opcheck(function: Any, arguments: dict[str, Any]) -> None:
 def opcheck() -> Callable[[Any, dict[str, Any]], None]:
     """``opcheck(function, arguments)``: PyTorch's own tests of custom operators, for a call with all arguments by name."""
     return _opcheck
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmark programs run calls on the CPU with fake times: 20 microseconds and more, and 1.5 for the kernel between calls."""
+    runner = importlib.import_module("tokenspeed_kernel.workbench.benchmark.runner")
+
+    def sample_graph(calls: Any, device: Any, *, fewest: int, **options: Any) -> list[float]:
+        for call in calls:
+            call()
+        return [1.5] * fewest if len(calls) == runner.BETWEEN else [21.5 + index for index in range(fewest)]
+
+    monkeypatch.setattr(runner, "sample", lambda calls, device, **options: [10.0, 11.0, 12.0])
+    monkeypatch.setattr(runner, "sample_graph", sample_graph)
+    monkeypatch.setattr(runner, "host_time", lambda call, device, calls: 3.0)
+
+
+@pytest.fixture
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a program of the package's folder ``benchmarks``; programs import each other as when they run as scripts."""
+    folder = next(path / "benchmarks" for path in request.path.parents if (path / "benchmarks").is_dir())
+    ours = {file.stem for file in folder.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in ours if name in sys.modules}
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for name in ours:
+        sys.modules.pop(name, None)
+    sys.modules.update(before)
 
 
 @pytest.fixture

@@ -506,14 +506,30 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def in_readme(report: dict[str, Any], text: str, shown: str, marks: tuple[str, str] = MARKS) -> str:
-    """The README with this report between its markers. ``shown``: the report's table."""
-    metadata = report["metadata"]
-    versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
-    assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
-    body = "\n\n".join([shown, f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
-    begin, end = (text.index(mark) for mark in marks)
-    return f"{text[: begin + len(marks[0])]}\n\n{body}\n\n{text[end:]}"
+def publish(report: dict[str, Any], shown: str, options: argparse.Namespace, readme: Path, marks: tuple[str, str] = MARKS) -> None:
+    """Prints a report's assumptions and its table, and writes the report, and the README's section, if the options say so."""
+    # Not above: the baseline's process must not import the core, which would load our package under the baseline's name.
+    from tokenspeed_kernel.workbench.benchmark import as_text
+    from tokenspeed_kernel.workbench.benchmark.figures import Marks
+
+    print(*(f"- {assumption}" for assumption in report["assumptions"]), "", shown, sep="\n")
+    if options.output:
+        options.output.write_text(as_text(report))
+    if options.readme:
+        metadata = report["metadata"]
+        versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
+        assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
+        body = "\n\n".join([shown, f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
+        readme.write_text(Marks(*marks).replaced(readme.read_text(), f"\n{body}\n"))
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options of both programs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
+    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
+    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
+    return parser
 
 
 def metadata_of(program: Path, folder: Path | None) -> dict[str, Any]:
@@ -531,11 +547,8 @@ def metadata_of(program: Path, folder: Path | None) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
-    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
-    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
     parser.add_argument("--as-peer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     cases = [case for case in CASES if re.search(options.only, case.name)]
@@ -555,11 +568,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append(row)
     metadata = metadata_of(Path(__file__), options.peer)
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
-    print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
-    if options.readme:
-        README.write_text(in_readme(report, README.read_text(), table(report)))
+    publish(report, table(report), options, README)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing_model import README, in_readme, metadata_of, prepare_peer
+from timing_model import README, metadata_of, parser_of, prepare_peer, publish
 from torch import Tensor
 
 MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
@@ -478,12 +478,9 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--portable-up-to", type=int, default=16, help="tokens up to which the portable kernel is measured")
-    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
-    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
     parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
     parser.add_argument("--others-up-to", type=int, default=TOKENS[-1], help="the same for what the second table has")
     parser.add_argument("--keep", type=Path, help="a folder for what is measured, from which an interrupted run goes on")
@@ -509,11 +506,7 @@ def main(arguments: list[str] | None = None) -> None:
     others = [{"side": side, "tokens": int(n), **row} for side in OTHERS for n, row in found.get(side, {}).items()]
     metadata = metadata_of(Path(__file__), options.peer)
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows, "others": others}
-    print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
-    if options.readme:
-        README.write_text(in_readme(report, README.read_text(), table(report), MARKS))
+    publish(report, table(report), options, README, MARKS)
 
 
 if __name__ == "__main__":

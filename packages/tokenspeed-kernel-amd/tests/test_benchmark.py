@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,19 +16,12 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def program(programs: Callable[[str], ModuleType]) -> ModuleType:
     gap = _machine.triton_gap()
     if gap is not None:
         pytest.skip(gap)
-    if importlib.util.find_spec("gfx950_emulator") is None:
-        pytest.skip("needs the package gfx950-emulator")
-    spec = importlib.util.spec_from_file_location("timing_model", FOLDER / "timing_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look the module up here
-    spec.loader.exec_module(module)
-    return module
+    pytest.importorskip("gfx950_emulator")
+    return programs("timing_model")
 
 
 def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

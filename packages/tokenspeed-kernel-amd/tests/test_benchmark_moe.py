@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,21 +16,12 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def program(programs: Callable[[str], ModuleType]) -> ModuleType:
     gap = _machine.triton_gap()
     if gap is not None:
         pytest.skip(gap)
-    if importlib.util.find_spec("gfx950_emulator") is None:
-        pytest.skip("needs the package gfx950-emulator")
-    monkeypatch.syspath_prepend(FOLDER)
-    for name in ("timing_model", "timing_model_moe"):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-    return module
+    pytest.importorskip("gfx950_emulator")
+    return programs("timing_model_moe")
 
 
 def test_whole_layers(
@@ -42,22 +32,8 @@ def test_whole_layers(
     readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
     monkeypatch.setattr(program, "README", readme)
     output = tmp_path / "report.json"
-    program.main(
-        [
-            "--tokens",
-            "1",
-            "4",
-            "--portable-up-to",
-            "0",
-            "--by-token-up-to",
-            "0",
-            "--others-up-to",
-            "0",
-            "--output",
-            str(output),
-            "--readme",
-        ]
-    )
+    few = [word for side in ("portable", "by-token", "others") for word in (f"--{side}-up-to", "0")]
+    program.main(["--tokens", "1", "4", *few, "--output", str(output), "--readme"])
     report = json.loads(output.read_text())
     assert [row["tokens"] for row in report["rows"]] == [1, 4]
     for row in report["rows"]:

@@ -10,31 +10,18 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import measuring
 import torch
-from measuring import Call
 from shapes import PAGE_SIZE, Shape
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import Unsupported
+from tokenspeed_kernel.workbench.benchmark.runner import Call, Implementation
 from tokenspeed_kernel_base.operator import get_operator
 
 Arguments = Mapping[str, Any]
 PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"
-
-
-@dataclass(frozen=True)
-class Implementation(measuring.Implementation):
-    """An implementation that is measured. ``setup``: see the module.
-
-    Attributes:
-        sinks: whether its softmax supports sinks; one without is checked against a softmax without sinks.
-    """
-
-    sinks: bool = True
 
 
 def output_of(result: Any) -> Tensor:

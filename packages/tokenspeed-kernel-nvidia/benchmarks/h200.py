@@ -1,22 +1,24 @@
 """Attention in the sizes of GPT-OSS, this package against the best baselines, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200.json
-python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "decode 8K" --contestants ours,fa3 --quick
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "decode 8K" --baselines ours,fa3 --quick
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "window prefill" \\
     --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window.launch:mha_prefill
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --plot --readme  # plots h200.json
 
 All implementations run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a
-float32 reference: all rows together, and the worst row. Baselines that are not installed are reported as absent. ``measuring.py``
-describes how times are taken.
+float32 reference: all rows together, and the worst row. Baselines that are not installed are reported as absent.
+`tokenspeed_kernel.workbench.benchmark.runner` describes how times are taken.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,76 +26,60 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import measuring
-from bars import LARGEST_ERROR, LARGEST_ROW_ERROR, judge
-from baselines import Implementation, implementations, output_of
-from measuring import Between, Effort, Limits, Measurement, errors_of, relative_error, times_of, worst_row_error
+from baselines import implementations, output_of
 from shapes import SHAPES, Shape, reference_rows, sampled_rows
 
-from tokenspeed_kernel.workbench.benchmark import Report
-from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
+from tokenspeed_kernel.workbench.benchmark.bars import Bar, Measure, Times, against, at_most, outcome
+from tokenspeed_kernel.workbench.benchmark.figures import Figure, Marks, Panel, Report, measured, us
+from tokenspeed_kernel.workbench.benchmark.runner import (
+    Benchmark,
+    Call,
+    Effort,
+    Errors,
+    Implementation,
+    JsonRow,
+    Limits,
+    Task,
+    errors_against,
+    in_graph_of,
+    values_of,
+)
 from tokenspeed_kernel_base.operator import get_operator
 
+# Bytes that are touched between two calls on the same inputs; the device caches 50 MB.
+_TOUCHED = 224 << 20
 # Largest number of copies of the inputs: prefill takes the same time on warm inputs.
 _COPIES, _PREFILL_COPIES = 128, 8
 # A rate that no kernel reaches.
 _BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
-_LIMITS = Limits(LARGEST_ERROR, LARGEST_ROW_ERROR)
+# Largest errors. Rounding to bfloat16 averages out less over the 64 elements of a row than over the whole output.
+LIMITS = Limits(5e-3, 2e-2)
 # A baseline with a larger error, in all or in its worst row, computes something else.
 _BASELINE_LIMITS = Limits(2e-2, 8e-2)
 
 
-def measure_shape(shape: Shape, wanted: Iterable[Implementation], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
-    """Measures implementations at one shape, in alternating rounds. Returns their rows."""
+def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
+    """Long shapes come last."""
+    return (_task(shape, device) for shape in sorted(shapes, key=_work))
+
+
+def _task(shape: Shape, device: torch.device) -> Task:
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case().build(device))
     cost = op.cost_of(arguments)
     rows = sampled_rows(shape)
-    expected = {sinks: reference_rows(shape, arguments, rows, sinks=sinks) for sinks in (True, False)}
+    expected = {sinks: errors_against(reference_rows(shape, arguments, rows, sinks=sinks)) for sinks in (True, False)}
+    count = max(1, min(_COPIES if shape.paged else _PREFILL_COPIES, math.ceil(_TOUCHED / cost.bytes)))
+    copies = functools.cache(lambda: [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))])
 
-    def errors(result: Any, sinks: bool) -> tuple[float, float]:
-        sampled = output_of(result)[rows]
-        return relative_error(sampled, expected[sinks]), worst_row_error(sampled, expected[sinks])
+    def checks(each: Implementation) -> Iterable[tuple[Callable[[], Call], Errors, Limits]]:
+        def errors(result: Any) -> tuple[float, float]:
+            return expected[each.sinks](output_of(result)[rows])
 
-    measurements = [(each, Measurement(each, shape)) for each in wanted]
-    for each, measurement in measurements:
-        make, errors_here = functools.partial(each.setup, shape, arguments), functools.partial(errors, sinks=each.sinks)
-        measurement.guarded(functools.partial(measurement.check, make, errors_here, _LIMITS if each.ours else _BASELINE_LIMITS))
-    most = _COPIES if shape.paged else _PREFILL_COPIES
-    count = max(1, min(most, math.ceil(measuring.TOUCHED / cost.bytes)))
-    copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1 if effort.rounds else 0))]
-    if effort.rounds:
-        monitor, between = gpu_monitor(device), Between(device, effort.fewest, effort.back_to_back)
-        least_us = max(cost.bytes / _BYTES_PER_US, cost.flops / _FLOPS_PER_US)
-        in_graph = max(count, min(measuring.IN_GRAPH, math.ceil(measuring.GRAPH_US / least_us)))
-        for _ in range(effort.rounds):
-            for each, measurement in measurements:
-                calls = functools.partial(_calls, each, shape, copies)
-                measurement.guarded(functools.partial(measurement.time, calls, in_graph, device, between, monitor, effort))
-    return [measurement.row(cost) for _, measurement in measurements]
+        return [(functools.partial(each.setup, shape, arguments), errors, LIMITS if each.ours else _BASELINE_LIMITS)]
 
-
-def _calls(implementation: Implementation, shape: Shape, copies: Sequence[Mapping[str, Any]]) -> list[measuring.Call]:
-    return [implementation.setup(shape, arguments) for arguments in copies]
-
-
-def document(
-    rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
-) -> dict[str, Any]:
-    """The document that is written; see `measuring.document`."""
-    errors = {shape: of_one["ours"] for shape, of_one in errors_of(rows).items() if "ours" in of_one}
-    judged = judge(times_of(rows), errors, measuring.absent_of(rows))
-    return measuring.document(rows, who, report, SHAPES, judged, back_to_back=back_to_back)
-
-
-def line_of(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> str:
-    """One line for a shape: microseconds and rate of each implementation."""
-    computes = shape.window_left < 0 and "decode" not in shape.mode
-
-    def rate(row: Mapping[str, Any]) -> str:
-        return f"{row['tflops']:.0f} TF" if computes else f"{row['gb_per_s'] / 1e3:.2f} TB"
-
-    return f"{shape.name}: " + " | ".join(measuring.cells(rows, rate))
+    least_us = max(cost.bytes / _BYTES_PER_US, cost.flops / _FLOPS_PER_US)
+    return Task(shape, cost, checks, lambda each: [each.setup(shape, given) for given in copies()], in_graph_of(least_us, count))
 
 
 def _work(shape: Shape) -> float:
@@ -102,32 +88,141 @@ def _work(shape: Shape) -> float:
     return 0.0 if shape.paged else float(shape.batch * shape.length * seen)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = measuring.parser_of(__doc__)
-    parser.add_argument("--our-modules", action="append", default=[], metavar="OPERATOR=MODULE:FUNCTION", help="see above")
-    given = parser.parse_args(words)
-    shapes = measuring.named(SHAPES, given.only)
-    functions = dict(entry.split("=", 1) for entry in given.our_modules)
-    everyone = implementations(functions)
-    names = [name for name in given.contestants.split(",") if name] or [each.name for each in everyone]
-    unknown = {*names} - {each.name for each in everyone}
-    if unknown or not shapes:
-        parser.error(f"no contestant {', '.join(sorted(unknown))}" if unknown else "no shape has such a name")
-    if given.list:
-        print("\n".join(shape.name for shape in shapes))
-        return
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    device = torch.device("cuda", torch.cuda.current_device())
-    who = [each for each in everyone if each.name in names]
-    effort = measuring.effort_of(given)
-    command = sys.argv if words is None else ["h200.py", *words]
-    report = measuring.empty_report(given, effort, command, _COPIES, device)
-    # Long shapes come last.
-    measured = ((shape, measure_shape(shape, who, device, effort)) for shape in sorted(shapes, key=_work))
-    document_of = functools.partial(document, who=who, report=report, back_to_back=given.back_to_back)
-    measuring.print_outcome(measuring.collect(measured, line_of, document_of, given.output, device))
+def rate(row: JsonRow) -> str:
+    computes = row["group"] in ("prefill", "prefill head_dim 128", "extend by 1024")
+    return f"{row['tflops']:.0f} TF" if computes else f"{row['gb_per_s'] / 1e3:.2f} TB"
 
+
+# -- bars --------------------------------------------------------------------------------------------------------------------------
+
+# Baselines of decode are FlashInfer and FlashAttention-3; in prefill all baselines count.
+PREFILL_BASELINES, DECODE_BASELINES = ("fa3", "fa4", "cudnn"), ("fa3", "flashinfer")
+
+
+def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> tuple[str, ...]:
+    return tuple(shape.name for shape in SHAPES if shape.group == group and wanted(shape))
+
+
+def _tflops(names: Sequence[str]) -> Measure:
+    """The lowest TFLOP/s: two MMAs, half of each masked."""
+    flops = {shape.name: 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim for shape in SHAPES}
+    return lambda times: min(flops[name] / times[name]["ours"] / 1e6 for name in names)
+
+
+def _bars() -> list[Bar]:
+    prefill, decode, wide = _named("prefill"), _named("decode"), _named("prefill head_dim 128")
+    long = _named("prefill", lambda shape: shape.length == 8192)
+    many = ("prefill 1K x 16",)
+    four = ("decode of 4 8K x 16", "decode 8K x 16")
+    longest = {
+        "window prefill 8K x 16": 850.0,
+        "window prefill 1K x 16": 120.0,
+        "window extend by 16 8K x 64": 15.0,
+        "decode 8K x 16": 76.0,
+        "decode 8K x 64": 262.0,
+        "decode 1K x 256": 142.0,
+        "decode 32K x 1": 25.0,
+        "decode 1K x 1": 7.0,
+        "window decode 8K x 64": 6.0,
+    }
+    return [
+        against("prefill: best baseline, geometric mean", 1.05, prefill, PREFILL_BASELINES, mean=True),
+        against("prefill: best baseline, worst shape", 0.97, prefill, PREFILL_BASELINES),
+        Bar("prefill 8K: TFLOP/s, worst batch", 530, False, long, _tflops(long)),
+        Bar("prefill 1K x 16: TFLOP/s", 380, False, many, _tflops(many)),
+        against("prefill head_dim 128: FA3, worst shape", 1.0, wide, ("fa3",)),
+        against("decode: best baseline, geometric mean", 1.15, decode, DECODE_BASELINES, mean=True),
+        *(at_most(shape, bound) for shape, bound in longest.items()),
+        Bar("decode of 4 over decode of 1, 8K x 16", 1.15, True, four, lambda t: t[four[0]]["ours"] / t[four[1]]["ours"]),
+    ]
+
+
+def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
+    """The bar on our errors."""
+    errors: Times = values_of(rows, "relative_error")
+    worst = max((of_one["ours"] for of_one in errors.values() if "ours" in of_one), default=None)
+    return [outcome("relative error, worst shape", LIMITS.error, worst)]
+
+
+# -- the figure --------------------------------------------------------------------------------------------------------------------
+
+_DIGITS = {"tflops": 0, "gb_per_s": 2, "ratio": 1}
+# A panel's title, its groups, the plotted value of a row, and the implementations to leave out: the portable kernels where they
+# would flatten the rest.
+_PANELS = (
+    ("Full causal prefill, TFLOP/s (more is better)", ("prefill", "prefill head_dim 128"), "tflops", ("triton", "flashinfer")),
+    ("Decode, TB/s (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),
+    (
+        "Sliding window of 128, times as fast as FlashAttention-3 (more is better)",
+        ("window prefill", "window extend by 16", "window decode"),
+        "ratio",
+        (),
+    ),
+)
+
+
+def _short(name: str, groups: Sequence[str]) -> str:
+    """A shape's name without the words that the panel's title already has."""
+    group = max((group for group in groups if name.startswith(group)), key=len)
+    rest = name.removeprefix(group).strip()
+    if group == groups[0] and "window" not in group:
+        return rest
+    return f"{rest}\n{group.removeprefix(groups[0]).removeprefix('window').strip() or group}".replace("head_dim ", "d ")
+
+
+def _values(of_one: Mapping[str, JsonRow], what: str) -> dict[str, float]:
+    """The plotted values of one shape, by implementation."""
+    if what == "ratio":
+        return {name: us(of_one["fa3"]) / us(row) for name, row in of_one.items()} if "fa3" in of_one else {}
+    return {name: row[what] / (1e3 if what == "gb_per_s" else 1) for name, row in of_one.items()}
+
+
+def panels(report: Report) -> list[Panel]:
+    made = []
+    for title, groups, what, left_out in _PANELS:
+        found = {
+            name: {who: row for who, row in of_one.items() if who not in left_out}
+            for name, of_one in measured(report, [shape.name for shape in SHAPES if shape.group in groups]).items()
+        }
+        values = {name: _values(of_one, what) for name, of_one in found.items() if of_one}
+        made.append(Panel(title, values, [_short(name, groups) for name in values], _DIGITS[what], what == "ratio"))
+    return made
+
+
+FIGURE = Figure(
+    title="Attention of GPT-OSS, bfloat16,",
+    heading="## Measured",
+    alt="; ".join(title for title, *_ in _PANELS),
+    baselines={
+        "fa3": ("FlashAttention-3", "#c2410c"),
+        "fa4": ("flash-attn-4", "#e0a458"),
+        "cudnn": ("cuDNN, no sinks", "#6b8f71"),
+        "flashinfer": ("FlashInfer, no sinks", "#7e5aa8"),
+    },
+    shapes=[shape.name for shape in SHAPES],
+    panels=panels,
+    marks=Marks("<!-- measured -->", "<!-- end of measured -->"),
+    readme=Path(__file__).parents[1] / "README.md",
+)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--our-modules", action="append", default=[], metavar="OPERATOR=MODULE:FUNCTION", help="see above")
+
+
+BENCHMARK = Benchmark(
+    file=__file__,
+    description=__doc__,
+    shapes=SHAPES,
+    implementations=lambda given: implementations(dict(entry.split("=", 1) for entry in given.our_modules)),
+    tasks=tasks,
+    bars=_bars(),
+    judged=judged,
+    rate=rate,
+    figure=FIGURE,
+    copies=_COPIES,
+    options=options,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,27 +1,29 @@
 """An MoE layer, this package against the best baselines, on one H200: from router logits to the combined output.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.json
-python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 --contestants ours,triton
-python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --site /path/with/vllm --contestants ours,triton_kernels,marlin
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --tokens 1 4 16 --baselines ours,triton
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --site /path/with/vllm --baselines ours,triton_kernels,marlin
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --more --only qwen3 --only deepseek
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --quick --baselines ours,48,160,few --tiles 48 160 few
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_moe.py --plot --readme  # plots h200_moe.json
 
 All implementations run in one process on the same random inputs. Each arranges the weights of several layers, and the time for that
 is reported. Calls rotate over the layers, each with its own tokens and router logits, so that the experts that a call reads are not
 in cache. Routing is uniform and independent. Each output is checked first against the operator's definition in float32: all rows
 together, and the worst row. Baselines that are not installed are reported as absent; those installed elsewhere are found with
-``--site``. ``measuring.py`` describes how times are taken. The floor is the roofline time of the touched experts' weights or of the
-arithmetic (``moe_shapes.py``).
+``--site``. `tokenspeed_kernel.workbench.benchmark.runner` describes how times are taken. The floor is the roofline time of the
+touched experts' weights or of the arithmetic (``moe_shapes.py``).
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import measuring
-from measuring import Between, Call, Effort, Measurement, errors_of, relative_error, times_of, worst_row_error
-from moe_bars import BASELINE_LIMITS, LIMITS, judge
-from moe_baselines import Experts, Implementation, implementations
-from moe_shapes import GPT_OSS_120B, SHAPES, Batch, Layer, Shape, batches, expected, floor_us
+from moe_baselines import Experts, implementations, tiles
+from moe_shapes import GPT_OSS_120B, SHAPES, Batch, Layer, Model, Shape, batches, expected, floor_us
 
-from tokenspeed_kernel.workbench.benchmark import Report
-from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
+from tokenspeed_kernel.workbench.benchmark import bars, runner
+from tokenspeed_kernel.workbench.benchmark.figures import Figure, Marks, Panel, Report, measured, three_digits, us
+from tokenspeed_kernel.workbench.benchmark.runner import (
+    Benchmark,
+    Call,
+    Effort,
+    Errors,
+    Implementation,
+    JsonRow,
+    Limits,
+    Measurement,
+    Task,
+    values_of,
+)
 from tokenspeed_kernel_base.cases import Cost, nbytes
 from tokenspeed_kernel_base.operator import get_operator
 
@@ -48,6 +59,12 @@ _LAYERS = 4
 _BATCHES, _TOKEN_BYTES = 32, 1 << 30
 # Memory is freed between implementations if all together need more than this.
 _MOST_BYTES = 100 << 30
+# Largest error of an output against the float32 reference, by the dtype of activations. Rounding the activation's result and each
+# slot's output to bfloat16 costs 3e-3. A value that was rounded differently before it became fp8 may become the neighbouring fp8
+# value.
+LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
+# A baseline with a larger error computes something else. Baselines choose the scales of fp8 activations themselves.
+_BASELINE_LIMITS = {"none": Limits(2e-2, 8e-2), "fp8": Limits(8e-2, 2e-1)}
 
 
 @dataclass
@@ -110,43 +127,59 @@ class Loaded:
         return self.experts[batch.layer](batch)
 
 
-def measure_shape(
-    shape: Shape, wanted: Iterable[Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort
-) -> list[dict[str, Any]]:
-    """Measures implementations at one shape, in alternating rounds. Returns their rows."""
+def _prepared(shape: Shape, who: Iterable[Implementation], layers: Sequence[Layer], device: torch.device) -> dict[str, Loaded]:
+    """Every implementation's arrangement of the layers, by name; and a line that says how long it took."""
+    made, said = {}, []
+    for each in who:
+        made[each.name] = loaded = Loaded.of(each, shape, layers, device)
+        torch.cuda.empty_cache()
+        if device.type == "cuda" and torch.cuda.memory_allocated(device) > _MOST_BYTES:
+            loaded.experts.clear()
+            loaded.failure = MemoryError(f"all together would keep more than {_MOST_BYTES >> 30} GiB")
+        if loaded.prepare_ms is not None:
+            sizes = f" ({(loaded.kept_bytes or 0) / 1e9:.2f} GB kept, {(loaded.extra_bytes or 0) / 1e9:.2f} GB besides)"
+            said.append(f"{each.name} {loaded.prepare_ms:.1f}{sizes}")
+    print(f"{shape.group}: a layer arranged in ms: {', '.join(said) or 'none'}", flush=True)
+    return made
+
+
+def tasks(shapes: Sequence[Shape], who: Sequence[Implementation], device: torch.device, effort: Effort) -> Iterator[Task]:
+    """Model by model."""
+    for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
+        of_group = list(group)
+        layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
+        loaded = _prepared(of_group[0], who, layers, device)
+        yield from (_task(shape, loaded, layers, device, effort) for shape in of_group)
+        del layers, loaded  # before the next model's layers are generated
+
+
+def _task(shape: Shape, loaded: Mapping[str, Loaded], layers: Sequence[Layer], device: torch.device, effort: Effort) -> Task:
     in_graph, count = _calls_of(shape, layers[0]) if effort.rounds else (0, len(layers))
     of_shape = batches(shape, count, len(layers), device)
     op = get_operator(shape.operator)
     costs = [op.cost_of(batch.arguments(layers[batch.layer])) for batch in of_shape]
-    cost = Cost(statistics.mean(each.flops for each in costs), statistics.mean(each.bytes for each in costs))
-    measurements = [(loaded, Measurement(loaded.implementation, shape)) for loaded in wanted]
     # Each layer was arranged separately, so the first and the last are checked.
-    for batch in (of_shape[0], of_shape[len(layers) - 1])[: len(layers)]:
-        right = expected(batch, layers[batch.layer])
-
-        for loaded, measurement in measurements:
-            limits = (LIMITS if loaded.implementation.ours else BASELINE_LIMITS)[shape.activation_dtype]
-            make = functools.partial(loaded.call, batch)
-            measurement.guarded(functools.partial(measurement.check, make, functools.partial(errors_against, right), limits))
-    if effort.rounds:
-        monitor, between = gpu_monitor(device), Between(device, effort.fewest, effort.back_to_back)
-        for _ in range(effort.rounds):
-            for loaded, measurement in measurements:
-                calls = functools.partial(_calls, loaded, of_shape)
-                measurement.guarded(functools.partial(measurement.time, calls, in_graph, device, between, monitor, effort))
-    more = {
+    checked = [(batch, errors_against(expected(batch, layers[batch.layer]))) for batch in (of_shape[0], of_shape[len(layers) - 1])]
+    facts = {
         "tokens": shape.tokens,
         "experts": statistics.mean(batch.experts for batch in of_shape),
         "floor_us": statistics.mean(floor_us(each, shape.activation_dtype) for each in costs),
     }
-    rows = []
-    for loaded, measurement in measurements:
-        prepared = {name: getattr(loaded, name) for name in ("prepare_ms", "kept_bytes", "extra_bytes")}
-        rows.append({**measurement.row(cost), **more, **prepared})
-    return rows
+
+    def checks(each: Implementation) -> Iterator[tuple[Callable[[], Call], Errors, Limits]]:
+        limits = (LIMITS if each.ours else _BASELINE_LIMITS)[shape.activation_dtype]
+        for batch, errors in checked[: len(layers)]:
+            yield functools.partial(loaded[each.name].call, batch), errors, limits
+
+    def more(measurement: Measurement) -> dict[str, Any]:
+        of_one = loaded[measurement.implementation.name]
+        return {**facts, **{name: getattr(of_one, name) for name in ("prepare_ms", "kept_bytes", "extra_bytes")}}
+
+    cost = Cost(statistics.mean(each.flops for each in costs), statistics.mean(each.bytes for each in costs))
+    return Task(shape, cost, checks, lambda each: [loaded[each.name].call(batch) for batch in of_shape], in_graph, more)
 
 
-def errors_against(right: torch.Tensor, got: torch.Tensor) -> tuple[float, float]:
+def errors_against(right: torch.Tensor) -> Errors:
     """The error of all tokens together and of the worst token.
 
     A token whose experts are all on other ranks is zero, so its relative error is undefined: it counts in the total only. If all
@@ -154,152 +187,124 @@ def errors_against(right: torch.Tensor, got: torch.Tensor) -> tuple[float, float
     """
     some = right.abs().amax(-1) > 0
     if not bool(some.any()):
-        return relative_error(got.float() + 1, right + 1), worst_row_error(got.float() + 1, right + 1)
-    return relative_error(got, right), worst_row_error(got[some], right[some])
-
-
-def _calls(loaded: Loaded, of_shape: Sequence[Batch]) -> list[Call]:
-    return [loaded.call(batch) for batch in of_shape]
+        return lambda got: runner.errors_against(right + 1)(got.float() + 1)
+    return lambda got: (runner.relative_error(got, right), runner.worst_row_error(got[some], right[some]))
 
 
 def _calls_of(shape: Shape, layer: Layer) -> tuple[int, int]:
     """The number of calls in a graph, and of batches to rotate over: whole rotations over the layers."""
     model, weights = shape.model, layer.weights
     tensors = (getattr(weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale"))
-    touched = min(model.experts, shape.tokens * model.top_k * model.experts / model.routed)
     pairs = shape.tokens * model.top_k * model.experts / model.routed
-    cost = Cost(6.0 * pairs * model.hidden * model.intermediate, nbytes(*tensors) / model.experts * touched)
-    least_us = max(floor_us(cost, shape.activation_dtype), 1.0)
-    in_graph = max(1, min(measuring.IN_GRAPH, math.ceil(measuring.GRAPH_US / least_us)))
-    fit = max(1, _TOKEN_BYTES // (2 * shape.tokens * model.hidden))
-    count = min(in_graph, _BATCHES, fit)
-    return tuple(-(-number // _LAYERS) * _LAYERS for number in (in_graph, count))  # type: ignore[return-value]
+    cost = Cost(6.0 * pairs * model.hidden * model.intermediate, nbytes(*tensors) / model.experts * min(model.experts, pairs))
+    in_graph = runner.in_graph_of(max(floor_us(cost, shape.activation_dtype), 1.0))
+    count = min(in_graph, _BATCHES, max(1, _TOKEN_BYTES // (2 * shape.tokens * model.hidden)))
+    return -(-in_graph // _LAYERS) * _LAYERS, -(-count // _LAYERS) * _LAYERS
 
 
-def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The bars, checked against rows."""
-    took = {row["kernel"]: row["prepare_ms"] for row in rows if row["group"] == GPT_OSS_120B.name and row["prepare_ms"] is not None}
-    return judge(times_of(rows), errors_of(rows), took, measuring.absent_of(rows))
+# -- bars --------------------------------------------------------------------------------------------------------------------------
+
+BASELINES = ("triton_kernels", "marlin", "humming")
+# Microseconds.
+_US = {"1": 18, "2": 32, "4": 54, "8": 95, "16": 165, "64": 350, "256": 430, "1024": 620, "8192": 2750, "8192 fp8": 1750}
+_NAME = GPT_OSS_120B.name
+_BF16 = tuple(shape.name for shape in SHAPES if shape.group == _NAME)
+BARS = [
+    *(bars.at_most(f"{_NAME} {tokens}", us) for tokens, us in _US.items()),
+    bars.against(f"{_NAME}: best baseline, geometric mean", 1.5, _BF16, BASELINES, mean=True),
+    bars.against(f"{_NAME}: best baseline, worst number of tokens", 1.1, _BF16, BASELINES),
+]
 
 
-def document(
-    rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
-) -> dict[str, Any]:
-    """The document that is written; see `measuring.document`. Each row also has the shape's tokens, the mean number of experts that
-    a batch touches, the floor, and the time to arrange a layer's weights.
-    """
-    return measuring.document(rows, who, report, SHAPES, judged(rows), back_to_back=back_to_back)
+def judged(rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
+    """The bars on our errors, and on the time to arrange a layer's weights."""
+    took = [row["prepare_ms"] for row in rows if (row["group"], row["kernel"]) == (_NAME, "ours") and row["prepare_ms"] is not None]
+    prepare = bars.outcome(f"{_NAME}: ms to arrange a layer's weights", 50.0, took[-1] if took else None)
+    return [*bars.no_less_accurate(values_of(rows, "relative_error")), prepare]
 
 
-def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for a shape: the floor, and microseconds and rate of each implementation."""
+# -- the figure --------------------------------------------------------------------------------------------------------------------
 
-    def rate(row: Mapping[str, Any]) -> str:
-        return f"{row['floor_us'] / row['timing']['median_us']:.0%} of floor"
-
-    said = f"{shape.name} ({rows[0]['experts']:.1f} experts, floor {rows[0]['floor_us']:.1f} us): "
-    return said + " | ".join(measuring.cells(rows, rate))
+_WHAT = "per cent of the floor (more is better)"
 
 
-def short_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Microseconds, one line a shape, for printing last."""
-    names = list(dict.fromkeys(row["kernel"] for row in rows))
-    lines = [f"{'us':28}{'experts':>8}{'floor':>9}" + "".join(f"{name:>15}" for name in names)]
-    for shape, found in itertools.groupby(rows, lambda row: row["case"]):
-        of_one = {row["kernel"]: row for row in found}
-        first = next(iter(of_one.values()))
-        cells = []
-        for name in names:
-            row = of_one.get(name)
-            timing = None if row is None else row["timing"]
-            cells.append("-" if row is None else row["status"] if timing is None else f"{timing['median_us']:.1f}")
-        lines.append(f"{shape:28}{first['experts']:8.1f}{first['floor_us']:9.1f}" + "".join(f"{cell:>15}" for cell in cells))
-    return "\n".join(lines)
+def _panel(report: Report, model: Model) -> Panel:
+    shapes = {shape.name: shape for shape in SHAPES if shape.model == model}
+    found = measured(report, list(shapes))
+    values = {name: {who: 100 * row["floor_us"] / us(row) for who, row in of_one.items()} for name, of_one in found.items()}
+    ticks = [f"{shapes[name].tokens}\n{shapes[name].activation_dtype}".removesuffix("\nnone") for name in values]
+    return Panel(f"{model.name} by tokens, {_WHAT}", values, ticks)
 
 
-def _chosen(given: Any) -> list[Shape]:
-    shapes = measuring.named(SHAPES, given.only)
-    if given.tokens:
-        shapes = [shape for shape in shapes if shape.tokens in given.tokens]
-    return [shape for shape in shapes if given.more or not shape.more]
+def panels(report: Report) -> list[Panel]:
+    """One panel for each measured model; always one for the model that has bars."""
+    times = values_of(report["rows"])
+    models = dict.fromkeys([GPT_OSS_120B, *(shape.model for shape in SHAPES if shape.name in times)])
+    return [_panel(report, model) for model in models]
 
 
-def _parser() -> Any:
-    parser = measuring.parser_of(__doc__)
+FIGURE = Figure(
+    title="Mixtures of experts, router to combined output,",
+    heading="### Mixtures of experts",
+    alt=f"A layer of a mixture of experts, {_WHAT}",
+    baselines={
+        "triton_kernels": ("triton_kernels", "#c2410c"),
+        "marlin": ("Marlin", "#e0a458"),
+        "humming": ("Humming", "#6b8f71"),
+        "vllm_triton": ("vLLM's Triton", "#a34d68"),
+        "flashinfer": ("FlashInfer", "#7e5aa8"),
+    },
+    shapes=[shape.name for shape in SHAPES],
+    panels=panels,
+    marks=Marks("<!-- measured moe -->", "<!-- end of measured moe -->"),
+    readme=Path(__file__).parents[1] / "README.md",
+    columns=lambda report: {
+        "experts touched": lambda row: f"{row['experts']:.1f}",
+        "floor": lambda row: three_digits(row["floor_us"]),
+    },
+)
+
+
+# -- the program -------------------------------------------------------------------------------------------------------------------
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="M", help="only these numbers of tokens")
     parser.add_argument("--more", action="store_true", help="the models that have no bar, too")
-    parser.add_argument("--solution", default="cutedsl", help="what this package's kernels are made with (default: %(default)s)")
+    parser.add_argument("--solution", default="cutedsl", help="the backend of this package's entry (default: %(default)s)")
+    parser.add_argument(
+        "--tiles", nargs="+", default=[], metavar="WIDTH", help="tile widths of our kernel, such as few 24s 48 160v"
+    )
     parser.add_argument("--site", type=Path, action="append", default=[], help="a folder with further packages; repeatable")
-    return parser
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    given = parser.parse_args(words)
-    shapes, everyone = _chosen(given), implementations(given.solution)
-    names = [name for name in given.contestants.split(",") if name] or [each.name for each in everyone if not each.on_demand]
-    unknown = {*names} - {each.name for each in everyone}
-    if unknown or not shapes:
-        parser.error(f"no contestant {', '.join(sorted(unknown))}" if unknown else "no shape has such a name and number of tokens")
-    if given.list:
-        print("\n".join(shape.name for shape in shapes))
-        return
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
+def found(given: argparse.Namespace) -> list[Implementation]:
     for site in given.site:
         # Last in the path, so that packages beside a baseline do not replace those that this package uses.
         sys.path.append(str(site))
         if not site.is_dir():
             print(f"there is no {site}")
-    device = torch.device("cuda", torch.cuda.current_device())
-    effort = measuring.effort_of(given)
-    report = measuring.empty_report(given, effort, sys.argv if words is None else ["h200_moe.py", *words], _LAYERS, device)
-    made = measure(shapes, [each for each in everyone if each.name in names], device, effort, report, given.output)
-    for row in {row["kernel"]: row for row in made["rows"] if row["status"] in ("error", "failed", "skipped")}.values():
-        print(f"{row['status']}: {row['kernel']} at {row['case']}: {row['reason']}")
-    measuring.print_outcome(made)
-    print(short_table(made["rows"]))
+    return [
+        *implementations(given.solution),
+        *(Implementation(name, functools.partial(tiles, name), "", ours=True) for name in given.tiles),
+    ]
 
 
-def measure(
-    shapes: Sequence[Shape],
-    who: Sequence[Implementation],
-    device: torch.device,
-    effort: Effort,
-    report: Report,
-    output: Path | None,
-) -> dict[str, Any]:
-    """Measures implementations at all shapes, model by model. Returns the document, which is written after each shape."""
-
-    def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
-        for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
-            of_group = list(group)
-            layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
-            loaded = []
-            for each in who:
-                loaded.append(Loaded.of(each, of_group[0], layers, device))
-                torch.cuda.empty_cache()
-                if device.type == "cuda" and torch.cuda.memory_allocated(device) > _MOST_BYTES:
-                    loaded[-1].experts.clear()
-                    loaded[-1].failure = MemoryError(f"all together would keep more than {_MOST_BYTES >> 30} GiB")
-            print(f"{of_group[0].group}: a layer arranged in ms: " + _prepared(loaded), flush=True)
-            for shape in of_group:
-                yield shape, measure_shape(shape, loaded, layers, device, effort)
-            # Before the next model's layers are generated.
-            del layers, loaded
-
-    document_of = functools.partial(document, who=who, report=report, back_to_back=effort.back_to_back)
-    return measuring.collect(measured(), line_of, document_of, output, device)
-
-
-def _prepared(loaded: Iterable[Loaded]) -> str:
-    said = []
-    for each in loaded:
-        if each.prepare_ms is not None:
-            sizes = f" ({(each.kept_bytes or 0) / 1e9:.2f} GB kept, {(each.extra_bytes or 0) / 1e9:.2f} GB besides)"
-            said.append(f"{each.implementation.name} {each.prepare_ms:.1f}{sizes}")
-    return ", ".join(said) or "none"
-
+BENCHMARK = Benchmark(
+    file=__file__,
+    description=__doc__,
+    shapes=SHAPES,
+    implementations=found,
+    tasks=tasks,
+    bars=BARS,
+    judged=judged,
+    rate=lambda row: f"{row['floor_us'] / row['timing']['median_us']:.0%} of floor",
+    figure=FIGURE,
+    about=lambda row: f" ({row['experts']:.1f} experts, floor {row['floor_us']:.1f} us)",
+    copies=_LAYERS,
+    options=options,
+    chosen=lambda given, shape: (not given.tokens or shape.tokens in given.tokens) and (given.more or not shape.more),
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

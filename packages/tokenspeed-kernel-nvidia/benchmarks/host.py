@@ -11,7 +11,6 @@ with ``out=`` and without. The runs of all functions alternate, because CPU cloc
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def in_process(cache: str, later: bool) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", help="write a JSON file")
+    parser.add_argument("--output", type=Path, help="write a JSON file")
     parser.add_argument("--kept", action="store_true", help="use the cache as it is, and leave out what compiling costs")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--later", action="store_true", help=argparse.SUPPRESS)
@@ -150,12 +150,9 @@ def main() -> None:
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"{row[column]:23.2f}" if row.get(column) is not None else f"{'':23}" for column in columns))
     if options.output:
-        from tokenspeed_kernel.workbench.benchmark import collect_metadata
+        from tokenspeed_kernel.workbench.benchmark import write_result
 
-        metadata = dataclasses.asdict(collect_metadata(f"python {' '.join(sys.argv)}"))
-        with open(options.output, "w") as file:
-            json.dump({"metadata": metadata, "kept": options.kept, "rows": rows}, file, indent=1)
-            file.write("\n")
+        write_result(options.output, kept=options.kept, rows=rows)
 
 
 if __name__ == "__main__":

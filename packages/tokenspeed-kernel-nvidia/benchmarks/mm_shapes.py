@@ -1,16 +1,15 @@
-"""The decode GEMMs that are measured, and their acceptance bars."""
+"""The decode GEMMs that are measured."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from judging import Bar, Times, of_ours
-from measuring import Limits
 
+from tokenspeed_kernel.workbench.benchmark.runner import Limits
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
@@ -105,32 +104,3 @@ GEMMS = (
     Gemm("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
 )
 SHAPES = tuple(Shape(gemm, m) for gemm in GEMMS for m in TOKENS)
-
-
-def _bars() -> list[Bar]:
-    bars = []
-    for gemm in GEMMS:
-        for m, more in ((1, 1.0), (16, 1.15)):
-            if gemm.bar is not None:
-                name = Shape(gemm, m).name
-                bars.append(Bar(f"{name}: us", round(gemm.bar * more, 2), True, (name,), of_ours(name)))
-    return bars
-
-
-BARS = _bars()
-
-
-def _worst_error(errors: Times) -> float:
-    """Our error divided by the portable kernel's, where that is largest."""
-    return max(of_one["ours"] / of_one["triton"] for of_one in errors.values() if {"ours", "triton"} <= of_one.keys())
-
-
-def judge(times: Times, errors: Times, absent: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """Checks every bar against microseconds and relative errors, by shape and implementation."""
-    absent = {*absent}
-    judged = [bar.judged(times, absent) for bar in BARS]
-    compared = tuple(shape for shape, of_one in errors.items() if {"ours", "triton"} <= of_one.keys())
-    if compared:
-        bar = Bar("relative error over the portable kernel's, worst shape", 1.2, True, compared, _worst_error, ("triton",))
-        judged.append(bar.judged(errors))
-    return judged

@@ -13,32 +13,23 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import measuring
 import torch
-from measuring import Call
 from moe_shapes import Batch, Layer, Model, Shape
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import Unsupported
+from tokenspeed_kernel.workbench.benchmark.runner import Call, Implementation
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import launch as grouped
+from tokenspeed_kernel_nvidia.sm90.moe.grouped.config import CODES, PARTS, PLAIN, VALUES
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4 import layout as mxfp4_layout
+from tokenspeed_kernel_nvidia.sm90.moe.stream import launch as stream
 
 Experts = Callable[[Batch], Call]
-
-
-@dataclass(frozen=True)
-class Implementation(measuring.Implementation):
-    """An implementation that is measured. ``setup``: see the module.
-
-    Attributes:
-        on_demand: whether it is measured only if it is named, because its preparation takes long.
-    """
-
-    on_demand: bool = False
 
 
 def local(ids: Tensor, model: Model) -> Tensor:
@@ -83,6 +74,24 @@ def of_solution(solution: str, routing: str | None = None) -> Callable[[Shape, L
         return experts
 
     return setup
+
+
+def tiles(name: str, shape: Shape, layer: Layer) -> Experts:
+    """`moe_apply` on mxfp4 weights with one tile width, without the router.
+
+    Args:
+        name: the most columns of a tile. Suffix ``s``: elements are split into two fp8 values. Suffix ``v`` or ``c``: activations
+            are fp8, and the MMAs are 16-bit on the quantised values, or fp8. ``few`` is the streaming kernel.
+        shape, layer: see the module.
+    """
+    if shape.model.weight_format != "mxfp4" or (name[-1] in "vc") != (shape.activation_dtype == "fp8"):
+        raise Unsupported("for mxfp4 weights, and activations of one dtype")
+    prepared = mxfp4_layout.prepare_weights(layer.weights, layer.plan)
+    apply = functools.partial(stream.moe_apply_few, out=None)
+    if name != "few":
+        kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
+        apply = functools.partial(grouped.moe_apply_many, columns=int(name.rstrip("vcs")), inputs=(kind,))
+    return lambda batch: functools.partial(apply, batch.x, prepared, batch.topk_weights, batch.topk_ids, layer.plan)
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------------------

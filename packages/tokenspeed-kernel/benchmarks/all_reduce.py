@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 from tokenspeed_kernel.workbench.worlds import WorldError, gap, run_world
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, UNIT
@@ -95,7 +95,7 @@ def run(
         "rows": found,
     }
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(as_text(report))
         kept.unlink()
     print(table(report))
     return 0 if all(row["us"] is not None or row["skipped"] for row in found) else 1

@@ -10,7 +10,6 @@ kernel. The figures are differences of the medians over runs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import write_result
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec
@@ -181,17 +180,9 @@ def main() -> None:
     print("rmsnorm_moe_topk, composed", *(f"  {name:<20}{value:>10.1f}" for name, value in parts.items()), sep="\n")
     imports = import_cost()
     print(f"import tokenspeed_kernel adds {imports['added_ms']} ms to import torch")
-    if arguments.output:
-        command = "python packages/tokenspeed-kernel/benchmarks/dispatch.py"
-        result = {
-            "metadata": dataclasses.asdict(collect_metadata(command)),
-            "calls_per_run": CALLS,
-            "runs": RUNS,
-            "overhead": rows,
-            "composed": parts,
-            "import": imports,
-        }
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    command = "python packages/tokenspeed-kernel/benchmarks/dispatch.py"
+    values = {"calls_per_run": CALLS, "runs": RUNS, "overhead": rows, "composed": parts, "import": imports}
+    write_result(arguments.output, command=command, **values)
 
 
 if __name__ == "__main__":

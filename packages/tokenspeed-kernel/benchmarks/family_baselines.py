@@ -1,6 +1,6 @@
 """Third-party baselines for ``measure_families.py``: PyTorch, cuBLAS and cuDNN through it, and flash-linear-attention.
 
-Each is declared with `tokenspeed_kernel.workbench.benchmark.peer`, and set up once for a call. `InForm` converts a result into
+Each is declared with `tokenspeed_kernel.workbench.benchmark.baseline`, and set up once for a call. `InForm` converts a result into
 the operator's form. An engine prepares some things once rather than at every call: contiguous operands, int64 offsets, plans.
 The baseline's setup prepares these, and is not timed.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.benchmark import Unsupported, peer
+from tokenspeed_kernel.workbench.benchmark import Unsupported, baseline
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.ops.sampling.philox import uniform
 
@@ -59,7 +59,7 @@ def _gates(A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale:
     return {**inside, "A_log": A_log, "dt_bias": bias, "scale": scale, "output_final_state": True}
 
 
-@peer("linear_attention.gated_delta_rule_prefill", name="fla", setup=True, package=_FLA)
+@baseline("linear_attention.gated_delta_rule_prefill", name="fla", setup=True, package=_FLA)
 def fla_prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, cu_seqlens: Tensor, state_slots: Tensor,
     has_initial_state: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None,
@@ -77,7 +77,7 @@ def fla_prefill(
     return InForm(functools.partial(function, *operands, **options), lambda found: found[0].view(v.shape))
 
 
-@peer("linear_attention.gated_delta_rule_decode", name="fla", setup=True, package=_FLA)
+@baseline("linear_attention.gated_delta_rule_decode", name="fla", setup=True, package=_FLA)
 def fla_decode(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, state_slots: Tensor,
     A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None,
@@ -91,7 +91,7 @@ def fla_decode(
     return InForm(call, lambda found: found[0].view(v.shape))
 
 
-@peer("norm.rmsnorm_gated", name="fla", setup=True, package=_FLA)
+@baseline("norm.rmsnorm_gated", name="fla", setup=True, package=_FLA)
 def fla_rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, norm_before_gate: bool) -> Call:
     refuse_unless(norm_before_gate, "it gates what is normed already")
     function = importlib.import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
@@ -122,7 +122,7 @@ def chosen_as_defined(scores: Tensor, lengths: Tensor, chosen: Tensor) -> Tensor
     return torch.where(in_order == keys, -1, in_order).int()
 
 
-@peer("attention.top_k_indices", name="torch.topk", setup=True)
+@baseline("attention.top_k_indices", name="torch.topk", setup=True)
 def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
     """It has no lengths argument, so the setup overwrites scores beyond the lengths with -inf."""
     ends = torch.full((len(scores),), scores.shape[1], device=scores.device) if lengths is None else lengths
@@ -130,7 +130,7 @@ def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
     return InForm(lambda: shown.topk(top_k, dim=1, sorted=False), lambda found: chosen_as_defined(scores, ends, found.indices))
 
 
-@peer("sampling.sample_top_k_top_p", name="torch", setup=True)
+@baseline("sampling.sample_top_k_top_p", name="torch", setup=True)
 def torch_sampling(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, out_dtype: torch.dtype
 ) -> Call:
@@ -154,7 +154,7 @@ def torch_sampling(
     return call
 
 
-@peer("sampling.token_logprobs", name="torch", setup=True)
+@baseline("sampling.token_logprobs", name="torch", setup=True)
 def torch_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> Call:
     refuse_unless(logits.dtype == torch.float32, "its order of equal logits, of which 16-bit formats have many, is not defined")
     given = tokens.long().unsqueeze(1)
@@ -167,7 +167,7 @@ def torch_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> Call:
     return call
 
 
-@peer("sampling.argmax_with_value", name="torch.max", setup=True)
+@baseline("sampling.argmax_with_value", name="torch.max", setup=True)
 def torch_max(logits: Tensor, first_token: int) -> Call:
     call = functools.partial(torch.max, logits, 1)
     return InForm(call, lambda found: (found.values.float(), (found.indices + first_token).int()))
@@ -176,7 +176,7 @@ def torch_max(logits: Tensor, first_token: int) -> Call:
 # -- GEMMs -------------------------------------------------------------------------------------------------------------------------
 
 
-@peer("gemm.mm", name="cuBLAS, bfloat16", setup=True)
+@baseline("gemm.mm", name="cuBLAS, bfloat16", setup=True)
 def bfloat16_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
     """The same values, dequantised to bfloat16 in the setup: it reads more bytes and dequantises nothing."""
     refuse_unless(a_scale is not None or b_scale is not None, "these are dense")
@@ -186,7 +186,7 @@ def bfloat16_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor 
     return functools.partial(torch.mm, left, right)
 
 
-@peer("gemm.mm", name="cuBLAS, fp8", setup=True)
+@baseline("gemm.mm", name="cuBLAS, fp8", setup=True)
 def scaled_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
     """PyTorch's scaled fp8 GEMM, for the scales that it supports."""
     refuse_unless(
@@ -207,7 +207,7 @@ def scaled_gemm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | 
 # -- scales, attention, caches -----------------------------------------------------------------------------------------------------
 
 
-@peer("quantization.swizzle_scales", name="torch", setup=True)
+@baseline("quantization.swizzle_scales", name="torch", setup=True)
 def torch_swizzle(scale: Tensor) -> Call:
     refuse_unless(scale.dim() == 2 and scale.shape[0] % 128 == 0 and scale.shape[1] % 4 == 0, "it pads nothing")
     bits = scale.view(torch.uint8)
@@ -215,14 +215,14 @@ def torch_swizzle(scale: Tensor) -> Call:
     return InForm(tiles.permute(0, 3, 2, 1, 4).contiguous, lambda found: found.view(scale.dtype))
 
 
-@peer("quantization.unswizzle_scales", name="torch", setup=True)
+@baseline("quantization.unswizzle_scales", name="torch", setup=True)
 def torch_unswizzle(scale: Tensor, rows: int, columns: int) -> Call:
     refuse_unless(scale.dim() == 5 and rows % 128 == 0 and columns % 4 == 0, "it drops no padding")
     bits = scale.view(torch.uint8)
     return InForm(bits.permute(0, 3, 2, 1, 4).contiguous, lambda found: found.view(rows, columns).view(scale.dtype))
 
 
-@peer("attention.mla_prefill", name="cuDNN", setup=True, package="nvidia-cudnn-cu13")
+@baseline("attention.mla_prefill", name="cuDNN", setup=True, package="nvidia-cudnn-cu13")
 def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal: bool, softmax_scale: float | None) -> Call:
     """cuDNN's attention, through PyTorch; all sequences have one length."""
     lengths = cu_seqlens.diff().tolist()
@@ -241,7 +241,7 @@ def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal
     return InForm(call, lambda found: found.transpose(1, 2).flatten(0, 1))
 
 
-@peer("kvcache.copy_kv_pages", name="torch", setup=True)
+@baseline("kvcache.copy_kv_pages", name="torch", setup=True)
 def torch_copy_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None) -> Call:
     refuse_unless(cache.element_size() > 1, "PyTorch does not index fp8")
     there = (source_pages >= 0) & (target_pages >= 0)
@@ -249,7 +249,7 @@ def torch_copy_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, 
     return InForm(lambda: cache.index_copy_(0, to, origin.index_select(0, at)), lambda found: None)
 
 
-@peer("kvcache.zero_kv_pages", name="torch", setup=True)
+@baseline("kvcache.zero_kv_pages", name="torch", setup=True)
 def torch_zero_pages(cache: Tensor, pages: Tensor) -> Call:
     refuse_unless(cache.element_size() > 1, "PyTorch does not index fp8")
     at = pages[pages >= 0].long()

@@ -1,7 +1,7 @@
 """vLLM's kernels for ``measure_families.py``: its Triton kernels for Mamba layers, its operators, and the FlashMLA, DeepGEMM
 and FlashAttention-3 that it ships.
 
-They come from an installed vLLM 0.26, or from one in a folder that ``--peers`` names. Importing vLLM itself takes many seconds
+They come from an installed vLLM 0.26, or from one in a folder that ``--site`` names. Importing vLLM itself takes many seconds
 and sets options of PyTorch, and none of these modules needs it, so `_installed` skips it. The Triton kernels import a little of
 vLLM. `stand_in` provides that, so that they may also be single files in a folder.
 """
@@ -23,7 +23,7 @@ import torch
 from family_baselines import Call, InForm, chosen_as_defined, refuse_unless
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.benchmark import peer
+from tokenspeed_kernel.workbench.benchmark import baseline
 from tokenspeed_kernel_base.ops.quantization.value import Quantization
 from tokenspeed_kernel_base.ops.state_space._recurrence import step_sizes
 
@@ -144,7 +144,7 @@ def _programs(lengths: Sequence[int], rows: int, device: torch.device) -> dict[s
     return {"tot": len(parts), "mlist": sequences, "mlist_len": len(parts), "offsetlist": offsets, **on_device}
 
 
-@peer("state_space.causal_conv1d_prefill", name="vLLM", setup=True, package="vllm")
+@baseline("state_space.causal_conv1d_prefill", name="vLLM", setup=True, package="vllm")
 def conv_prefill(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor, bias: Tensor | None,
     has_initial_state: Tensor | None, activation: str | None,
@@ -160,7 +160,7 @@ def conv_prefill(
     return InForm(call, lambda found: found.t().contiguous())
 
 
-@peer("state_space.causal_conv1d_decode", name="vLLM", setup=True, package="vllm")
+@baseline("state_space.causal_conv1d_decode", name="vLLM", setup=True, package="vllm")
 def conv_decode(
     x: Tensor, weight: Tensor, states: Tensor, state_slots: Tensor, bias: Tensor | None, activation: str | None
 ) -> Call:
@@ -171,7 +171,7 @@ def conv_decode(
     return InForm(call, lambda found: found.unsqueeze(1))
 
 
-@peer("state_space.ssd_decode", name="vLLM", setup=True, package="vllm")
+@baseline("state_space.ssd_decode", name="vLLM", setup=True, package="vllm")
 def ssd_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, states: Tensor, state_slots: Tensor, D: Tensor | None,
     z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
@@ -191,7 +191,7 @@ def ssd_decode(
     return InForm(call, lambda found: out.unsqueeze(1))
 
 
-@peer("state_space.ssd_prefill", name="vLLM", setup=True, package="vllm")
+@baseline("state_space.ssd_prefill", name="vLLM", setup=True, package="vllm")
 def ssd_prefill(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor,
     D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float,
@@ -230,7 +230,7 @@ def _flash_mla() -> Any:
     return _installed("vllm.third_party.flashmla.flash_mla_interface")
 
 
-@peer("attention.mla_decode_with_kvcache", name="FlashMLA", setup=True, package="vllm")
+@baseline("attention.mla_decode_with_kvcache", name="FlashMLA", setup=True, package="vllm")
 def flash_mla(
     q: Tensor, kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int, kv_lora_rank: int,
     softmax_scale: float, q_scale: Tensor | None, kv_scale: Tensor | None,
@@ -257,7 +257,7 @@ def flash_mla(
     return InForm(call, lambda found: found[0].squeeze(1))
 
 
-@peer("attention.mla_sparse_with_kvcache", name="FlashMLA", setup=True, package="vllm")
+@baseline("attention.mla_sparse_with_kvcache", name="FlashMLA", setup=True, package="vllm")
 def flash_mla_sparse(
     q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, softmax_scale: float, topk_length: Tensor | None,
     kv_scale_cache: Tensor | None, rope_cache: Tensor | None,
@@ -299,7 +299,7 @@ def _seen(lengths: Tensor) -> Callable[[Any], tuple[Tensor, Tensor]]:
     return form
 
 
-@peer("attention.dsa_indexer_scores_with_kvcache", name="DeepGEMM", setup=True, package="vllm")
+@baseline("attention.dsa_indexer_scores_with_kvcache", name="DeepGEMM", setup=True, package="vllm")
 def paged_scores(
     q: Tensor, k_cache: Tensor, weights: Tensor, page_table: Tensor, cache_seqlens: Tensor, k_scale_cache: Tensor | None
 ) -> Call:
@@ -321,7 +321,7 @@ def paged_scores(
     return InForm(call, _seen(lengths.flatten()))
 
 
-@peer("attention.dsa_indexer_scores", name="DeepGEMM", setup=True, package="vllm")
+@baseline("attention.dsa_indexer_scores", name="DeepGEMM", setup=True, package="vllm")
 def row_scores(
     q: Tensor, k: Tensor, weights: Tensor, cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None, k_scale: Tensor | None
 ) -> Call:
@@ -331,7 +331,7 @@ def row_scores(
     return InForm(functools.partial(_deep_gemm().fp8_fp4_mqa_logits, *given, clean_logits=False), _seen(ends))
 
 
-@peer("attention.top_k_indices", name="vLLM", setup=True, package="vllm")
+@baseline("attention.top_k_indices", name="vLLM", setup=True, package="vllm")
 def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
     """vLLM's top-k kernel for prefill."""
     refuse_unless(scores.dtype == torch.float32, "float32 only")
@@ -342,7 +342,7 @@ def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
     return InForm(call, lambda found: chosen_as_defined(scores, ends, out))
 
 
-@peer("attention.top_k_indices", name="vLLM, decode", setup=True, package="vllm")
+@baseline("attention.top_k_indices", name="vLLM, decode", setup=True, package="vllm")
 def vllm_top_k_of_decode(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
     """vLLM's top-k kernels for decode on Hopper: with few rows, the CTAs of a cluster split a row."""
     refuse_unless(scores.dtype == torch.float32 and top_k in (512, 1024, 2048), "float32, and 512, 1024 or 2048 of them")
@@ -371,7 +371,7 @@ def _flash_attention_3(
     )
 
 
-@peer("attention.mha_prefill", name="FlashAttention-3", setup=True, package="vllm")
+@baseline("attention.mha_prefill", name="FlashAttention-3", setup=True, package="vllm")
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float | None, sinks: Tensor | None,
     q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
@@ -381,7 +381,7 @@ def flash_attention(
     return _flash_attention_3(q, k, v, cu_seqlens, scales, causal=True, softmax_scale=softmax_scale, s_aux=added)
 
 
-@peer("attention.mla_prefill", name="FlashAttention-3", setup=True, package="vllm")
+@baseline("attention.mla_prefill", name="FlashAttention-3", setup=True, package="vllm")
 def flash_attention_expanded(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal: bool, softmax_scale: float | None, return_lse: bool,
     q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
@@ -392,7 +392,7 @@ def flash_attention_expanded(
     return InForm(call, lambda found: (found[0], found[1].t().contiguous()) if return_lse else found)
 
 
-@peer("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
+@baseline("gemm.mm", name="DeepGEMM", setup=True, package="vllm")
 def deep_gemm_mm(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
     """Blocks of 128 with float32 scales. The scales of ``a`` are stored column-major, as DeepGEMM's own quantisation writes
     them."""
@@ -421,7 +421,7 @@ def _quantised(x: Tensor, width: int, quantization: Quantization) -> tuple[Tenso
     return torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device), torch.empty(rows, scales, device=x.device)
 
 
-@peer("norm.rmsnorm_quantize", name="vLLM", setup=True, package="vllm")
+@baseline("norm.rmsnorm_quantize", name="vLLM", setup=True, package="vllm")
 def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, quantization: Quantization) -> Call:
     """It writes the sum over the residual, which is a copy here."""
     out, scale = _quantised(x, x.shape[-1], quantization)
@@ -434,7 +434,7 @@ def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | 
     return InForm(call, lambda found: (out, scale) if total is None else (out, scale, total))
 
 
-@peer("activation.swiglu_quantize", name="vLLM", setup=True, package="vllm")
+@baseline("activation.swiglu_quantize", name="vLLM", setup=True, package="vllm")
 def silu_quantised(
     x: Tensor, quantization: Quantization, alpha: float, limit: float | None, beta: float, interleaved: bool
 ) -> Call:

@@ -1,11 +1,11 @@
 """Every family of operators at the sizes of real models, against the best available baseline, on one GPU, within a time limit.
 
 python packages/tokenspeed-kernel/benchmarks/measure_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
-python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --peers FOLDER --check --output sampling.json
+python packages/tokenspeed-kernel/benchmarks/measure_families.py --family sampling --site FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
 
 Measures every eligible kernel, and every baseline of ``family_baselines.py`` and ``family_baselines_vllm.py`` that can be imported;
-``--peers`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
+``--site`` adds folders to Python's search path. Each result is first compared with the operator's reference, or with the first
 kernel's result if the reference takes too long: ``checked`` tells which. A result beyond its tolerance is not timed.
 
 A time is that of one call in a CUDA graph of several calls. They rotate over copies of the arguments, together more than twice
@@ -13,7 +13,7 @@ the L2 cache's size, so caches are cold. Nothing is written between calls, becau
 lines. The graphs of all implementations of a call alternate; the medians over all rounds are reported.
 
 Operators alternate, so that each has results if ``--seconds`` ends the run. Baselines that tune themselves get
-``--peer-seconds`` for their first call; their results stay in Triton's cache. ``--check`` compiles and checks only, and keeps
+``--baseline-seconds`` for their first call; their results stay in Triton's cache. ``--check`` compiles and checks only, and keeps
 no tuning results, because other processes may use the device meanwhile. ``--checked`` reads such a report of the same code and
 skips its checks, so that families can be checked in parallel and measured one after another. The roofline is measured last.
 """
@@ -48,17 +48,8 @@ from bounded import OutOfTimeError, tune_quickly, within
 from families import FAMILIES, Shape, shapes
 from family_baselines import InForm
 
-from tokenspeed_kernel.workbench.benchmark import (
-    Method,
-    Peer,
-    Report,
-    Row,
-    Timing,
-    Unsupported,
-    collect_metadata,
-    failure_of,
-    measure_roofline,
-)
+from tokenspeed_kernel.workbench.benchmark import Baseline, Method, Report, Row, Unsupported, as_text, failure_of, measure_roofline
+from tokenspeed_kernel.workbench.benchmark.runner import absent_of, lost, metadata_of, with_times
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 from tokenspeed_kernel.workbench.numerics.compare import decoded_outputs, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
@@ -99,7 +90,7 @@ class Implementation:
         checked: what its results were compared with: "reference", a kernel's name, or "before" if a ``--check`` run passed.
     """
 
-    who: KernelSpec | Peer
+    who: KernelSpec | Baseline
     status: str = "measured"
     reason: str = ""
     error: float | None = None
@@ -116,7 +107,7 @@ class Implementation:
 
     def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
         """The call, bound to these arguments."""
-        if isinstance(self.who, Peer):
+        if isinstance(self.who, Baseline):
             refused = self.who.refusal(op, arguments)
             if refused is not None:
                 raise Unsupported(refused)
@@ -146,7 +137,7 @@ def implementations(op: Operator[Any, Any], arguments: Arguments, without: str) 
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
     kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
     values = [value for module in (family_baselines, family_baselines_vllm) for value in vars(module).values()]
-    baselines = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
+    baselines = {value.name: value for value in values if isinstance(value, Baseline) and value.operator == str(op)}
     everyone = [*map(Implementation, kernels), *map(Implementation, baselines.values())]
     return [each for each in everyone if not (without and re.search(without, each.who.name))]
 
@@ -320,19 +311,13 @@ def measure(
 def rows_of(shape: Shape, who: Iterable[Implementation], cost: Any) -> Iterator[dict[str, Any]]:
     """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a baseline."""
     for each in who:
-        baseline, version = isinstance(each.who, Peer), ""
-        if isinstance(each.who, Peer) and each.who.package:  # a package in a folder may only have __version__
+        baseline, version = isinstance(each.who, Baseline), ""
+        if isinstance(each.who, Baseline) and each.who.package:  # a package in a folder may only have __version__
             version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
         if each.rounds and each.status == "measured":
-            timing = Timing.of(each.rounds)
-            known = dataclasses.replace(
-                known,
-                timing=timing,
-                tflops=cost.flops / timing.median_us / 1e6,
-                gb_per_s=cost.bytes / timing.median_us / 1e3,
-            )
+            known = with_times(known, each.rounds, cost)
         extra = {"family": shape.family, "peer": baseline, "relative_error": each.error, "checked": each.checked}
         yield {**dataclasses.asdict(known), **extra}
 
@@ -358,21 +343,16 @@ def document(rows: Sequence[Mapping[str, Any]], report: Report, unmeasured: Sequ
     return {**report.to_dict(), "rows": list(rows), "unmeasured": [shape.name for shape in unmeasured]}
 
 
-def write(file: Path, made: Mapping[str, Any]) -> None:
-    """Writes one row a line, and atomically, so that readers always find the whole file."""
-    rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
-    text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False)
-    replace_file(file, text.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n")
-
-
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], choices=FAMILIES, help="this one; repeatable; all if not given")
     parser.add_argument("--only", default="", metavar="REGEX", help="calls whose operator or case matches")
-    parser.add_argument("--without", default="", metavar="REGEX", help="leave out kernels and peers whose name matches")
-    parser.add_argument("--peers", action="append", type=Path, default=[], metavar="FOLDER", help="where peers are found, too")
+    parser.add_argument("--without", default="", metavar="REGEX", help="leave out kernels and baselines whose name matches")
+    where = {"action": "append", "type": Path, "default": [], "metavar": "FOLDER"}
+    parser.add_argument("--site", "--peers", **where, help="a folder with further packages; repeatable")
     parser.add_argument("--seconds", type=float, default=110.0, help="of the whole run (110)")
-    parser.add_argument("--peer-seconds", type=float, default=15.0, help="of one's first call, in which it may tune itself (15)")
+    first_call = "of a baseline's first call, in which it may tune itself (15)"
+    parser.add_argument("--baseline-seconds", "--peer-seconds", type=float, default=15.0, help=first_call)
     parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
     parser.add_argument("--checked", action="append", type=Path, default=[], metavar="FILE", help="a report of --check; repeatable")
     parser.add_argument("--list", action="store_true", help="print the calls, measure nothing")
@@ -385,7 +365,7 @@ def command_of(words: Sequence[str]) -> str:
     """The command without this machine's folders, for the report."""
     kept, skip = [], False
     for word in words:
-        private = word in ("--peers", "--output", "--commit", "--checked") and not skip
+        private = word in ("--site", "--peers", "--output", "--commit", "--checked") and not skip
         if not skip and not private:
             kept.append(word)
         skip = private
@@ -408,25 +388,12 @@ def known_of(files: Iterable[Path], commit: str) -> Known:
     return known
 
 
-def lost(device: torch.device) -> str:
-    """The reason why this process cannot measure any more, if a kernel has broken it; else empty. Frees memory."""
-    try:
-        _synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
-
-
 def run(given: argparse.Namespace, device: torch.device, command: str, wanted: Sequence[Shape]) -> dict[str, Any]:
     """Measures, prints a line for each call, and writes the report after each. Returns the document."""
     begun = time.monotonic()
     rounds = 0 if given.check else 3
-    effort = Effort(rounds, 0.006, given.peer_seconds, begun + given.seconds)
-    metadata = collect_metadata(command, device)
-    if given.commit:
-        metadata = dataclasses.replace(metadata, git_commit=given.commit)
+    effort = Effort(rounds, 0.006, given.baseline_seconds, begun + given.seconds)
+    metadata = metadata_of(given, command, device)
     known = known_of(given.checked, metadata.git_commit)
     method = Method("cold" if device.type == "cuda" else "warm", 1, _COPIES, effort.budget_s * rounds, rounds)
     report = Report(metadata, (), None, method)
@@ -445,7 +412,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
             rows += of_shape
             print(line_of(shape, of_shape), flush=True)
             if given.output is not None:
-                write(given.output, document(rows, report, unmeasured))
+                replace_file(given.output, as_text(document(rows, report, unmeasured)))
         broken = lost(device)
     if broken:
         print(f"stopped: {broken}")
@@ -454,7 +421,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
     print(f"{len(wanted) - len(unmeasured)} of {len(wanted)} calls in {time.monotonic() - begun:.0f} s")
     made = document(rows, report, unmeasured)
     if given.output is not None:
-        write(given.output, made)
+        replace_file(given.output, as_text(made))
     return made
 
 
@@ -466,12 +433,11 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
-    sys.path[:0] = [str(folder) for folder in given.peers]
+    sys.path[:0] = [str(folder) for folder in given.site]
     tune_quickly(keep=not given.check)
     device = torch.device("cuda", torch.cuda.current_device())
     made = run(given, device, command_of(sys.argv[1:] if words is None else words), wanted)
-    absent = {row["kernel"]: row["reason"] for row in made["rows"] if row["status"] == "absent"}
-    for name, reason in absent.items():
+    for name, reason in absent_of(made["rows"]).items():
         print(f"absent: {name}: {reason[:100]}")
 
 

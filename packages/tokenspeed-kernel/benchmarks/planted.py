@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from typing import Any
 import torch
 
 import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
-from tokenspeed_kernel.workbench.benchmark import Report, Verdict, collect_metadata, compare
+from tokenspeed_kernel.workbench.benchmark import Report, Verdict, collect_metadata, compare, write_result
 from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
 from tokenspeed_kernel.workbench.benchmark.run import Measurement, method_for, rows_of
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
@@ -125,9 +122,7 @@ def main() -> None:
             f"slower {row['slower_seen']} of {row['repeats']}, {row['seconds']:.0f} s",
             flush=True,
         )
-    if options.output:
-        metadata = dataclasses.asdict(collect_metadata(shlex.join(["python", *sys.argv]), device))
-        options.output.write_text(json.dumps({"metadata": metadata, "rows": rows}, indent=2) + "\n")
+    write_result(options.output, device, rows=rows)
 
 
 if __name__ == "__main__":

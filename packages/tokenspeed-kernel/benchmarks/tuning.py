@@ -10,13 +10,9 @@ same, their ratio shows the noise.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +22,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel import reload_settings
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import write_result
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 from tokenspeed_kernel.workbench.tuning import tune_case
 from tokenspeed_kernel_base.cases import Case
@@ -115,9 +111,7 @@ def main() -> None:
             )
     mean = math.exp(statistics.fmean(math.log(row["gain"]) for row in rows))
     print(f"geometric mean of {len(rows)} shapes: x{mean:.4f}")
-    if options.output:
-        metadata = dataclasses.asdict(collect_metadata(shlex.join(["python", *sys.argv]), device))
-        options.output.write_text(json.dumps({"metadata": metadata, "geometric_mean": mean, "rows": rows}, indent=2) + "\n")
+    write_result(options.output, device, geometric_mean=mean, rows=rows)
 
 
 if __name__ == "__main__":

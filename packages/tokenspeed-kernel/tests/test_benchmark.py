@@ -23,7 +23,6 @@ from torch import Tensor
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.benchmark import (
     Launch,
-    Metadata,
     Method,
     Report,
     ReportError,
@@ -42,6 +41,7 @@ from tokenspeed_kernel.workbench.benchmark import (
     metadata,
     run,
     timing,
+    write_result,
 )
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
@@ -469,12 +469,34 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [file], "nothing is left beside it"
     text = file.read_text()
     assert json.loads(text)["format"] == 2
-    assert '"samples_us": [1.0, 2.0, 3.0]' in text, "lists of numbers take one line"
+    assert sum(line.startswith('    {"kernel"') for line in text.splitlines()) == 2, "a row takes one line"
+    short = replace(FULL, timing=FULL.timing and FULL.timing.without_samples())
+    Report(here, (short,)).write(file)
+    assert load_report(file).rows == (short,)
+    assert short.timing
+    assert FULL.timing
+    assert [each.median_us for each in short.timing.rounds] == [each.median_us for each in FULL.timing.rounds]
+    assert "samples_us" in text
 
 
-def test_a_report_is_json_or_nothing() -> None:
+def test_a_program_writes_its_values(tmp_path: Path) -> None:
+    write_result(None, "cpu", rows=[])
+    write_result(tmp_path / "result.json", "cpu", command="python program.py", rows=[{"us": 1.5}], mean=2.0)
+    table = json.loads((tmp_path / "result.json").read_text())
+    assert (table["rows"], table["mean"], table["metadata"]["command"]) == ([{"us": 1.5}], 2.0, "python program.py")
+
+
+def test_committed_reports_hold_medians_and_spread() -> None:
+    """Samples stay out of version control."""
+    files = [file for part in ("packages", "tools") for file in COMMITTED.parents[3].glob(f"{part}/*/benchmarks/*.json")]
+    assert COMMITTED in files
+    for file in files:
+        assert '"samples_us": [' not in file.read_text().replace('"samples_us": []', ""), file
+
+
+def test_a_report_is_json_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        Report(Metadata(*("" for _ in range(10))), (Row("k", "f.m", "c", "measured", tflops=math.nan),)).to_json()
+        Report(collect_metadata("", "cpu"), (Row("k", "f.m", "c", "measured", tflops=math.nan),)).write(tmp_path / "report.json")
 
 
 def test_the_committed_report_still_loads() -> None:

@@ -549,9 +549,9 @@ def test_a_run_is_added_to_the_one_before(tmp_path: Path) -> None:
 
 
 def test_the_command_in_a_report_makes_it_again(tmp_path: Path) -> None:
-    peers = tmp_path / "its peers.py"
-    peers.write_text(PEERS)
-    words = ["bench", "rmsnorm", "--case", "no rows", "--solutions", "reference,aten", "--peer", str(peers)]
+    baselines = tmp_path / "its baselines.py"
+    baselines.write_text(BASELINES)
+    words = ["bench", "rmsnorm", "--case", "no rows", "--solutions", "reference,aten", "--baseline", str(baselines)]
     words += ["--device", "cpu", "--cache", "warm", "--rotate", "3", "--rounds", "2", "--budget", "0.001"]
     printed = call_json(*words)
     assert shlex.split(printed["metadata"]["command"]) == ["tokenspeed-kernel", *words]
@@ -584,26 +584,26 @@ def test_bench_prints_a_table(wrong: str) -> None:
     assert re.search(r"^wrong_rmsnorm +one row of 8, float32 +failed .*worst at \[0, 5\]", text, re.MULTILINE)
 
 
-PEERS = """
+BASELINES = """
 import torch
-from tokenspeed_kernel.workbench.benchmark import Unsupported, peer
+from tokenspeed_kernel.workbench.benchmark import Unsupported, baseline
 
-@peer("norm.rmsnorm", name="aten")
+@baseline("norm.rmsnorm", name="aten")
 def aten(x, weight, eps):
     if x.dtype == torch.float16:
         raise Unsupported("float16 is not for it")
     return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
-@peer("gemm.mm", name="other")
+@baseline("gemm.mm", name="other")
 def other(a, b):
     raise AssertionError("not asked for")
 """
 
 
-def test_solutions_and_peers_stand_side_by_side(tmp_path: Path, wrong: str) -> None:
-    file = tmp_path / "peers.py"
-    file.write_text(PEERS)
-    words = ["bench", "rmsnorm", "--peer", str(file), "--budget", "0.001", "--rounds", "4"]
+def test_solutions_and_baselines_stand_side_by_side(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "baselines.py"
+    file.write_text(BASELINES)
+    words = ["bench", "rmsnorm", "--baseline", str(file), "--budget", "0.001", "--rounds", "4"]
     text = call(*words, "--solutions", "reference,aten,wrong", code=1)
     lines = text.splitlines()
     assert re.split(r"  +", lines[0]) == ["operator", "case", "reference us", "aten us", "wrong us", "detail"]
@@ -615,8 +615,8 @@ def test_solutions_and_peers_stand_side_by_side(tmp_path: Path, wrong: str) -> N
     )
     first_other = call_json(*words, "--solutions", "aten,reference", "--case", "no rows")
     assert {row["kernel"] for row in first_other["rows"]} == {"aten", "reference_rmsnorm"}
-    for peers_only in (["--solutions", "aten"], ["--solution", "aten"]):
-        assert [row["kernel"] for row in call_json(*words, *peers_only, "--case", "no rows")["rows"]] == ["aten"]
+    for baselines_only in (["--solutions", "aten"], ["--solution", "aten"]):
+        assert [row["kernel"] for row in call_json(*words, *baselines_only, "--case", "no rows")["rows"]] == ["aten"]
     beside = call(*words, "--solutions", "reference", "--case", "no rows")
     assert re.split(r"  +", beside.splitlines()[0]) == ["operator", "case", "reference us", "aten us", "detail"]
     plain = call_json(*words, "--case", "no rows")
@@ -729,7 +729,7 @@ def test_options_of_bench_that_cannot_be_followed(tmp_path: Path) -> None:
     assert "did you mean 'warm'?" in refused("bench", "rmsnorm", "--cache", "warn")
     assert "give one of the two" in refused("bench", "rmsnorm", "--solution", "triton", "--solutions", "triton,torch")
     assert "no solution 'tritn'" in refused("bench", "rmsnorm", "--solutions", "reference,tritn")
-    assert "none.py is no Python file" in refused("bench", "rmsnorm", "--peer", str(tmp_path / "none.py"))
+    assert "none.py is no Python file" in refused("bench", "rmsnorm", "--baseline", str(tmp_path / "none.py"))
     if not torch.cuda.is_available():
         assert "caches are flushed on GPUs only" in refused("bench", "rmsnorm", "--cache", "cold")
 

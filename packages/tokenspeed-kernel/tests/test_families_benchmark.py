@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel.workbench.benchmark import Peer, load_report
+from tokenspeed_kernel.workbench.benchmark import Baseline, load_report
 from tokenspeed_kernel_base.operator import get_operator
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -33,13 +34,12 @@ OF_TORCH = [
 
 # Longer than any test takes.
 AGES_S = 1e5
-AGES = ["--seconds", "100000", "--peer-seconds", "100000"]
+AGES = ["--seconds", "100000", "--baseline-seconds", "100000"]
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("measure_families")
+def program(programs: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = programs("measure_families")
     monkeypatch.setattr(module, "_CHECK_S", AGES_S)
     return module
 
@@ -83,7 +83,7 @@ def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.Mo
 
         return call
 
-    false = Peer("torch", "kvcache.zero_kv_pages", wrong, frozenset({"cache", "pages"}), False, True, "")
+    false = Baseline("torch", "kvcache.zero_kv_pages", wrong, frozenset({"cache", "pages"}), False, True, "")
     monkeypatch.setattr(program.family_baselines, "torch_zero_pages", false)
     who, _ = program.measure(small(program, "kvcache.zero_kv_pages"), CPU, effort(program))
     assert [(each.who.name, each.status, each.rounds) for each in who if each.who is false] == [("torch", "failed", [])]
@@ -141,13 +141,13 @@ def test_an_error_caused_by_the_timeout_is_a_timeout(program: ModuleType) -> Non
 
 def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
-    words = ["--output", str(output), "--peers", str(tmp_path), *AGES, "--only", "zero"]
+    words = ["--output", str(output), "--site", str(tmp_path), *AGES, "--only", "zero"]
     given = program.options_of(words)
     command = program.command_of(words)
     wanted = [small(program, "zero_kv_pages"), small(program, "rmsnorm_quantize")]
     made = program.run(given, CPU, command, wanted)
     assert str(tmp_path) not in json.dumps(made)
-    assert command.endswith("measure_families.py --seconds 100000 --peer-seconds 100000 --only zero")
+    assert command.endswith("measure_families.py --seconds 100000 --baseline-seconds 100000 --only zero")
     assert made["unmeasured"] == []
     assert json.loads(output.read_text()) == json.loads(json.dumps(made))
     rows = {row.key: row for row in load_report(output).rows}
@@ -182,7 +182,7 @@ def test_checked_results_are_not_checked_again(program: ModuleType, monkeypatch:
 
 
 def test_the_run_stops_when_time_is_over(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", without="", output=None, checked=[])
+    given = argparse.Namespace(check=True, seconds=0.0, baseline_seconds=1.0, commit="abc", without="", output=None, checked=[])
     shape = small(program, "zero_kv_pages")
     made = program.run(given, CPU, "command", [shape])
     assert (made["unmeasured"], made["rows"], made["metadata"]["git_commit"]) == ([shape.name], [], "abc")

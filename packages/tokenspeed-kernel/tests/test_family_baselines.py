@@ -6,7 +6,6 @@ adapter that passes a wrong argument, layout or scale gives a wrong result, or r
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import sys
 import time
@@ -31,7 +30,6 @@ from tokenspeed_kernel_base.ops.gemm._inputs import fp8
 from tokenspeed_kernel_base.ops.kvcache.latent_groups import mla_cache_views
 from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import _case as rmsnorm_case
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
 LATENT: dict[str, Any] = {"head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
 FP8 = torch.float8_e4m3fn
@@ -296,9 +294,8 @@ AGES_S = 1e5
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    found = importlib.import_module("measure_families")
+def program(programs: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    found = programs("measure_families")
     monkeypatch.setattr(found, "_CHECK_S", AGES_S)
     monkeypatch.setattr(found.family_baselines_vllm, "_installed", MODULES.__getitem__)
     operators: Callable[..., Any] = lambda module="_C_stable_libtorch", namespace="_C": NAMESPACES[namespace]  # noqa: E731
@@ -374,15 +371,16 @@ def test_the_plan_of_a_decode_is_made_before_it_is_timed(program: ModuleType) ->
     assert call.call.args[5].made
 
 
-def test_modules_of_vllm_are_imported_without_vllm_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From a folder that ``--peers`` names: a failing module states the reason each time, and other modules still work."""
+def test_modules_of_vllm_are_imported_without_vllm_itself(
+    programs: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From a folder that ``--site`` names: a failing module states the reason each time, and other modules still work."""
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('this takes twenty seconds')")
     (package / "works.py").write_text("value = 1")
     (package / "fails.py").write_text("raise AssertionError('there is no compiler')")
-    monkeypatch.syspath_prepend(str(FOLDER))
-    baselines = importlib.import_module("family_baselines_vllm")
+    baselines = programs("family_baselines_vllm")
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(baselines, "_FAILED", {})

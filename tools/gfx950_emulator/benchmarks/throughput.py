@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import platform
 import statistics
@@ -26,7 +25,7 @@ import triton
 
 import tokenspeed_kernel as tk
 from gfx950_emulator import Emulator, emulated_gfx950
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
 Work = tuple[Callable[[], torch.Tensor], torch.Tensor]
 
@@ -123,14 +122,14 @@ def main() -> None:
         rows[name] = measure(make, arguments.repeats)
         print(name, *(f"{key} {value:.4g}" for key, value in rows[name].items()), sep="\n  ")
     if arguments.output:
-        metadata = dataclasses.asdict(collect_metadata(torch.device("cpu"))) | {
+        metadata = dataclasses.asdict(collect_metadata(device="cpu")) | {
             "cores": os.cpu_count(),
             "processor": platform.processor() or platform.machine(),
             "numpy": numpy.__version__,
             "triton": triton.__version__,
             "command": "python " + " ".join(sys.argv),
         }
-        arguments.output.write_text(json.dumps({"metadata": metadata, "rows": rows}, indent=2) + "\n")
+        arguments.output.write_text(as_text({"metadata": metadata, "rows": rows}))
 
 
 if __name__ == "__main__":

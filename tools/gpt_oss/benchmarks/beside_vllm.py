@@ -257,12 +257,14 @@ def main(given: Sequence[str] | None = None) -> None:
         if options.only_vllm:
             options.output.write_text(json.dumps(run_vllm(options, folder)))
             return
+        from tokenspeed_kernel.workbench.benchmark import as_text
+
         result: dict[str, Any] = {"ours": run_ours(options, folder), "vllm": {}}
         for experts in ("", *options.experts.split(",")):
             if experts:
                 result["vllm"][experts] = run_child(options, experts, folder, given)
             # Written now and not at the end, so that results are kept if a later measurement fails.
-            options.output.write_text(json.dumps(result, indent=2) + "\n")
+            options.output.write_text(as_text(result))
     print("\n".join(table_of(result)))
 
 

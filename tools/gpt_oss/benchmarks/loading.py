@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import os
 import shlex
 import statistics
@@ -27,7 +26,7 @@ import torch
 
 from gpt_oss import Checkpoint, GptOss, RandomTensors, save_checkpoint
 from gpt_oss.benchmark import Workload
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
 _PIECE = 16 << 20  # bytes per read
 
@@ -102,7 +101,7 @@ def main(given: Sequence[str] | None = None) -> None:
         f"loaded in {loading:.2f} s, {loading / reading:.2f} times that; {found['first_s']:.2f} s the first time"
     )
     if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=2) + "\n")
+        options.output.write_text(as_text(found))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import time
@@ -37,7 +36,7 @@ from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
 from gpt_oss.shards import ShardedGptOss
 from tokenspeed_kernel import ProcessGroup
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import as_text, collect_metadata
 
 _WARM_STEPS = 4
 _REPLAYS = 30  # replays of the bare pass; each advances the position by one
@@ -147,7 +146,7 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
 
 def _write(report: dict[str, Any], options: argparse.Namespace, group: ProcessGroup) -> None:
     if options.output is not None and group.rank == 0:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        options.output.write_text(as_text(report))
 
 
 def _length(options: argparse.Namespace) -> int:

@@ -187,7 +187,9 @@ def main(words: Sequence[str] | None = None) -> None:
         else:
             print(table(rows, given.variants), *judged(rows, given.layers), sep="\n")
     if given.output:
-        given.output.write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+        from tokenspeed_kernel.workbench.benchmark import as_text
+
+        given.output.write_text(as_text({**results, "rows": rows}))
 
 
 def compare_variants(names: Sequence[str], folder: Path) -> dict[str, Any]:

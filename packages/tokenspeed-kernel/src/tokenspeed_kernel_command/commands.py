@@ -134,7 +134,7 @@ def bench(
     captured: o.Captured = None,
     solution: o.Solution = None,
     solutions: o.Solutions = None,
-    peer: o.Peers = None,
+    baseline: o.Baselines = None,
     output: o.ReportFile = None,
     append: o.Append = False,
     device: o.Device = None,

@@ -79,9 +79,14 @@ Solutions = Annotated[
     str | None,
     typer.Option("--solutions", metavar="A,B,...", help="Only these, side by side, and how they compare with the first."),
 ]
-Peers = Annotated[
+Baselines = Annotated[
     list[Path] | None,
-    typer.Option("--peer", metavar="FILE.py", help="Also what this file declares with tokenspeed_kernel.workbench.benchmark.peer."),
+    typer.Option(
+        "--baseline",
+        "--peer",
+        metavar="FILE.py",
+        help="Also the baselines that this file declares.",
+    ),
 ]
 Append = Annotated[bool, typer.Option("--append", help="Add to what --output holds: another run of the same command.")]
 Graph = Annotated[

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,20 +15,9 @@ PAGE = Path(__file__).parents[4] / "docs" / "figures.md"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+def benchmark(programs: Callable[[str], ModuleType]) -> Any:
     """The benchmark's module, importable by the processes that it starts."""
-    return loaded("all_reduce", monkeypatch)
-
-
-def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    return programs("all_reduce")
 
 
 def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,11 +35,9 @@ def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.Cap
     assert benchmark.table(report) in said
 
 
-def test_rows_are_sent_on_a_cpu(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_sent_on_a_cpu(programs: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
-    program = loaded("rows_between_gpus", monkeypatch)
+    program = programs("rows_between_gpus")
     assert program.main(["--device", "cpu", "--rows", "1,3", "--hidden", "24", "--dtype", "float16", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     assert "rows_between_gpus.py --ranks 2 --rows 1,3 --hidden 24" in report["metadata"]["command"]

@@ -17,6 +17,7 @@ from gpt_oss import benchmark as bench
 from gpt_oss import demo as demonstration
 from gpt_oss.config import PRESETS
 from gpt_oss.sampling import Sampling
+from tokenspeed_kernel.workbench.benchmark import as_text
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="GPT-OSS through tokenspeed-kernel's public API.")
 
@@ -183,7 +184,7 @@ def benchmark(
 
         def keep(found: dict[str, Any]) -> None:
             if output is not None:
-                output.write_text(json.dumps(found, indent=2) + "\n")
+                output.write_text(as_text(found))
 
         result = bench.run(workload, _dtype(dtype, _checked_device(device)), device, variants, command, console, commit, keep)
     except (ValueError, RuntimeError) as error:

@@ -70,7 +70,7 @@ class _Recorded:
             timing = (measure_graph if device.type == "cuda" else measure)(self.calls, device, budget_s=_BUDGET_S)
         except RuntimeError as error:  # a kernel that synchronises cannot be captured; the others are still timed
             return Part(family, replace(row, status="error", reason=f"while timing: {error}"), count, None)
-        row = replace(row, timing=timing)
+        row = replace(row, timing=timing.without_samples())
         if len(self.costs) < count:
             return Part(family, row, count, None)
         flops, moved = (sum(getattr(cost, field) for cost in self.costs) / count for field in ("flops", "bytes"))

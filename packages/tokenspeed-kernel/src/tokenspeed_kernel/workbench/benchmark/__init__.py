@@ -1,21 +1,34 @@
 """Benchmarks: timing, comparisons with baselines and earlier reports, and reports that record what was measured on what."""
 
+from tokenspeed_kernel.workbench.benchmark.baselines import Baseline, Unsupported, baseline, failure_of, load_baselines
 from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of
-from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, failure_of, load_peers, peer
-from tokenspeed_kernel.workbench.benchmark.results import Launch, Metadata, Method, Report, ReportError, Row, appended, load_report
+from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata, write_result
+from tokenspeed_kernel.workbench.benchmark.results import (
+    Launch,
+    Metadata,
+    Method,
+    Report,
+    ReportError,
+    Row,
+    appended,
+    as_text,
+    load_report,
+)
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, Share, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
 from tokenspeed_kernel.workbench.benchmark.run import bench, bench_case, bench_kernel
 from tokenspeed_kernel.workbench.benchmark.timing import Round, Timing, measure, measure_graph
 
+# The names of earlier releases.
+Peer, load_peers, peer = Baseline, load_baselines, baseline
+
 __all__ = [
+    "Baseline",
     "Comparison",
     "Difference",
     "Launch",
     "Metadata",
     "Method",
-    "Peer",
     "Ratio",
     "Report",
     "ReportError",
@@ -27,6 +40,8 @@ __all__ = [
     "Unsupported",
     "Verdict",
     "appended",
+    "as_text",
+    "baseline",
     "bench",
     "bench_case",
     "bench_kernel",
@@ -34,11 +49,11 @@ __all__ = [
     "collect_metadata",
     "compare",
     "failure_of",
-    "load_peers",
+    "load_baselines",
     "load_report",
     "measure",
     "measure_graph",
     "measure_roofline",
-    "peer",
     "ratio_of",
+    "write_result",
 ]

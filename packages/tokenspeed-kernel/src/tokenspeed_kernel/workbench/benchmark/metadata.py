@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import platform as _host
+import shlex
 import subprocess
+import sys
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tokenspeed_kernel.version import __version__
-from tokenspeed_kernel.workbench.benchmark.results import Metadata
+from tokenspeed_kernel.workbench.benchmark.results import Metadata, as_text
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.platform import driver_version, platform_of
+from tokenspeed_kernel_base.storage import replace_file
 
 
 def collect_metadata(command: str = "", device: torch.device | str | None = None) -> Metadata:
@@ -36,6 +41,20 @@ def collect_metadata(command: str = "", device: torch.device | str | None = None
         command=command,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def write_result(file: Path | None, device: torch.device | str | None = None, *, command: str = "", **values: Any) -> None:
+    """Writes the values that a program measured, with the hardware and software; nothing if no file is given.
+
+    Args:
+        file: the JSON file.
+        device: see `collect_metadata`.
+        command: the command line that repeats the measurement; this process's if not given.
+        values: by name.
+    """
+    if file is not None:
+        metadata = asdict(collect_metadata(command or shlex.join(["python", *sys.argv]), device))
+        replace_file(file, as_text({"metadata": metadata, **values}))
 
 
 def package_version(package: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,14 +127,23 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
-    def to_json(self) -> str:
-        """Returns indented JSON, with each list of numbers on one line."""
-        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
-        return _NUMBERS.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
-
     def write(self, file: Path) -> None:
         """Writes a file atomically."""
-        replace_file(file, self.to_json() + "\n")
+        replace_file(file, as_text(self.to_dict()))
+
+
+def as_text(report: Any) -> str:
+    """Returns JSON text for a file under version control: one line a row, so that a changed row is a changed line."""
+    return _lines(report) + "\n"
+
+
+def _lines(value: Any, indent: str = "\n") -> str:
+    if isinstance(value, Mapping) and value:
+        members = [f"{indent}  {json.dumps(name)}: {_lines(member, indent + '  ')}" for name, member in value.items()]
+        return f"{{{','.join(members)}{indent}}}"
+    if isinstance(value, list | tuple) and any(isinstance(member, Mapping) for member in value):
+        return f"[{','.join(f'{indent}  {json.dumps(member, allow_nan=False)}' for member in value)}{indent}]"
+    return json.dumps(value, allow_nan=False)
 
 
 def appended(before: Report, now: Report) -> Report:
@@ -171,10 +180,6 @@ def _joined(before: Row, now: Row) -> Row:
         warnings=tuple(dict.fromkeys([*before.warnings, *now.warnings])),
         reference_us=(*before.reference_us, *now.reference_us),
     )
-
-
-# This matches no string: JSON writes a line break within a string as \n.
-_NUMBERS = re.compile(r"\[\n[\s\d.,eE+-]*\]")
 
 
 class ReportError(ValueError):

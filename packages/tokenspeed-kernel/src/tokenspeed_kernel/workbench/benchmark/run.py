@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.workbench import worlds
+from tokenspeed_kernel.workbench.benchmark.baselines import Baseline, Unsupported, verify_baseline
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor, gpu_monitor, reference_time
 from tokenspeed_kernel.workbench.benchmark.noise import warnings_of
-from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, verify_peer
 from tokenspeed_kernel.workbench.benchmark.results import Launch, Method, Row
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, share_of
 from tokenspeed_kernel.workbench.benchmark.timing import Call, Timing, default_cache, host_time, sample, sample_graph
@@ -35,7 +35,7 @@ _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
 # In a graph of this length the launch of the graph is negligible; more calls would only take time.
 _GRAPH_US = 5000.0
 
-Competitor = KernelSpec | Peer
+Competitor = KernelSpec | Baseline
 
 
 def bench_kernel(
@@ -141,8 +141,8 @@ class Measurement:
     def verify(self) -> None:
         """Verifies the results. A kernel with wrong results is not timed."""
         result: CaseResult
-        if isinstance(self.competitor, Peer):
-            result = verify_peer(self.competitor, self.case, self.device)
+        if isinstance(self.competitor, Baseline):
+            result = verify_baseline(self.competitor, self.case, self.device)
         else:
             result = verify_case(self.competitor, self.case, self.device)
         passed = result.status is Status.PASSED
@@ -166,8 +166,8 @@ class Measurement:
 
     def _measure_in_world(self) -> None:
         """Measures all rounds in a world of the case's size. The slowest rank's times count: a call is done when all ranks are."""
-        if isinstance(self.competitor, Peer):
-            self.status, self.reason = Status.SKIPPED.value, "peers are timed in one process"
+        if isinstance(self.competitor, Baseline):
+            self.status, self.reason = Status.SKIPPED.value, "baselines are timed in one process"
             return
         args = self.competitor.name, self.case.name, self.device.type, self.method
         try:
@@ -191,7 +191,7 @@ class Measurement:
         of_one = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
         count = max(1, min(self.method.copies, _COPIED_BYTES // max(of_one, 1)))
         copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
-        if isinstance(self.competitor, Peer):
+        if isinstance(self.competitor, Baseline):
             return [self.competitor.bound(each) for each in copies]
         kernel = op.function.bind(*arguments.values(), override=self.competitor.name)
         return [functools.partial(kernel, *each.values()) for each in copies]
@@ -242,7 +242,7 @@ class Measurement:
             self.status,
             self.reason,
             solution=self.competitor.solution,
-            version=self.competitor.version if isinstance(self.competitor, Peer) else "",
+            version=self.competitor.version if isinstance(self.competitor, Baseline) else "",
         )
         if self.status != "measured" or not self.rounds:
             return known

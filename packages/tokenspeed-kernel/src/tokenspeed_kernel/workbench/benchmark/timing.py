@@ -33,11 +33,12 @@ class Round:
 
     Attributes:
         median_us: the median time of all calls, in microseconds.
-        samples_us: the times in order, in microseconds; if there are many, every second, third, ... time.
+        samples_us: the times in order, in microseconds; if there are many, every second, third, ... time. Empty in reports under
+            version control.
     """
 
     median_us: float
-    samples_us: tuple[float, ...]
+    samples_us: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Timing:
         kept = (*first.rounds, *second.rounds)
         made = cls._of([time_us for of_one in kept for time_us in of_one.samples_us], kept)
         return replace(made, repeats=first.repeats + second.repeats)
+
+    def without_samples(self) -> Timing:
+        """The median and spread of all calls, and each round's median."""
+        return replace(self, rounds=tuple(Round(of_one.median_us) for of_one in self.rounds))
 
     @classmethod
     def _of(cls, times: list[float], rounds: tuple[Round, ...]) -> Timing:

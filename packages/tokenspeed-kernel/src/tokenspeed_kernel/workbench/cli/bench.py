@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 import typer
 
+from tokenspeed_kernel.workbench.benchmark.baselines import Baseline, BaselineFileError, load_baselines
 from tokenspeed_kernel.workbench.benchmark.compare import compare
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-from tokenspeed_kernel.workbench.benchmark.peers import Peer, PeerFileError, load_peers
-from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, load_report
+from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, as_text, load_report
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
 from tokenspeed_kernel.workbench.benchmark.run import Competitor, Measurement, method_for, rows_of, run_rounds
@@ -37,7 +37,7 @@ def bench(
     captured: Path | None,
     solution: str | None,
     solutions: str | None,
-    peer: list[Path] | None,
+    baseline: list[Path] | None,
     output: Path | None,
     append: bool,
     device: str | None,
@@ -59,7 +59,7 @@ def bench(
         "--from": captured,
         "--solution": solution,
         "--solutions": solutions,
-        "--peer": peer,
+        "--baseline": baseline,
         "--device": device,
         "--cache": cache,
         "--rotate": rotate,
@@ -77,9 +77,9 @@ def bench(
         fail("--solution says which to measure, --solutions which to show side by side: give one of the two")
     method = _method(where, cache, rotate, graph, budget, rounds)
     kernels = find_kernels(target)
-    peers = _peers(peer or (), kernels)
+    baselines = _baselines(baseline or (), kernels)
     wanted = [name for name in (solutions or solution or "").split(",") if name]
-    runs = _runs(kernels, peers, wanted, case or (), large, captured)
+    runs = _runs(kernels, baselines, wanted, case or (), large, captured)
     if not runs:
         fail(
             "there is nothing to measure: these kernels have no such case"
@@ -89,10 +89,12 @@ def bench(
     empty = Report(collect_metadata(command, where), (), _roofline(where, no_cache, remeasure), method)
     report = _measured(runs, where, empty, _earlier(output, append, empty), output)
     if as_json:
-        print(report.to_json())
+        print(as_text(report.to_dict()), end="")
     else:
         if solutions:
-            print_table(*bench_tables.side_by_side(report.rows, [*dict.fromkeys([*wanted, *(each.solution for each in peers)])]))
+            print_table(
+                *bench_tables.side_by_side(report.rows, [*dict.fromkeys([*wanted, *(each.solution for each in baselines)])])
+            )
         else:
             shown = [row for row in report.rows if row.status != "skipped"]
             print_table(bench_tables.ROW_COLUMNS, map(bench_tables.row_cells, shown))
@@ -121,18 +123,18 @@ def _method(where: torch.device, cache: str | None, rotate: int | None, graph: i
     return method_for(where, cache=cache, copies=rotate, graph_calls=graph, budget_s=budget, rounds=rounds)
 
 
-def _peers(files: Sequence[Path], kernels: Sequence[KernelSpec]) -> list[Peer]:
+def _baselines(files: Sequence[Path], kernels: Sequence[KernelSpec]) -> list[Baseline]:
     """Returns the baselines that the files declare for the kernels' operators."""
     operators = {spec.operator for spec in kernels}
     try:
-        return [each for file in files for each in load_peers(file) if each.operator in operators]
-    except PeerFileError as error:
+        return [each for file in files for each in load_baselines(file) if each.operator in operators]
+    except BaselineFileError as error:
         fail(error)
 
 
 def _runs(
     kernels: list[KernelSpec],
-    peers: Sequence[Peer],
+    baselines: Sequence[Baseline],
     solutions: Sequence[str],
     cases: Sequence[str],
     large: bool,
@@ -143,13 +145,13 @@ def _runs(
     With baselines or several backends the order is by case, so that rows to be compared are measured right after each other.
     """
     if solutions:
-        foreign = {each.solution for each in peers}
+        foreign = {each.solution for each in baselines}
         kernels = [spec for name in solutions if name not in foreign for spec in made_with(name, kernels)]
     runs: list[tuple[Competitor, Case]] = [*(find_runs(kernels, cases, large, captured) if kernels else ())]
-    for each in peers:
+    for each in baselines:
         named = {case.name: case for _, case in find_runs(find_kernels(each.operator), cases, large, captured)}
         runs += [(each, case) for case in named.values()]
-    if len(solutions) < 2 and not peers:
+    if len(solutions) < 2 and not baselines:
         return runs
     place = {key: index for index, key in enumerate(dict.fromkeys((each.operator, case.name) for each, case in runs))}
     return sorted(runs, key=lambda run: place[run[0].operator, run[1].name])

@@ -2,24 +2,24 @@
 
 ::
 
-    # peers.py:  tokenspeed-kernel bench mha_prefill --peer peers.py
+    # baselines.py:  tokenspeed-kernel bench mha_prefill --baseline baselines.py
     from flash_attn_interface import flash_attn_varlen_func
-    from tokenspeed_kernel.workbench.benchmark import Unsupported, peer
+    from tokenspeed_kernel.workbench.benchmark import Unsupported, baseline
 
-    @peer("attention.mha_prefill", name="fa3", package="flash-attn-3")
+    @baseline("attention.mha_prefill", name="fa3", package="flash-attn-3")
     def fa3(q, k, v, cu_seqlens, max_seqlen, window_left, softmax_scale):
         if q.shape[-1] > 256:
             raise Unsupported("head_dim above 256")
         longest = max_seqlen or q.shape[0]
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, ...)
 
-The function of a baseline (a `peer`) names the operator's parameters that it supports. A case is skipped if it gives any other
+The function of a baseline names the operator's parameters that it supports. A case is skipped if it gives any other
 parameter a value that is not its default. A function with ``**rest`` gets all other parameters, and must check them itself.
 
 With ``setup=True`` the function is called once before timing, and returns the function to time, which has no parameters. Planning
 and weight preparation belong there.
 
-    @peer("gemm.mm", name="mine", setup=True)
+    @baseline("gemm.mm", name="mine", setup=True)
     def mine(a, b):
         packed = pack(b)
         return lambda: multiply(a, packed)
@@ -79,7 +79,7 @@ def failure_of(step: Callable[[], None], known: Mapping[type[Exception], str] = 
 
 
 @dataclass(frozen=True)
-class Peer:
+class Baseline:
     """A baseline: a kernel of another project.
 
     Attributes:
@@ -135,7 +135,7 @@ def _given(parameter: Parameter, value: Any) -> bool:
     return bool(value is not parameter.default and (isinstance(value, torch.Tensor) or value != parameter.default))
 
 
-def peer(operator: str, *, name: str = "", setup: bool = False, package: str = "") -> Callable[[Callable[..., Any]], Peer]:
+def baseline(operator: str, *, name: str = "", setup: bool = False, package: str = "") -> Callable[[Callable[..., Any]], Baseline]:
     """Declares a baseline; decorates a function. The module's docstring has examples.
 
     Args:
@@ -149,47 +149,47 @@ def peer(operator: str, *, name: str = "", setup: bool = False, package: str = "
         TypeError: the function has parameters that the operator does not have.
     """
 
-    def declare(function: Callable[..., Any]) -> Peer:
+    def declare(function: Callable[..., Any]) -> Baseline:
         op = get_operator(operator)
         called = name or function.__name__
         parameters = inspect.signature(function).parameters.values()
         wanted = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         unknown = wanted - {*op.names}
         if unknown:
-            raise TypeError(f"peer {called} wants {', '.join(sorted(unknown))}; {op} has {', '.join(op.names)}")
+            raise TypeError(f"baseline {called} wants {', '.join(sorted(unknown))}; {op} has {', '.join(op.names)}")
         rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return Peer(called, str(op), function, frozenset(wanted), rest, setup, package)
+        return Baseline(called, str(op), function, frozenset(wanted), rest, setup, package)
 
     return declare
 
 
-class PeerFileError(ValueError):
+class BaselineFileError(ValueError):
     """A file of baselines cannot be used; the message names the file and the reason."""
 
 
-def load_peers(file: Path | str) -> list[Peer]:
+def load_baselines(file: Path | str) -> list[Baseline]:
     """Runs a file and returns the baselines that it declares, in order.
 
     Raises:
-        PeerFileError: the file cannot be run, or declares no baseline.
+        BaselineFileError: the file cannot be run, or declares no baseline.
     """
     path = Path(file)
-    spec = importlib.util.spec_from_file_location(f"_peers_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"_baselines_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise PeerFileError(f"{path} is no Python file")
+        raise BaselineFileError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the file does
         where = traceback.extract_tb(error.__traceback__)[-1]
-        raise PeerFileError(f"{path}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})") from error
-    found = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, Peer)))
+        raise BaselineFileError(f"{path}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})") from error
+    found = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, Baseline)))
     if not found:
-        raise PeerFileError(f"{path} declares no peer: decorate a function with tokenspeed_kernel.workbench.benchmark.peer")
+        raise BaselineFileError(f"{path} declares no baseline: decorate a function with {__package__}.baseline")
     return found
 
 
-def verify_peer(foreign: Peer, case: Case, device: torch.device, *, seed: int = 0) -> CaseResult:
+def verify_baseline(foreign: Baseline, case: Case, device: torch.device, *, seed: int = 0) -> CaseResult:
     """Verifies a baseline against its operator's reference on one case: its outputs, and that read-only arguments are unchanged."""
     op = get_operator(foreign.operator)
     result = functools.partial(CaseResult, foreign.name, foreign.operator, case.name)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.benchmark import Peer, Unsupported, bench_case, failure_of, load_peers, peer
-from tokenspeed_kernel.workbench.benchmark.peers import PeerFileError, verify_peer
+from tokenspeed_kernel.workbench.benchmark import Baseline, Unsupported, baseline, bench_case, failure_of, load_baselines
+from tokenspeed_kernel.workbench.benchmark.baselines import BaselineFileError, verify_baseline
 from tokenspeed_kernel.workbench.numerics import Status
 from tokenspeed_kernel_base.cases import Case
 
@@ -42,9 +42,9 @@ def right(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_right_peer_passes_and_is_timed(scale: Any) -> None:
-    declared = peer(scale.mode, name="theirs")(right)
+    declared = baseline(scale.mode, name="theirs")(right)
     assert (declared.name, declared.operator, declared.solution) == ("theirs", str(scale), "theirs")
-    assert verify_peer(declared, case(), CPU).status is Status.PASSED
+    assert verify_baseline(declared, case(), CPU).status is Status.PASSED
     row = bench_case(declared, case(), "cpu", budget_s=1e-9)
     assert (row.kernel, row.operator, row.solution, row.status) == ("theirs", str(scale), "theirs", "measured")
     assert row.timing is not None
@@ -63,8 +63,8 @@ def test_a_right_peer_passes_and_is_timed(scale: Any) -> None:
     ids=["value", "unwritten", "input", "count", "nothing"],
 )
 def test_a_wrong_peer_fails_and_is_not_timed(scale: Any, function: Callable[..., Any], said: str) -> None:
-    declared = peer(str(scale), name="theirs")(function)
-    result = verify_peer(declared, case(), CPU)
+    declared = baseline(str(scale), name="theirs")(function)
+    result = verify_baseline(declared, case(), CPU)
     assert result.status is Status.FAILED
     assert said in result.reason
     row = bench_case(declared, case(), "cpu", budget_s=1e-9)
@@ -72,47 +72,47 @@ def test_a_wrong_peer_fails_and_is_not_timed(scale: Any, function: Callable[...,
 
 
 def test_a_peer_may_refuse_or_break(scale: Any) -> None:
-    @peer(scale.mode)
+    @baseline(scale.mode)
     def refuses(x: Tensor, y: Tensor) -> Tensor:
         raise Unsupported("not on Sundays")
 
-    @peer(scale.mode)
+    @baseline(scale.mode)
     def breaks(x: Tensor, y: Tensor) -> Tensor:
         raise OSError("no such library")
 
-    assert (verify_peer(refuses, case(), CPU).status, verify_peer(refuses, case(), CPU).reason) == (
+    assert (verify_baseline(refuses, case(), CPU).status, verify_baseline(refuses, case(), CPU).reason) == (
         Status.SKIPPED,
         "not on Sundays",
     )
-    broken = verify_peer(breaks, case(), CPU)
+    broken = verify_baseline(breaks, case(), CPU)
     assert (broken.status, broken.reason) == (Status.ERROR, "OSError: no such library")
     assert "no such library" in broken.traceback
 
 
 def test_a_peer_does_not_support_parameters_it_does_not_name(scale: Any) -> None:
-    declared = peer(scale.mode, name="theirs")(right)
+    declared = baseline(scale.mode, name="theirs")(right)
     bias = torch.ones(8)
-    assert verify_peer(declared, case(factor=2.0), CPU).status is Status.PASSED, "the default says nothing"
-    other = verify_peer(declared, case(factor=3.0, bias=bias), CPU)
+    assert verify_baseline(declared, case(factor=2.0), CPU).status is Status.PASSED, "the default says nothing"
+    other = verify_baseline(declared, case(factor=3.0, bias=bias), CPU)
     assert (other.status, other.reason) == (Status.SKIPPED, "does not take factor, bias")
-    without_y = peer(scale.mode, name="less")(lambda x: 2 * x)
-    assert verify_peer(without_y, case(), CPU).reason == "does not take y"
+    without_y = baseline(scale.mode, name="less")(lambda x: 2 * x)
+    assert verify_baseline(without_y, case(), CPU).reason == "does not take y"
 
 
 def test_rest_takes_all_the_others(scale: Any) -> None:
-    @peer(scale.mode)
+    @baseline(scale.mode)
     def takes_all(x: Tensor, **rest: Any) -> Tensor:
         assert sorted(rest) == ["bias", "factor", "out", "y"]
         rest["y"].add_(1)
         return x * rest["factor"]
 
-    assert verify_peer(takes_all, case(factor=3.0), CPU).status is Status.PASSED
+    assert verify_baseline(takes_all, case(factor=3.0), CPU).status is Status.PASSED
 
 
 def test_setup_is_made_once_and_not_timed(scale: Any) -> None:
     made: list[str] = []
 
-    @peer(scale.mode, setup=True)
+    @baseline(scale.mode, setup=True)
     def planned(x: Tensor, y: Tensor) -> Callable[[], Tensor]:
         made.append("plan")
         return lambda: (made.append("call"), y.add_(1), 2 * x)[2]
@@ -125,7 +125,7 @@ def test_setup_is_made_once_and_not_timed(scale: Any) -> None:
 
 def test_a_report_says_of_which_version_a_peer_is(scale: Any) -> None:
     for package, version in (("torch", importlib.metadata.version("torch")), ("no-such-package", ""), ("", "")):
-        row = bench_case(peer(scale.mode, name="theirs", package=package)(right), case(), "cpu", budget_s=1e-9, rounds=1)
+        row = bench_case(baseline(scale.mode, name="theirs", package=package)(right), case(), "cpu", budget_s=1e-9, rounds=1)
         assert row.version == version
 
 
@@ -149,7 +149,7 @@ def test_the_reason_of_a_failed_step_is_reported(raised: Exception | None, told:
 
 
 def test_hints_may_be_left_out() -> None:
-    @peer("attention.mha_prefill", name="sdpa")
+    @baseline("attention.mha_prefill", name="sdpa")
     def sdpa(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
         if len(cu_seqlens) != 2:
             raise Unsupported("one sequence at a time")
@@ -160,38 +160,38 @@ def test_hints_may_be_left_out() -> None:
     from tokenspeed_kernel_base.operator import get_operator
 
     cases = {each.name: each for each in get_operator("mha_prefill").all_cases()}
-    assert verify_peer(sdpa, cases["lengths known on the host"], CPU).reason == "one sequence at a time"
-    assert verify_peer(sdpa, cases["one token, float32"], CPU).status is Status.PASSED
-    assert "does not take window_left" in verify_peer(sdpa, cases["window of the token alone"], CPU).reason
+    assert verify_baseline(sdpa, cases["lengths known on the host"], CPU).reason == "one sequence at a time"
+    assert verify_baseline(sdpa, cases["one token, float32"], CPU).status is Status.PASSED
+    assert "does not take window_left" in verify_baseline(sdpa, cases["window of the token alone"], CPU).reason
 
 
 def test_wrong_declarations_are_rejected(scale: Any) -> None:
-    with pytest.raises(TypeError, match=r"peer theirs wants queries, z; .* has x, y, factor, bias, out"):
-        peer(scale.mode, name="theirs")(lambda x, queries, z: x)
+    with pytest.raises(TypeError, match=r"baseline theirs wants queries, z; .* has x, y, factor, bias, out"):
+        baseline(scale.mode, name="theirs")(lambda x, queries, z: x)
     with pytest.raises(KeyError, match="did you mean mha_prefill"):
-        peer("mha_prefil")(lambda q: q)
+        baseline("mha_prefil")(lambda q: q)
 
 
 # -- files --------------------------------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, text: str) -> Path:
-    file = folder / "peers.py"
+    file = folder / "baselines.py"
     file.write_text(textwrap.dedent(text))
     return file
 
 
-def test_a_file_declares_peers_in_order(tmp_path: Path) -> None:
-    found = load_peers(
+def test_a_file_declares_baselines_in_order(tmp_path: Path) -> None:
+    found = load_baselines(
         written(
             tmp_path,
             """
-            from tokenspeed_kernel.workbench.benchmark import peer
+            from tokenspeed_kernel.workbench.benchmark import baseline
 
-            @peer("rmsnorm", name="second letter")
+            @baseline("rmsnorm", name="second letter")
             def b(x, weight): return x
 
-            @peer("norm.rmsnorm")
+            @baseline("norm.rmsnorm")
             def a(x, weight): return x
 
             again = a
@@ -199,26 +199,26 @@ def test_a_file_declares_peers_in_order(tmp_path: Path) -> None:
         )
     )
     assert [each.name for each in found] == ["second letter", "a"]
-    assert all(isinstance(each, Peer) and each.operator == "norm.rmsnorm" for each in found)
+    assert all(isinstance(each, Baseline) and each.operator == "norm.rmsnorm" for each in found)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1", "declares no peer"),
-        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library' (.*peers.py:1)"),
+        ("x = 1", "declares no baseline"),
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library' (.*baselines.py:1)"),
         ("def f(:", "SyntaxError"),
-        ("from tokenspeed_kernel.workbench.benchmark import peer\npeer('rmsnorm')(lambda nothing: 1)", "wants nothing"),
+        ("from tokenspeed_kernel.workbench.benchmark import baseline\nbaseline('rmsnorm')(lambda nothing: 1)", "wants nothing"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, said: str) -> None:
     file = written(tmp_path, text)
-    with pytest.raises(PeerFileError, match=said.replace("(", r"\(").replace(":1)", r":1\)")) as caught:
-        load_peers(file)
+    with pytest.raises(BaselineFileError, match=said.replace("(", r"\(").replace(":1)", r":1\)")) as caught:
+        load_baselines(file)
     assert str(file) in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     for name in ("none.py", "none.txt"):
-        with pytest.raises(PeerFileError, match="is no Python file"):
-            load_peers(tmp_path / name)
+        with pytest.raises(BaselineFileError, match="is no Python file"):
+            load_baselines(tmp_path / name)

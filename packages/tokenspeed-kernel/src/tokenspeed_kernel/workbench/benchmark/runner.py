@@ -1,0 +1,521 @@
+"""Runs a benchmark program: this project's kernels and baselines at the shapes of real models, on one GPU.
+
+A program declares a `Benchmark`: its shapes, its implementations, what to measure at a shape (a `Task`), its bars, and its figure.
+The runner checks each output first, times all implementations in alternating rounds, and writes the report after each shape.
+
+A time is the median of 51 or more measurements: one call in a CUDA graph of several, which rotate over copies of the inputs, more
+than caches hold. In the graph a small PyTorch kernel follows each call. Without it, implementations that use PDL would overlap with
+a preceding call of their own, which does not happen in a model. That kernel's time, measured at each shape in a graph of such
+kernels alone (``between_us``), is subtracted from all times there. With ``--back-to-back`` there is no such kernel, as in most
+published figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.benchmark.bars import Bar, Times
+from tokenspeed_kernel.workbench.benchmark.baselines import failure_of
+from tokenspeed_kernel.workbench.benchmark.figures import Figure
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor, gpu_monitor
+from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata, package_version
+from tokenspeed_kernel.workbench.benchmark.results import Launch, Method, Report, Row, as_text
+from tokenspeed_kernel.workbench.benchmark.roofline import measure_roofline
+from tokenspeed_kernel.workbench.benchmark.timing import Timing, host_time, sample, sample_graph
+from tokenspeed_kernel_base.cases import Cost
+from tokenspeed_kernel_base.storage import replace_file
+
+Call = Callable[[], Any]
+# The output of a call to its relative error, in all and in the worst row.
+Errors = Callable[[Any], tuple[float, float]]
+JsonRow = Mapping[str, Any]
+
+# The launch of a graph, about ten microseconds, is part of the measurement. A graph therefore has as many calls as take GRAPH_US at
+# a rate that no kernel reaches, but at most IN_GRAPH: then the launch costs less than a tenth of a microsecond a call.
+GRAPH_US, IN_GRAPH = 2000.0, 128
+_LAUNCHES = 20
+_LONG_US = 1000.0
+# Number of kernels in the graph that measures the kernel between calls, which makes the graph's launch negligible.
+BETWEEN = 256
+_BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
+_BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
+
+
+class Shape(Protocol):
+    """One call of an operator. Its name is unique; its group is where it belongs in tables and plots."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def operator(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """This project's kernels or a baseline, as a program measures them.
+
+    Attributes:
+        name: in tables.
+        setup: does the work that an engine does once, and returns the call to time; its arguments depend on the program.
+        package: the distribution whose version is reported.
+        ours: whether it is this project's, not a baseline.
+        portable: whether it is this project's portable kernel, for comparison; long calls are measured only a few times.
+        on_demand: whether it is measured only if it is named, because its preparation takes long.
+        sinks: whether its softmax supports sinks; one without is checked against a softmax without sinks.
+    """
+
+    name: str
+    setup: Callable[..., Any]
+    package: str
+    ours: bool = False
+    portable: bool = False
+    on_demand: bool = False
+    sinks: bool = True
+
+    @property
+    def version(self) -> str:
+        return package_version(self.package) if self.package else ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest allowed errors: of all rows together, and of the worst row."""
+
+    error: float
+    row_error: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds (0: only check outputs), minimum graphs in each, and seconds of each."""
+
+    rounds: int
+    fewest: int
+    budget_s: float
+    back_to_back: bool = False
+
+
+class Between:
+    """The kernel after each call in a graph: an ordinary one, on 32 values of its own.
+
+    Attributes:
+        us: its microseconds, with the gap between kernels; None if there is none.
+    """
+
+    def __init__(self, device: torch.device, effort: Effort) -> None:
+        self._launch, self.us = self.kernel(device), None
+        if not effort.back_to_back:
+            calls = [self._launch] * BETWEEN
+            self.us = statistics.median(sample_graph(calls, device, budget_s=0.0, fewest=effort.fewest, most=effort.fewest))
+
+    def kernel(self, device: torch.device) -> Call:
+        return functools.partial(torch.zeros(32, device=device).add_, 1.0)
+
+    def after(self, call: Call) -> Call:
+        """The call, followed by this kernel."""
+        if self.us is None:
+            return call
+
+        def both() -> None:
+            call()
+            self._launch()
+
+        return both
+
+
+@dataclass
+class Measurement:
+    """An implementation at a shape, while it is being measured."""
+
+    implementation: Implementation
+    shape: Shape
+    status: str = "measured"
+    reason: str = ""
+    error: float | None = None
+    row_error: float | None = None
+    first_ms: float | None = None
+    alone_us: float = 0.0
+    host_us: float = 0.0
+    between_us: float | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    states: list[GpuState] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Runs one of its steps, if none has failed so far."""
+        if self.status == "measured":
+            failure = failure_of(step)
+            self.status, self.reason = failure or (self.status, self.reason)
+
+    def check(self, make: Callable[[], Call], errors_of: Errors, limits: Limits) -> None:
+        """Compares a call's result with the reference: its error, and the worst row's. Over several checks the largest are kept."""
+        start = time.perf_counter()
+        result = make()()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self.first_ms is None:
+            self.first_ms = (time.perf_counter() - start) * 1e3
+        error, row_error = errors_of(result)
+        self.error, self.row_error = max(error, self.error or 0.0), max(row_error, self.row_error or 0.0)
+        if self.error > limits.error:
+            self.status, self.reason = "failed", f"relative error {self.error:.2g} is above {limits.error}"
+        elif self.row_error > limits.row_error:
+            self.status, self.reason = "failed", f"relative error {self.row_error:.2g} of the worst row is above {limits.row_error}"
+
+    def time(self, task: Task, device: torch.device, between: Between, monitor: Monitor | None, effort: Effort) -> None:
+        """One round. The monitor samples the device meanwhile."""
+        fewest, budget_s = effort.fewest, effort.budget_s
+        if not self.rounds:
+            self.calls = task.calls(self.implementation)
+            self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
+            # More than a few long graphs would only occupy the device: the host enqueues each at once.
+            self.host_us = host_time(self.calls[0], device, _LAUNCHES if self.alone_us < _LONG_US else 3)
+        if self.implementation.portable and self.alone_us > _LONG_US:
+            if self.rounds:
+                return
+            fewest, budget_s = max(1, fewest // 4), 0.0
+        options: dict[str, Any] = {"budget_s": budget_s, "fewest": fewest, "most": 4 * fewest}
+        if monitor is not None:
+            options["meanwhile"] = lambda: self.states.extend(filter(None, [monitor()]))
+        options["expected_us"] = statistics.median(self.rounds[0]) if self.rounds else self.alone_us
+        self.between_us = between.us
+        self.rounds.append(self.timed(task.in_graph, device, between, **options))
+
+    def timed(self, in_graph: int, device: torch.device, between: Between, **options: Any) -> list[float]:
+        """Microseconds of a call in graphs of ``in_graph`` calls, without the kernel between them."""
+        several = [between.after(self.calls[index % len(self.calls)]) for index in range(in_graph)]
+        return [time_us - (between.us or 0.0) for time_us in sample_graph(several, device, **options)]
+
+    def row(self, cost: Cost) -> dict[str, Any]:
+        """A `Row` of the workbench's reports, with additional values.
+
+        ``first_ms`` is the time of the first call, which may have compiled a kernel or loaded it from a cache.
+        """
+        who = self.implementation
+        known = Row(
+            who.name, self.shape.operator, self.shape.name, self.status, self.reason, solution=who.name, version=who.version
+        )
+        if self.rounds and self.status == "measured":
+            known = with_times(known, self.rounds, cost)
+            assert known.timing is not None
+            launch = Launch(self.host_us, self.alone_us, known.timing.median_us)
+            state = min(self.states, key=lambda state: state.sm_clock_mhz, default=None)
+            known = dataclasses.replace(known, launch=launch, state=state)
+        errors = {"relative_error": self.error, "worst_row_error": self.row_error}
+        extra = {"group": self.shape.group, **errors, "first_ms": self.first_ms, "between_us": self.between_us}
+        return {**dataclasses.asdict(known), **extra}
+
+
+def with_times(row: Row, rounds: Sequence[Sequence[float]], cost: Cost) -> Row:
+    """The row with the median and spread of its rounds, and the rates of this cost."""
+    timing = Timing.of(rounds).without_samples()
+    tflops, gb_per_s = cost.flops / timing.median_us / 1e6, cost.bytes / timing.median_us / 1e3
+    return dataclasses.replace(row, timing=timing, tflops=tflops, gb_per_s=gb_per_s)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of the expected values; infinite if there is a NaN."""
+    error = float((got.float() - expected).norm() / expected.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def worst_row_error(got: Tensor, expected: Tensor) -> float:
+    """The largest `relative_error` of any row, along the last axis: one wrong row is invisible among many right ones."""
+    errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
+
+
+def errors_against(expected: Tensor) -> Errors:
+    """Both errors of a result."""
+    return lambda got: (relative_error(got, expected), worst_row_error(got, expected))
+
+
+@dataclass
+class Task:
+    """What to measure at one shape.
+
+    Attributes:
+        cost: for the rates.
+        checks: for an implementation, the checks that precede timing: a function that makes the call, the errors of its output,
+            and their limits.
+        calls: makes an implementation's calls, each on inputs of its own.
+        in_graph: calls in a graph.
+        more: further values of an implementation's row, measured after all rounds.
+    """
+
+    shape: Shape
+    cost: Cost
+    checks: Callable[[Implementation], Iterable[tuple[Callable[[], Call], Errors, Limits]]]
+    calls: Callable[[Implementation], list[Call]]
+    in_graph: int
+    more: Callable[[Measurement], Mapping[str, Any]] = lambda measurement: {}
+
+
+def in_graph_of(least_us: float, copies: int = 1) -> int:
+    """Calls in a graph, given the time that no kernel falls below; at least one for each copy of the inputs."""
+    return max(copies, min(IN_GRAPH, math.ceil(GRAPH_US / least_us)))
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------------------
+
+
+def values_of(rows: Iterable[JsonRow], name: str = "") -> Times:
+    """A value of the rows (by default the median time in microseconds), by shape and implementation."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        value = row[name] if name else row["timing"] and row["timing"]["median_us"]
+        if value is not None:
+            found.setdefault(row["case"], {})[row["kernel"]] = value
+    return found
+
+
+def absent_of(rows: Iterable[JsonRow]) -> dict[str, str]:
+    """Implementations that are not installed, and the reason."""
+    return {row["kernel"]: row["reason"] for row in rows if row["status"] == "absent"}
+
+
+def lost(device: torch.device) -> str:
+    """Why the process cannot measure any more, if a kernel has broken it; else empty. Frees memory."""
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def metadata_of(given: argparse.Namespace, command: str, device: torch.device) -> Any:
+    """The metadata of a report. ``--commit`` replaces the commit of a copy without its own checkout."""
+    metadata = collect_metadata(command, device)
+    return dataclasses.replace(metadata, git_commit=given.commit) if given.commit else metadata
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What a program declares.
+
+    Attributes:
+        file: the program's file; the report and the plot stand beside it.
+        description: its help text.
+        shapes: all of them, in the order of the report.
+        implementations: all of them, this project's first, for the given options.
+        tasks: the tasks of some shapes for some implementations, in the order in which they are measured.
+        bars: the bars.
+        judged: further bars and their outcomes, from the rows.
+        rate: the text of a row's rate.
+        figure: the plot and the table.
+        about: what a shape's line says of it, from any of its rows.
+        copies: the number of copies of the inputs, for the report.
+        options: adds options of its own.
+        chosen: whether options select a shape.
+        between: the kernel between calls.
+        between_is: its description, if it is not the small one.
+    """
+
+    file: str
+    description: str | None
+    shapes: Sequence[Any]
+    implementations: Callable[[argparse.Namespace], list[Implementation]]
+    tasks: Callable[[Sequence[Any], Sequence[Implementation], torch.device, Effort], Iterator[Task]]
+    bars: Sequence[Bar]
+    judged: Callable[[Sequence[JsonRow]], list[dict[str, Any]]]
+    rate: Callable[[JsonRow], str]
+    figure: Figure
+    about: Callable[[JsonRow], str] = lambda row: ""
+    copies: int = 0
+    options: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
+    chosen: Callable[[argparse.Namespace, Any], bool] = lambda given, shape: True
+    between: type[Between] = Between
+    between_is: str = _BETWEEN_IS
+
+    # -- measuring ---------------------------------------------------------------------------------------------------------------
+
+    def measure(self, task: Task, who: Iterable[Implementation], device: torch.device, effort: Effort) -> list[dict[str, Any]]:
+        """Measures implementations at one shape, in alternating rounds. Returns their rows."""
+        measurements = [Measurement(each, task.shape) for each in who]
+        for each in measurements:
+            for check in task.checks(each.implementation):
+                each.guarded(functools.partial(each.check, *check))
+        if effort.rounds:
+            monitor, between = gpu_monitor(device), (Between if effort.back_to_back else self.between)(device, effort)
+            for _ in range(effort.rounds):
+                for each in measurements:
+                    each.guarded(functools.partial(each.time, task, device, between, monitor, effort))
+        more = [task.more(each) for each in measurements]
+        return [{**each.row(task.cost), **values} for each, values in zip(measurements, more, strict=True)]
+
+    def run(
+        self,
+        shapes: Sequence[Any],
+        who: Sequence[Implementation],
+        device: torch.device,
+        effort: Effort,
+        report: Report,
+        output: Path | None = None,
+    ) -> dict[str, Any]:
+        """Measures all shapes, and prints a line for each. Returns the document.
+
+        The document is written after each shape, so that an interrupted run keeps its results. Measuring stops once a kernel has
+        broken the process.
+        """
+        rows: list[dict[str, Any]] = []
+        made: dict[str, Any] = {}
+        for task in self.tasks(shapes, who, device, effort):
+            of_shape = self.measure(task, who, device, effort)
+            rows += of_shape
+            print(self.line(of_shape), flush=True)
+            made = self.document(rows, who, report, back_to_back=effort.back_to_back)
+            if output is not None:
+                replace_file(output, as_text(made))
+            del task  # its inputs, before those of the next one are made
+            broken = lost(device)
+            if broken:
+                print(f"stopped: {broken}")
+                break
+        return made
+
+    def judge(self, rows: Sequence[JsonRow]) -> list[dict[str, Any]]:
+        """The outcome of every bar."""
+        times, absent = values_of(rows), {*absent_of(rows)}
+        return [*(bar.judged(times, absent) for bar in self.bars), *self.judged(rows)]
+
+    def document(
+        self, rows: Sequence[dict[str, Any]], who: Iterable[Implementation], report: Report, *, back_to_back: bool = False
+    ) -> dict[str, Any]:
+        """The document that is written: a report that `load_report` reads, with more values. Rows have the shapes' order."""
+        places, made = {shape.name: place for place, shape in enumerate(self.shapes)}, report.to_dict()
+        absent = absent_of(rows)
+        return {
+            **made,
+            "method": {**made["method"], "between": _BACK_TO_BACK_IS if back_to_back else self.between_is},
+            "rows": sorted(rows, key=lambda row: places.get(row["case"], len(places))),
+            "versions": {each.name: each.version for each in who if each.name not in absent},
+            "absent": absent,
+            "bars": self.judge(rows),
+        }
+
+    # -- printing ----------------------------------------------------------------------------------------------------------------
+
+    def line(self, rows: Sequence[JsonRow]) -> str:
+        """One line for a shape: microseconds, rate and error of each implementation, or its failure."""
+        said = []
+        for row in rows:
+            error = row["relative_error"]
+            if row["timing"] is not None:
+                us = row["timing"]["median_us"]
+                said.append(f"{row['kernel']} {us:.2f} us {self.rate(row)} err {error:.1e} host {row['launch']['host_us']:.1f}")
+            elif row["status"] == "measured":
+                said.append(f"{row['kernel']} err {error:.1e}")
+            elif row["status"] not in ("skipped", "absent"):
+                said.append(f"{row['kernel']} {row['status']}: {row['reason'][:200]}")
+        return f"{rows[0]['case']}{self.about(rows[0])}: " + " | ".join(said)
+
+    @staticmethod
+    def table(rows: Sequence[JsonRow]) -> str:
+        """Microseconds, one line a shape, for printing last."""
+        names = list(dict.fromkeys(row["kernel"] for row in rows))
+        lines = [f"{'us':44}" + "".join(f"{name[:14]:>15}" for name in names)]
+        for shape, found in itertools.groupby(rows, lambda row: row["case"]):
+            cells = dict.fromkeys(names, "-")
+            cells |= {row["kernel"]: f"{row['timing']['median_us']:.2f}" if row["timing"] else row["status"] for row in found}
+            lines.append(f"{shape:44}" + "".join(f"{cell:>15}" for cell in cells.values()))
+        return "\n".join(lines)
+
+    def outcome(self, made: Mapping[str, Any]) -> str:
+        """The failures, the absent implementations, the bars, and the table."""
+        failed = {row["kernel"]: row for row in made["rows"] if row["status"] in ("error", "failed", "skipped")}
+        lines = [f"{row['status']}: {name} at {row['case']}: {row['reason']}" for name, row in failed.items()]
+        lines += [f"absent: {name}: {reason}" for name, reason in made["absent"].items()]
+        for bar in made["bars"]:
+            if bar["value"] is not None:
+                bound = f"{'<=' if bar['most'] else '>='} {bar['bound']:g}"
+                lines.append(f"{'holds ' if bar['holds'] else 'MISSED'} {bar['name']}: {bar['value']:.4g} ({bound})")
+        return "\n".join([*lines, self.table(made["rows"])])
+
+    # -- the command line --------------------------------------------------------------------------------------------------------
+
+    def parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(description=self.description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="shapes whose name matches; repeatable")
+        parser.add_argument("--baselines", default="", metavar="NAMES", help="implementations to measure, separated by commas")
+        parser.add_argument("--quick", action="store_true", help="one round of ten, no roofline")
+        parser.add_argument("--back-to-back", action="store_true", help="nothing between calls in a graph")
+        parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
+        parser.add_argument("--list", action="store_true", help="print the shapes and implementations, measure nothing")
+        parser.add_argument("--output", type=Path, metavar="FILE", help="write the report, or the plot, there")
+        parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
+        beside = Path(self.file).with_suffix(".json")
+        parser.add_argument("--plot", type=Path, nargs="?", const=beside, metavar="REPORT", help="plot a report as .svg or .png")
+        parser.add_argument("--table", type=Path, nargs="?", const=beside, metavar="REPORT", help="print a report as Markdown")
+        parser.add_argument("--readme", action="store_true", help="with --plot: put picture and Markdown into the README, too")
+        self.options(parser)
+        return parser
+
+    def main(self, words: Sequence[str] | None = None) -> None:
+        parser = self.parser()
+        given = parser.parse_args(words)
+        if given.plot or given.table:
+            self.show(given)
+            return
+        shapes = [shape for shape in self.shapes if not given.only or any(re.search(only, shape.name) for only in given.only)]
+        shapes = [shape for shape in shapes if self.chosen(given, shape)]
+        everyone = self.implementations(given)
+        names = list(filter(None, given.baselines.split(","))) or [each.name for each in everyone if not each.on_demand]
+        unknown = {*names} - {each.name for each in everyone}
+        if unknown or not shapes:
+            parser.error(f"no implementation {', '.join(sorted(unknown))}" if unknown else "no such shape")
+        who = [each for each in everyone if each.name in names]
+        if given.list:
+            print("\n".join([*(shape.name for shape in shapes), *(each.name for each in who)]))
+            return
+        if not torch.cuda.is_available():
+            parser.error("needs an NVIDIA GPU")
+        device = torch.device("cuda", torch.cuda.current_device())
+        effort = self.effort(given)
+        command = sys.argv if words is None else [Path(self.file).name, *words]
+        report = self.empty_report(given, effort, command, device)
+        print(self.outcome(self.run(shapes, who, device, effort, report, given.output)))
+
+    def effort(self, given: argparse.Namespace) -> Effort:
+        rounds, fewest, budget_s = (1, 10, 0.02) if given.quick else (3, 17, 0.03)
+        return Effort(0 if given.check else rounds, fewest, budget_s, given.back_to_back)
+
+    def empty_report(self, given: argparse.Namespace, effort: Effort, words: Sequence[str], device: torch.device) -> Report:
+        """A report without rows. ``words``: the command line, the program first."""
+        method = Method("cold", IN_GRAPH, self.copies, effort.budget_s * effort.rounds, effort.rounds)
+        metadata = metadata_of(given, shlex.join([Path(sys.executable).name, *words]), device)
+        return Report(metadata, (), None if given.quick or given.check else measure_roofline(device), method)
+
+    def show(self, given: argparse.Namespace) -> None:
+        """Plots a report, or prints it as Markdown."""
+        if given.table:
+            print(self.figure.table(json.loads(given.table.read_text())))
+            return
+        report, picture = json.loads(given.plot.read_text()), given.output or Path(self.file).with_suffix(".svg")
+        self.figure.draw(report, picture)
+        if given.readme:
+            self.figure.write(report, picture)
