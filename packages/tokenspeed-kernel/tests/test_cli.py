@@ -109,10 +109,10 @@ def test_doctor_says_where_settings_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings_from: Callable[..., Any]
 ) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('objective = "latency"\n[overrides]\n"norm.rmsnorm" = "reference_rmsnorm"\n')
+    file.write_text('objective = "accuracy"\n[overrides]\n"norm.rmsnorm" = "reference_rmsnorm"\n')
     settings_from(CONFIG=str(file), VERBOSE="1", OVERRIDE_GEMM_MM="reference_mm")
     settings = {s["name"]: (s["value"], s["source"]) for s in call_json("doctor")["settings"]}
-    assert settings["objective"] == ("latency", str(file))
+    assert settings["objective"] == ("accuracy", str(file))
     assert settings["verbose"] == ("true", "environment: TOKENSPEED_KERNEL_VERBOSE")
     assert settings["override GEMM_MM"] == ("reference_mm", "environment: TOKENSPEED_KERNEL_OVERRIDE_GEMM_MM")
     assert settings["override norm.rmsnorm"] == ("reference_rmsnorm", str(file))
