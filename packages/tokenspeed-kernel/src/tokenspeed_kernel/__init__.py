@@ -46,7 +46,6 @@ from tokenspeed_kernel_base.selection import (
     explain_selection,
     kernel_override,
     select_kernel,
-    set_autotuner,
     set_selection_policy,
     warmup_selection,
 )
@@ -236,8 +235,7 @@ import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
 __all__ += [operator.mode for operator in operators()]
 __all__.extend(ALIASES)  # old names, for one release
-measured.use("tokenspeed_kernel.workbench.tuned.tables")
-set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
+measured.use("tokenspeed_kernel.workbench.source")
 discover_plugins()
 if settings().watches_calls:
     import_module("tokenspeed_kernel.workbench.watching").begin(settings())
