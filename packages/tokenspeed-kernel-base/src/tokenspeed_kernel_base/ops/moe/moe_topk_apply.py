@@ -27,7 +27,7 @@ _PLAN_TRAITS = ("num_experts", "top_k")  # traits of both moe_topk and moe_apply
     "moe",
     "moe_topk_apply",
     formats={"logits": ("dense",), **OPERAND_FORMATS},
-    traits={**moe_topk.operator.trait_kinds, **PLAN_KINDS},
+    traits={**moe_topk.operator.traits, **PLAN_KINDS},
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),
