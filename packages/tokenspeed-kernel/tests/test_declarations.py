@@ -209,7 +209,7 @@ def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
         between_processes = any(case.world_size > 1 for case in op.all_cases())
         wanted = f"add triton/{op.family}/{op.mode}.py with capability=TRITON"
         # The parts of a composition have cases of their own.
-        composed = op.composed and all(part in OPERATORS for part in op.composition.parts)
+        composed = op.parts and all(part.operator in OPERATORS for part in op.parts)
         faults.unless(portable or between_processes or composed, "no portable kernel", wanted)
         _check_docstring(op, faults)
         for parameter in op.parameters:

@@ -16,7 +16,7 @@ import torch
 from tokenspeed_kernel_base import lowering, planning, provided
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients
-from tokenspeed_kernel_base.composition import COMPOSED, Composed, Composition
+from tokenspeed_kernel_base.composition import COMPOSED, Composed, by_reference, check_parts
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
 from tokenspeed_kernel_base.hooks import Declaration
 from tokenspeed_kernel_base.interface import Interface
@@ -58,6 +58,8 @@ class Operator(Declaration, Generic[P, R]):
 
     def __init__(self, options: Options, body: Callable[P, R]) -> None:
         super().__init__(options, body)
+        if self.parts:
+            check_parts(str(self), body, self.parts)
         stated = self.formats if isinstance(self.formats, Mapping) else dict.fromkeys(self.formats, ("dense",))
         holders = tuple(p.cls or p.types[0] for p in self.parameters if p.kind in (Kind.OBJECT, Kind.RESOURCE))
         operands = {name: tuple(each) for name, each in stated.items()}
@@ -87,9 +89,8 @@ class Operator(Declaration, Generic[P, R]):
         bodies: list[tuple[KernelSpec, Callable[..., Any]]] = [
             (self._body_spec(REFERENCE, Priority.REFERENCE, self.reference_traits, frozenset({"determinism"})), self.reference)
         ]
-        if self.composed:
-            composed = Composed(lambda: self.composition, self.output_positions)
-            bodies.append((self._body_spec(COMPOSED, Priority.COMPOSED, self.composed_traits), composed))
+        if self.parts:
+            bodies.append((self._body_spec(COMPOSED, Priority.COMPOSED, self.composed_traits), Composed(self)))
         return bodies
 
     def _body_spec(
@@ -110,18 +111,6 @@ class Operator(Declaration, Generic[P, R]):
             origin=f"{code.co_filename}:{code.co_firstlineno}",
         )
 
-    @functools.cached_property
-    def composition(self) -> Composition:
-        """The body of a composed operator, parsed for the operators that it calls. Parsed on first use, to keep the import of
-        operators fast.
-
-        Raises:
-            TypeError: the operator is not composed, or calls another one in a way that cannot be parsed.
-        """
-        if not self.composed:
-            raise TypeError(f"{self} is not declared as composed")
-        return Composition(self.body)
-
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
     def normal(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,14 +118,17 @@ class Operator(Declaration, Generic[P, R]):
         normal = {parameter.name: parameter.normal(arguments[parameter.name]) for parameter in self.parameters}
         return {name: value for name, value in normal.items() if value is not arguments[name]}
 
+    @functools.cached_property
+    def _reference_body(self) -> Callable[..., Any]:
+        return by_reference(self.body) if self.parts else self.body
+
     def reference(self, *args: Any) -> Any:
         """The body, with provided outputs written to. This is what solution ``reference`` runs."""
         arguments = dict(zip(self.names, args, strict=True))
         args = tuple({**arguments, **self.normal(arguments)}.values())
         given = [arguments[out] for out in self.outputs_of(arguments)]
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
-        body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
-        results = [result.contiguous() for result in lowering.as_list(body(*args))]
+        results = [result.contiguous() for result in lowering.as_list(self._reference_body(*args))]
         rows = slice(self.counted_rows(arguments))
         for index, output in enumerate(given):
             if output is not None and index < len(results):

@@ -55,8 +55,8 @@ A parameter is a tensor, a plain option, a dataclass of these, or a resource tha
 (`tokenspeed_kernel_base.resources`).
 
 The body runs as solution ``reference``. It has ``out`` in its signature but ignores it: the framework copies results to ``out``,
-for every operator. A body that calls other operators also runs as solution ``composed``, with the best kernel of each
-(`tokenspeed_kernel_base.composition`).
+for every operator. A body that calls other operators, its ``parts``, also runs as solution ``composed``, with the best kernel of
+each (`tokenspeed_kernel_base.composition`).
 """
 
 from __future__ import annotations

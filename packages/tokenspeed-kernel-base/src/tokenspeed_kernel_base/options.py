@@ -29,7 +29,7 @@ class Options:
         hints: parameters that repeat a tensor's values on the host. They may save work, and are no part of a decision.
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the body itself, if it does not support every call that the signature allows.
-        composed_traits: constraints of the composed kernel of a composed operator: if its parts cannot read objects that are
+        composed_traits: constraints of the composed kernel of an operator with parts: if its parts cannot read objects that are
             prepared for this operator's kernels, say.
         fixed_traits: traits that describe the operands; an override cannot bypass them.
         varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
@@ -46,8 +46,8 @@ class Options:
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
         planned: the parameter that takes a plan, for operators whose kernel is selected before any tensor exists.
         layout: the trait, and the plan's attribute, that gives the layout of objects prepared for a kernel.
-        composed: the body calls other operators. If no other kernel but the reference is eligible, each called operator is
-            dispatched to its best kernel; see `tokenspeed_kernel_base.composition`.
+        parts: the operators that the body calls. If no other kernel but the reference is eligible, each part is dispatched to its
+            best kernel; see `tokenspeed_kernel_base.composition`.
     """
 
     family: str
@@ -71,7 +71,7 @@ class Options:
     scales: Collection[str] = ()
     planned: str | None = None
     layout: str | None = None
-    composed: bool = False
+    parts: Sequence[Any] = ()
 
     def __str__(self) -> str:
         return f"{self.family}.{self.mode}"

@@ -28,7 +28,7 @@ _SCORES = dsa_indexer_scores_with_kvcache.operator
     outs=("out", "topk_length_out"),
     varying=("tokens", "batch", "max_pages"),
     capacity=("pages",),
-    composed=True,
+    parts=(dsa_indexer_scores_with_kvcache, top_k_indices, positions_to_slots),
 )
 def dsa_select_with_kvcache(
     q: Tensor,

@@ -27,7 +27,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     varying=("tokens",),
     capacity=("max_positions", "pages"),
     scales=("k_scale", "v_scale"),
-    composed=True,
+    parts=(qk_rmsnorm, apply_rope),
 )
 def qk_rmsnorm_rope_store_kv_cache(
     qkv: Tensor,

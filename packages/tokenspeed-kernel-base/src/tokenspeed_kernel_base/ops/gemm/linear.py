@@ -45,7 +45,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     varying=("tokens",),
     planned="plan",
     layout="weight_layout",
-    composed=True,
+    parts=(quantize_fp8, quantize_fp8_with_scale, quantize_mxfp8, quantize_mxfp4, quantize_nvfp4, mm),
 )
 def linear(x: Tensor, weights: LinearWeights, plan: LinearPlan, out: Tensor | None = None) -> Tensor:
     """Linear layer: ``x @ weight.t() + bias``, with weights that `linear_process_weights` arranged for the plan's kernel.

@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.variation import Variation
     fixed_traits=("weight_layout", "processed_weights"),
     in_place={"out": ("residual",)},
     varying=("tokens",),
-    composed=True,
+    parts=(moe_apply,),
 )
 def moe_apply_add(
     x: Tensor,

@@ -33,7 +33,7 @@ _PLAN_TRAITS = ("num_experts", "top_k")  # traits of both moe_topk and moe_apply
     varying=("tokens",),
     planned="plan",
     layout="weight_layout",
-    composed=True,
+    parts=(moe_topk, moe_apply),
 )
 def moe_topk_apply(
     x: Tensor,

@@ -26,7 +26,7 @@ from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
     outs=("out", "weights_out", "ids_out", "residual_out"),
     in_place={"residual_out": ("x", "residual")},
     varying=("tokens",),
-    composed=True,
+    parts=(rmsnorm, mm, moe_topk),
 )
 def rmsnorm_moe_topk(
     x: Tensor,

@@ -37,7 +37,7 @@ _FLAGS = {name: False for name, kind in _TRAITS.items() if kind is bool}
     outs=("out", "scale_out"),
     exact=True,
     varying=("rows", "m"),
-    composed=True,
+    parts=(quantize_mxfp8, quantize_nvfp4, quantize_fp8_with_scale, quantize_fp8),
 )
 def quantize(
     x: Tensor, quantization: Quantization, out: Tensor | None = None, scale_out: Tensor | None = None
